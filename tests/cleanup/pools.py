@@ -16,14 +16,7 @@ from skyward_core.errors import LedgerError
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Intent, PoolEntry, Price, ResourceKind, ResourceRequest
 from skyward_core.machines.owner import Owner, OwnerState
-from skyward_core.providers.base import (
-    CREATED_TAG,
-    LAUNCH_TAG,
-    OWNER_TAG,
-    POOL_TAG,
-    PROCESS_TAG,
-    RANK_TAG,
-)
+from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG
 from tests.fakes import FakeProvider
 
 ROOT = Path(__file__).parents[2]
@@ -60,9 +53,7 @@ class Time:
 
 
 class CloudProvider(FakeProvider):
-    """A cloud. Every process sees its machines, and a creating call may still be in progress when its caller is
-    dead.
-    """
+    """A cloud."""
 
     name: ClassVar[str] = "cloud"
     is_here: ClassVar[bool] = False
@@ -98,10 +89,7 @@ class LaggingProvider(CloudProvider):
 
 
 class FolderProvider(Provider):
-    """Machines are files in a folder, which any process may list: a cloud for several processes.
-
-    The folder `log` has a line for each termination.
-    """
+    """Machines are files in a folder, which any process may list"""
 
     name: ClassVar[str] = "folder"
     folder: str

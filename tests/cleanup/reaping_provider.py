@@ -21,11 +21,7 @@ SECRET = "ge-heim-4711"
 
 
 class FolderProvider(Provider):
-    """A provider that creates a file for each machine.
-
-    `ended` in the folder has a line for each termination: the time (time.time) and the id. Listing fails while the file
-    `is-down` exists.
-    """
+    """A provider that creates a file for each machine."""
 
     name: ClassVar[str] = "folder"
     is_here: ClassVar[bool] = True

@@ -1,8 +1,4 @@
-"""Boundaries at which a process may be killed.
-
-They are before, inside and after each transaction that writes to the ledger, and before, during and after each request
-to the provider.
-"""
+"""Boundaries at which a process may be killed."""
 
 from __future__ import annotations
 
@@ -42,10 +38,7 @@ PHASES = list(Phase)
 
 
 class Boundaries:
-    """Counts the boundaries that a process reaches, and kills it at the one for which it is armed.
-
-    The count outlives the process, so that its parent can read it.
-    """
+    """Counts the boundaries that a process reaches, and kills it at the one for which it is armed."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, _SHAPE.size)  # shared with every fork
@@ -138,10 +131,7 @@ def _verb_above() -> str:
 
 
 def _next(phase: Phase, label: str) -> Phase:
-    """The phase of the pool at this boundary.
-
-    A replacement is one phase, with all that it requests and ends.
-    """
+    """The phase of the pool at this boundary. A replacement is one phase, with all that it requests and ends."""
     if phase is Phase.REPLACING:
         return phase
     match label:

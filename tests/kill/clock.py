@@ -25,10 +25,7 @@ advance it.
 
 
 class SharedClock:
-    """Real time and the offset in a file, which is created if it does not exist.
-
-    It is safe to use from several threads and across a fork; `close` it after use.
-    """
+    """Real time and the offset in a file, which is created if it does not exist."""
 
     def __init__(self, path: Path) -> None:
         if not path.exists():
@@ -82,10 +79,7 @@ class SharedClock:
             _real_sleep(0)
 
     def take_over(self) -> Callable[[], None]:
-        """Make this the clock of the whole process; returns what restores the old one.
-
-        Call this before importing the code under test, because it binds the functions of `time` at its import.
-        """
+        """Make this the clock of the whole process; returns what restores the old one."""
         time.monotonic, time.time, time.sleep = self.monotonic, self.time, self.sleep
 
         def put_back() -> None:

@@ -1,6 +1,4 @@
-"""The operator's side of the rental service, for tests: it starts the service in a process, sets its faults, and reads
-its full state.
-"""
+"""The operator's side of the rental service, for tests"""
 
 from __future__ import annotations
 
@@ -21,10 +19,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The state that the console shows: every machine ever created, and every request.
-
-    `customers`: how many were still connected, killed or hung.
-    """
+    """The state that the console shows"""
 
     machines: tuple[dict[str, Any], ...]
     requests: tuple[dict[str, Any], ...]
@@ -57,10 +52,7 @@ class Seen:
 
 
 class RunningService:
-    """A rental service in its own process, with its machines' files in a folder.
-
-    A context manager; the operator has one connection.
-    """
+    """A rental service in its own process, with its machines' files in a folder."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

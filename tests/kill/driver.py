@@ -1,10 +1,4 @@
-"""The process that is killed: it opens a pool on the rental service, loses and replaces nodes, and ends the pool, in
-milliseconds.
-
-Everything that spends money is real: ComputePool, its session, journal, spending limit and machines, the ledger, and
-the provider's requests. Replaced by stand-ins are the nodes (their "software" is `BootingReach`), with their Dask
-cluster, and the reaper, unless the reaper is tested.
-"""
+"""The process that is killed"""
 
 from __future__ import annotations
 
@@ -47,10 +41,7 @@ class Ends(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What a driver does until it is killed.
-
-    `faults` exist from the beginning, `late_faults` after the pool is open. `lost` are ranks to replace.
-    """
+    """What a driver does until it is killed."""
 
     number: int = 0
     nodes: int = 2
@@ -195,10 +186,7 @@ machines are gone. A later sweep sees them.
 
 
 def drive(scenario: Scenario, url: str, boundaries: Boundaries, clock: SharedClock) -> None:
-    """Run a scenario to its end.
-
-    Errors of ours and of the connection may follow from the faults; any other error is raised.
-    """
+    """Run a scenario to its end."""
     from skyward_core.errors import SkywardError
     from skyward_core.pool import ComputePool
     from skyward_core.spec import PoolSpec
@@ -282,9 +270,7 @@ def _beat(scenario: Scenario, opened: Any) -> None:
 
 
 class Operator:
-    """The service's operator, for a forked process: a new connection for each request, so that it shares none with its
-    parent.
-    """
+    """The service's operator, for a forked process"""
 
     def __init__(self, url: str) -> None:
         self._place = urlsplit(url).netloc
@@ -304,9 +290,6 @@ class Operator:
         answer.read()
         connection.close()
         assert answer.status < 300
-
-
-# ── stand-ins ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def prepare_process() -> None:

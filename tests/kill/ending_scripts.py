@@ -1,6 +1,4 @@
-"""The common start of the programs of `test_endings.py`: a pool on billed machines, a call that does not end, and
-signals as a shell sets them.
-"""
+"""The common start of the programs of `test_endings.py`"""
 
 from __future__ import annotations
 

@@ -45,10 +45,7 @@ def work_off(
 def run(
     arguments: Sequence[Sequence[object]], report: Callable[[dict[str, Any]], object] = lambda point: None
 ) -> list[dict[str, Any]]:
-    """Run workers with these arguments at once; return their points. Raises RuntimeError if one fails.
-
-    Each has its own service, ledger and folders, in memory.
-    """
+    """Run workers with these arguments at once; return their points."""
     found: list[dict[str, Any]] = []
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="skyward-kill-", dir=memory if memory.is_dir() else None) as folder:

@@ -234,10 +234,7 @@ class Scenario:
 SCENARIOS: Sequence[Scenario] = (
     Scenario("it rents, and leaves as the last", lambda stage: None, _use),
     Scenario(
-        "it rents, and leaves a warm pool",
-        lambda stage: None,
-        lambda stage: _use(stage, WARM_SECONDS),
-        WARM_SECONDS,
+        "it rents, and leaves a warm pool", lambda stage: None, lambda stage: _use(stage, WARM_SECONDS), WARM_SECONDS
     ),
     Scenario("it joins and leaves, another stays", lambda stage: stage.stay(), _use),
     Scenario("it joins, and leaves as the last", lambda stage: stage.stay(), _use_last),

@@ -1,6 +1,4 @@
-"""One point: a driver is killed at a boundary, one safeguard recovers, and the machines found alive are compared with
-those that may live.
-"""
+"""One point"""
 
 from __future__ import annotations
 
@@ -60,11 +58,7 @@ class Safeguard(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The result of one point.
-
-    `alive_before`: machines of the pool that were billed after the kill. `alive`: machines that live after the
-    safeguard and should not.
-    """
+    """The result of one point."""
 
     scenario: str
     boundary: int
@@ -83,9 +77,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """Pools and machines of other users, which must not change: the service's records of them, and the ledger with
-    those that it has.
-    """
+    """Pools and machines of other users, which must not change"""
 
     machines: Sequence[dict[str, Any]]
     ledger: Path
@@ -95,9 +87,7 @@ class Others:
 
 @dataclass(slots=True)
 class Round:
-    """A worker's tools: the service, a folder, and the processes to kill, which are forks of this process. This process
-    must have one thread.
-    """
+    """A worker's tools"""
 
     service: RunningService
     folder: Path
@@ -121,13 +111,8 @@ class Round:
         gc.collect()
         gc.freeze()  # a garbage collection in a fork would copy every page that it reads
 
-    # ── the points of a scenario ─────────────────────────────────────────────────────────────────────────────────────
-
     def points(self, scenario: Scenario) -> Iterator[Point]:
-        """Yield the points of a scenario: boundaries of the driver.
-
-        Some of them also run with other safeguards, or with the recovering process killed in turn.
-        """
+        """Yield the points of a scenario"""
         yield self.unharmed(scenario)
         for boundary in self._boundaries():
             if (point := self.swept(scenario, boundary)) is None:
@@ -146,20 +131,14 @@ class Round:
                     pass
 
     def _boundaries(self) -> list[int]:
-        """Return the boundaries of the previous run.
-
-        A provider receives the same request many times: of equal ones the first, the last and a middle one remain.
-        """
+        """Return the boundaries of the previous run."""
         alike: dict[tuple[str, str], list[int]] = {}
         for boundary, passed in enumerate(json.loads((self.folder / "passed").read_text()), 1):
             alike.setdefault(tuple(passed), []).append(boundary)
         return sorted({boundary for its in alike.values() for boundary in (its[0], its[len(its) // 2], its[-1])})
 
     def _killed_in_turn(self, scenario: Scenario, boundary: int, killed: Killed) -> Iterator[Point]:
-        """Kill the driver, then the recovering process: at its first boundaries, its last ones, and some between them.
-
-        Each kill starts from the same saved state.
-        """
+        """Kill the driver, then the recovering process"""
         provider = self._begin(scenario)
         if (died := self._fork(lambda: self._drive(scenario), boundary)) != signal.SIGKILL:
             yield from _some(self._no_point(scenario, boundary, killed, Safeguard.SWEEP, died))
@@ -256,9 +235,7 @@ class Round:
         )
 
     def faulty(self, scenario: Scenario) -> Iterator[Point]:
-        """Yield two points of a scenario: in one no process is killed and the pool closes; in the other the driver is
-        killed just before that, and a sweep recovers.
-        """
+        """Yield two points of a scenario"""
         yield self.unharmed(scenario)
         yield from _some(self.swept(replace(scenario, ends=Ends.KILLED), NEVER))
 
@@ -270,9 +247,7 @@ class Round:
             yield from _some(self.reaped(scenario, 1 + number * (count - 1) // max(1, wanted - 1)))
 
     def reaped(self, scenario: Scenario, boundary: int) -> Point | None:
-        """Kill the driver; its reaper, a real one, recovers. It takes real time, because the reaper uses the real
-        clock.
-        """
+        """Kill the driver; its reaper, a real one, recovers."""
         provider = self._begin(scenario)
         if (died := self._fork(lambda: self._drive(scenario, has_reaper=True), boundary)) != signal.SIGKILL:
             self._await_orphans()
@@ -303,8 +278,6 @@ class Round:
     def _crash(self, died: int) -> str:
         path = self.folder / "crash"
         return f"the process ended with {died}: {path.read_text() if path.exists() else ''}"
-
-    # ── what runs in forks ───────────────────────────────────────────────────────────────────────────────────────────
 
     def _fork(self, work: Callable[[], object], kill_at: int) -> int:
         """Run a function in a fork that dies at a boundary; return 0, the signal that ended it, or minus its exit
@@ -357,8 +330,6 @@ class Round:
                         end_pool(ledger, provider, entry.id, why="its driver is gone", clock=self.service.clock.utc)
                     except SkywardError:
                         return  # the reaper would try again; here the sweep does
-
-    # ── the prepared state ───────────────────────────────────────────────────────────────────────────────────────────
 
     def _begin(self, scenario: Scenario) -> HttpRental:
         """Prepare a ledger and a service with the pools of other users; return the provider."""
@@ -440,13 +411,8 @@ class Round:
     def _alive_of_victims(self, provider: HttpRental) -> int:
         return len(self.service.look().billed() - self.others[self._key(provider)].ids)
 
-    # ── recovery ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
     def _recover(self, scenario: Scenario, provider: HttpRental, safeguard: Safeguard) -> list[str]:
-        """Sweep until there is nothing to do, a minute apart. A detached pool must stay until its lease has expired.
-
-        Returns the problems.
-        """
+        """Sweep until there is nothing to do, a minute apart."""
         problems: list[str] = []
         live = self._live(provider)
         if live:
@@ -528,8 +494,6 @@ class Round:
                 os.waitpid(pid, os.WNOHANG)
             time.sleep(0.01)
         return []
-
-    # ── what is found ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _judge(self, provider: HttpRental) -> tuple[int, list[str]]:
         """Compare living machines with those that may live, and the ledger with the service; return how many machines

@@ -25,10 +25,7 @@ again.
 
 
 class HttpRental(Provider):
-    """Rents machines of the service at `url`.
-
-    They are reached through their files on this machine, and have a guard, as those of a cloud have.
-    """
+    """Rents machines of the service at `url`."""
 
     name: ClassVar[str] = "http-rental"
     end_command: ClassVar[str] = """exec bash -c 'exec 9<>"/dev/tcp/127.0.0.1/$RENTAL_PORT"
@@ -97,9 +94,7 @@ printf "POST /machines/%s/shutdown HTTP/1.1\\r\\n\\r\\n" "$SKYWARD_INSTANCE_ID" 
         )
 
     def _body_of(self, answer: httpx.Response) -> Any:
-        """Return the service's answer. Raises CredentialsError and NoCapacity; any other failure is raised
-        unchanged.
-        """
+        """Return the service's answer."""
         if answer.status_code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             raise CredentialsError(f"{self.url} refuses the key: give HttpRental another one")
         if answer.status_code == HTTPStatus.CONFLICT and answer.json().get("code") == "capacity":
@@ -140,9 +135,7 @@ printf "POST /machines/%s/shutdown HTTP/1.1\\r\\n\\r\\n" "$SKYWARD_INSTANCE_ID" 
 
 
 class HttpRentalHere(HttpRental):
-    """The same with machines that run the whole bootstrap as their startup script. Every listing names them, as it does
-    processes of this machine.
-    """
+    """The same with machines that run the whole bootstrap as their startup script."""
 
     name: ClassVar[str] = "http-rental-here"
     is_here: ClassVar[bool] = True

@@ -1,9 +1,4 @@
-"""A process that runs points, and prints a line of JSON for each.
-
-Run `python -m tests.kill.worker FOLDER sweep SEED SHARE OF POINTS`, `... FOLDER faults`, or `... FOLDER reaper POINTS`.
-The clock is replaced before the code under test is imported, so that waiting for a minute takes no time. With a reaper
-it is not replaced, because the reaper is a separate process.
-"""
+"""A process that runs points, and prints a line of JSON for each."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`python -m tests.ledger.write`: write `written/version_N.sql`, a ledger of this code, for `test_written.py` of later
-code.
-"""
+"""`python -m tests.ledger.write`"""
 
 import sqlite3
 import tempfile

@@ -8,12 +8,7 @@ from hypothesis import strategies as st
 
 from skyward_core.cleanup.policy import Action, ProviderFacts, decide
 from skyward_core.ledger.rows import ResourceKind
-from skyward_core.providers.base import (
-    CREATED_TAG,
-    EXPIRES_TAG,
-    LAUNCH_TAG,
-    PROCESS_TAG,
-)
+from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, LAUNCH_TAG, PROCESS_TAG
 from tests.cleanup.pools import (
     CLOUD,
     DEAD,
@@ -29,9 +24,7 @@ from tests.cleanup.pools import (
 )
 from tests.conftest import examples
 from tests.fakes import FakeProvider
-from tests.unit.cleanup.test_policy import (
-    machine_ids,
-)
+from tests.unit.cleanup.test_policy import machine_ids
 
 owners = st.sampled_from([HERE, DEAD, ELSEWHERE])
 offsets = st.integers(-200, 200)
@@ -95,9 +88,6 @@ def provider_facts(draw: st.DrawFn) -> ProviderFacts:
 def test_each_machine_has_one_finding_and_ends_only_with_evidence(
     facts: ProviderFacts, min_age: float, unknown: bool
 ) -> None:
-    """With any ledger, tags and listing: a live pool does not change, an unknown machine ends only with evidence, and
-    each machine has one finding.
-    """
     findings = decide(facts, min_age_seconds=min_age, include_unknown=unknown)
     assert findings == decide(facts, min_age_seconds=min_age, include_unknown=unknown)
     assert all(finding.reason for finding in findings)

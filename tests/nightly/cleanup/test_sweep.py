@@ -11,18 +11,7 @@ import pytest
 
 from skyward_core.cleanup.sweep import sweep
 from skyward_core.ledger.ledger import Ledger
-from tests.cleanup.pools import (
-    HERE,
-    ROOT,
-    CloudProvider,
-    FolderProvider,
-    Time,
-    World,
-    life,
-    of_kind,
-)
-
-# ── several at once, and many ────────────────────────────────────────────────────────────────────────────────────────
+from tests.cleanup.pools import HERE, ROOT, CloudProvider, FolderProvider, Time, World, life, of_kind
 
 
 def real_world(tmp_path: Path) -> tuple[World, Time]:
@@ -51,10 +40,6 @@ for failure in report.failures:
 
 
 def test_several_sweeps_at_once_end_dead_pools_only(tmp_path: Path) -> None:
-    """Four threads and two processes sweep one ledger while a live pool renews its lease and launches.
-
-    No sweep fails, every dead machine ends, and no live machine receives a request to end.
-    """
     world, _ = real_world(tmp_path)
     with world.ledger:
         for number in range(20):
@@ -103,7 +88,6 @@ def test_several_sweeps_at_once_end_dead_pools_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("pools", "nodes"), [(1, 1000), (1000, 1)])
 @pytest.mark.parametrize("left", ["listed", "gone", "never bound"])
 def test_a_thousand_open_entries_are_handled(tmp_path: Path, hands: Time, pools: int, nodes: int, left: str) -> None:
-    """Entries of one pool or of a thousand, with machines in any state. `benchmarks/ledger.py` measures the speed."""
     with Ledger(f"sqlite:///{tmp_path / 'ledger.db'}", clock=hands) as ledger:
         world = of_kind(CloudProvider, ledger, tmp_path, hands)
         for number in range(pools):

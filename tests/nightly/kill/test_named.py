@@ -1,7 +1,4 @@
-"""Kill -9 at the boundaries of pools with a name, on both databases: never two rentals, and nothing lives for long.
-
-`EVERY=1` takes each boundary (10 minutes for each database); else it is one of sixteen, other ones in each scenario.
-"""
+"""Kill -9 at the boundaries of pools with a name, on both databases"""
 
 import json
 import os
@@ -23,7 +20,6 @@ pytestmark = [pytest.mark.timeout(1800)]
 
 
 def test_after_a_kill_at_any_boundary_the_next_process_gets_the_one_pool(url: str, tmp_path: Path) -> None:
-    """Then all leases end, and no machine lives."""
     command = [sys.executable, "-m", "tests.kill.named", str(tmp_path), url, str(EVERY)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=1700)
     points = [json.loads(line) for line in done.stdout.splitlines()]

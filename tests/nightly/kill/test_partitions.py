@@ -1,6 +1,4 @@
-"""A healthy pool loses its client for 30 seconds at a time, for hours: no safeguard ends it, replaces nodes, or treats
-it as dead.
-"""
+"""A healthy pool loses its client for 30 seconds at a time, for hours"""
 
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -10,13 +8,7 @@ import pytest
 
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.machines.owner import Owner, OwnerState
-from tests.system.kill.test_partitions import (
-    HOURS,
-    LEASE_SECONDS,
-    RECONNECT_SECONDS,
-    beats,
-    cuts,
-)
+from tests.system.kill.test_partitions import HOURS, LEASE_SECONDS, RECONNECT_SECONDS, beats, cuts
 from tests.unit.engine.test_recovery import World
 
 ELSEWHERE = replace(Owner.here(), host="elsewhere")
@@ -24,9 +16,6 @@ ELSEWHERE = replace(Owner.here(), host="elsewhere")
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_client_waits_for_its_head(seed: int) -> None:
-    """For six hours the client cannot reach the head every other minute. The cluster is not restarted, no node is
-    replaced, and no node is reported lost.
-    """
     world = World(lease_seconds=LEASE_SECONDS)
     for cut, healed in cuts(seed):
         world.go_on(cut - world.now, step=1.0)
@@ -40,9 +29,6 @@ def test_the_client_waits_for_its_head(seed: int) -> None:
 
 
 def test_no_sweep_finds_the_pool_dead(tmp_path: Path) -> None:
-    """For six hours the owner cannot reach the ledger during the cuts. Another process checks every 20 seconds: the
-    pool is always live.
-    """
     now = [datetime(2026, 11, 21, tzinfo=UTC)]
     began = now[0]
     with Ledger(f"sqlite:///{tmp_path / 'ledger.db'}", clock=lambda: now[0]) as ledger:

@@ -1,6 +1,4 @@
-"""Kill -9 at generated points, a thousand in `make long`: after recovery no dead pool has machines, and other users'
-machines are unchanged.
-"""
+"""Kill -9 at generated points, a thousand in `make long`"""
 
 from __future__ import annotations
 
@@ -18,9 +16,6 @@ POINTS, REAPED = examples(1000), 18
 
 @pytest.mark.timeout(900)
 def test_after_a_kill_at_any_point_nothing_is_left() -> None:
-    """Kills over all phases, with every safeguard: no machine of a dead pool is alive, no machine of a live pool got a
-    request to end, and the ledger's entries are closed.
-    """
     points = matrix.work_off(SEED, POINTS, REAPED)
     assert matrix.wrong(points) == []
     kills = [point for point in points if matrix.is_kill(point)]

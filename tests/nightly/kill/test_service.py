@@ -22,7 +22,6 @@ def offer(provider: HttpRental, *, is_spot: bool = False) -> Offer:
 
 
 def test_a_machine_is_listed_with_its_tags_until_its_termination(rental: RunningService) -> None:
-    """Launch, listing and termination agree with the console; spot is cheaper, and ranks continue from the first."""
     provider = HttpRental(url=rental.url)
     launched = provider.launch(offer(provider, is_spot=True), 2, tags(rank=3), "#!/bin/sh\n")
     assert [instance.rank for instance in launched] == [3, 4]
@@ -40,7 +39,6 @@ def test_a_machine_is_listed_with_its_tags_until_its_termination(rental: Running
 
 
 def test_more_machines_than_a_page_holds_are_all_listed(rental: RunningService) -> None:
-    """A listing reads all pages, and returns only the machines of its own pool."""
     provider = HttpRental(url=rental.url)
     mine = {instance.id for instance in provider.launch(offer(provider), 9, tags(), "")}
     theirs = {instance.id for instance in provider.launch(offer(provider), 9, tags("sky-2", "sky-2-1"), "")}
@@ -49,7 +47,6 @@ def test_more_machines_than_a_page_holds_are_all_listed(rental: RunningService) 
 
 
 def test_the_same_token_gives_the_same_machines(rental: RunningService) -> None:
-    """After a lost answer the creating call is repeated without renting twice."""
     provider = HttpRental(url=rental.url)
     sold = offer(provider)
     rental.break_down(lose_create_answers=1)
@@ -61,9 +58,6 @@ def test_the_same_token_gives_the_same_machines(rental: RunningService) -> None:
 
 
 def test_a_new_machine_is_listed_only_after_the_lag(rental: RunningService) -> None:
-    """It exists, is billed and can be terminated before any listing shows it. The lag ends by the service's own
-    clock.
-    """
     provider = HttpRental(url=rental.url)
     rental.break_down(create_lag_seconds=60)
     first, second = provider.launch(offer(provider), 2, tags(), "")
@@ -77,7 +71,6 @@ def test_a_new_machine_is_listed_only_after_the_lag(rental: RunningService) -> N
 
 
 def test_fewer_machines_than_requested(rental: RunningService) -> None:
-    """A partial batch is no error; an empty one is NoCapacity."""
     provider = HttpRental(url=rental.url)
     rental.break_down(short_by=1)
     assert len(provider.launch(offer(provider), 3, tags(), "")) == 2
@@ -87,9 +80,6 @@ def test_fewer_machines_than_requested(rental: RunningService) -> None:
 
 
 def test_a_termination_may_do_nothing_or_only_stop(rental: RunningService) -> None:
-    """Both are answered with OK, and the bill goes on. An ignored machine runs, a stopped one is listed as stopping; a
-    second request ends it.
-    """
     provider = HttpRental(url=rental.url)
     (machine,) = provider.launch(offer(provider), 1, tags(), "")
     rental.break_down(ignore_terminations=1, stop_instead=1)
@@ -103,7 +93,6 @@ def test_a_termination_may_do_nothing_or_only_stop(rental: RunningService) -> No
 
 
 def test_a_machine_can_be_missing_in_one_listing_and_present_in_the_next(rental: RunningService) -> None:
-    """An unstable listing is empty once, although all machines are billed."""
     provider = HttpRental(url=rental.url)
     launched = provider.launch(offer(provider), 6, tags(), "")
     rental.break_down(hide_listings=1)
@@ -115,7 +104,6 @@ def test_a_machine_can_be_missing_in_one_listing_and_present_in_the_next(rental:
 def test_an_error_of_the_service_is_raised_and_changes_nothing(
     rental: RunningService, faults: dict[str, int], status: int
 ) -> None:
-    """500 and 429 reach the caller as errors of every method, never as an empty list or as gone."""
     provider = HttpRental(url=rental.url)
     sold = offer(provider)
     (machine,) = provider.launch(sold, 1, tags(), "")
@@ -134,7 +122,6 @@ def test_an_error_of_the_service_is_raised_and_changes_nothing(
 
 
 def test_an_outage_ends_on_the_services_own_clock(rental: RunningService) -> None:
-    """Errors for some minutes are errors until the service's clock has passed them."""
     provider = HttpRental(url=rental.url)
     rental.break_down(error_seconds=180)
     for seconds in (0, 100, 79):
@@ -146,7 +133,6 @@ def test_an_outage_ends_on_the_services_own_clock(rental: RunningService) -> Non
 
 
 def test_a_hung_call_raises_and_may_have_taken_effect(rental: RunningService) -> None:
-    """A request that is never answered ends with the provider's own timeout, whether it took effect or not."""
     provider = HttpRental(url=rental.url, timeout_seconds=0.2)
     sold = offer(HttpRental(url=rental.url))
     for faults, billed in (({"hangs": 1}, 0), ({"hangs_after": 1}, 1)):
@@ -157,7 +143,6 @@ def test_a_hung_call_raises_and_may_have_taken_effect(rental: RunningService) ->
 
 
 def test_a_machine_ends_itself(rental: RunningService) -> None:
-    """The guard's end command reaches the service, and the console shows that the machine ended itself."""
     provider = HttpRental(url=rental.url)
     (machine,) = provider.launch(offer(provider), 1, tags(), "")
     rental.shut_down(machine.id)

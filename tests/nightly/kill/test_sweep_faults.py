@@ -1,6 +1,4 @@
-"""Each fault of the rental service: closing leaves nothing, or reports what it leaves; after a kill of the driver, a
-sweep leaves nothing.
-"""
+"""Each fault of the rental service"""
 
 from __future__ import annotations
 
@@ -27,9 +25,6 @@ def points() -> dict[tuple[str, str], dict[str, Any]]:
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=NAMES)
 def test_closing_under_a_fault_leaves_nothing(points: dict[tuple[str, str], dict[str, Any]], scenario: Any) -> None:
-    """Closing alone ends every machine, and waits until the fault is over. Machines remain for a sweep only after an
-    outage of five minutes or a wrong listing.
-    """
     point = points[str(scenario), "none"]
     assert point["alive"] == 0
     assert _unexpected(point, scenario) == []
@@ -39,9 +34,6 @@ def test_closing_under_a_fault_leaves_nothing(points: dict[tuple[str, str], dict
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=NAMES)
 def test_sweeping_under_a_fault_leaves_nothing(points: dict[tuple[str, str], dict[str, Any]], scenario: Any) -> None:
-    """When the driver was killed under the fault, sweeps end every machine of its pool, none of other users, and close
-    the ledger's entries.
-    """
     killed = str(scenario).replace(f"ends={Ends.CLOSED}", f"ends={Ends.KILLED}")
     point = points.get((killed, "driver"))
     if point is None:
@@ -52,10 +44,7 @@ def test_sweeping_under_a_fault_leaves_nothing(points: dict[tuple[str, str], dic
 
 
 def _unexpected(point: dict[str, Any], scenario: Any) -> list[str]:
-    """The problems.
-
-    If a listing omitted living machines, the ledger recorded them as gone, and meters them again from then on.
-    """
+    """The problems."""
     return [
         problem for problem in point["problems"] if not (scenario.late_faults in TOGETHER and problem.startswith("m-"))
     ]

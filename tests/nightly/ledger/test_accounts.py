@@ -1,6 +1,4 @@
-"""Accounts are never overdrawn: not in any order of events, not by crashes, not by a hundred concurrent
-reservations.
-"""
+"""Accounts are never overdrawn"""
 
 from __future__ import annotations
 
@@ -192,10 +190,7 @@ class Budgets(RuleBasedStateMachine):
 
     @rule(pool=POOL)
     def crash(self, pool: int) -> None:
-        """A driver is killed with open reservations, and a sweep has found the pool dead.
-
-        Its machines still run, within the reserved money.
-        """
+        """A driver is killed with open reservations, and a sweep has found the pool dead."""
         assert self.shared.sweep.condemn(self.pools[pool], seen=START)
         self.model.dead.add(self.pools[pool])
 
@@ -290,12 +285,8 @@ def shared() -> Iterator[Shared]:
 
 @pytest.mark.generated
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "part",
-    [0, *(part for part in (1, 2, 3))],
-)
+@pytest.mark.parametrize("part", [0, *(part for part in (1, 2, 3))])
 def test_no_history_overdraws_an_account(shared: Shared, part: int) -> None:
-    """Two thousand of them in `make long`, of twelve steps, in four parts that can run side by side."""
     many = settings(
         max_examples=HISTORIES // 4,
         stateful_step_count=12,
@@ -305,8 +296,6 @@ def test_no_history_overdraws_an_account(shared: Shared, part: int) -> None:
     )
     run_state_machine_as_test(lambda: Budgets(shared), settings=many)
 
-
-# ── a hundred at once, and some are killed ───────────────────────────────────────────────────────────────────────────
 
 DRIVERS = """
 import os, random, sys, threading
@@ -341,11 +330,6 @@ with Ledger(url, busy_timeout_seconds=60) as ledger:
 
 @pytest.mark.timeout(300)
 def test_concurrent_reservations_and_kills_overdraw_nothing(tmp_path: Path) -> None:
-    """Eight processes of thirteen pools each spend from one account until it refuses; three are killed during this.
-
-    The account's free money is to the micro-dollar its limit less all recorded sums, and never below zero. When the
-    pools of the killed processes have been swept, their unspent money is free again.
-    """
     url, limit = f"sqlite:///{tmp_path}/ledger.db", Decimal(150)
     with Ledger(url) as ledger:
         ledger.set_account(Account("team", limit, Period.MONTH))

@@ -7,16 +7,11 @@ import pytest
 from skyward_core.errors import LedgerError
 from skyward_core.ledger import sql_engine
 from skyward_core.ledger.ledger import Ledger
-from tests.system.ledger.test_answers import (  # noqa: F401 - fixtures
-    Proxy,
-    proxy,
-    url,
-)
+from tests.system.ledger.test_answers import Proxy, proxy, url  # noqa: F401 - fixtures
 from tests.unit.ledger.test_ledger import Clock, open_pool, postgresql_server, postgresql_url  # noqa: F401 - fixtures
 
 
 def test_a_silent_server_is_an_error_and_not_a_wait(proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each statement has its limit; the next one is sent on another connection."""
     monkeypatch.setattr(sql_engine, "ANSWER_SECONDS", 0.3)
     monkeypatch.setattr(sql_engine, "CONNECT_TIMEOUT_SECONDS", 2)
     with Ledger(url, clock=Clock(), busy_timeout_seconds=0.2) as ledger:

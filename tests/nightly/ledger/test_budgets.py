@@ -6,22 +6,10 @@ from decimal import Decimal
 
 from skyward_core.ledger.budgets import Fill
 from skyward_core.ledger.ledger import Ledger
-from tests.unit.ledger.test_budgets import (  # noqa: F401 - fixtures
-    LEASE_SECONDS,
-    Clock,
-    clock,
-    committed,
-    ledger,
-    opened,
-    usd,
-)
+from tests.unit.ledger.test_budgets import LEASE_SECONDS, Clock, clock, committed, ledger, opened, usd  # noqa: F401 - fixtures
 
 
 def test_reservations_are_renewed_while_time_passes(ledger: Ledger, clock: Clock) -> None:
-    """For twenty minutes the account holds the cost so far and at most two leases more.
-
-    Nodes receive no longer paid time than that.
-    """
     it = opened(ledger, clock, "1000")
     it.launch(2, usd("36"))
     for _ in range(1200):

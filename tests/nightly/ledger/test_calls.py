@@ -4,11 +4,7 @@ from decimal import Decimal
 
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import SlotUse
-from tests.system.ledger.test_calls import (  # noqa: F401 - fixtures
-    MINUTE,
-    ledger,
-    state,
-)
+from tests.system.ledger.test_calls import MINUTE, ledger, state  # noqa: F401 - fixtures
 from tests.unit.ledger.test_ledger import (  # noqa: F401 - fixtures
     LATER,
     NOON,
@@ -24,7 +20,6 @@ from tests.unit.ledger.test_ledger import (  # noqa: F401 - fixtures
 
 
 def test_a_call_costs_its_share_of_the_machines_price(ledger: Ledger) -> None:
-    """A slot of four for 100 s at 3.60 USD an hour is 2.5 cents. A machine that the ledger does not know costs nothing."""
     used = (SlotUse("i-1", 4, 60.0), SlotUse("i-1", 4, 40.0), SlotUse("unknown", 1, 5.0))
     ledger.note_calls("p", [state("ended", 2, ended_at=NOON + MINUTE, used=used)])
     (call,) = ledger.calls()

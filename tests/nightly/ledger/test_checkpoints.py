@@ -10,11 +10,7 @@ import pytest
 
 from skyward_core.ledger import checkpoints
 from skyward_core.ledger.ledger import Ledger
-from tests.unit.ledger.test_checkpoints import (  # noqa: F401 - fixtures
-    path,
-    wal_bytes,
-    write,
-)
+from tests.unit.ledger.test_checkpoints import path, wal_bytes, write  # noqa: F401 - fixtures
 
 WRITES = """
 import sys
@@ -32,7 +28,6 @@ for number in range(15):
 
 
 def test_sqlite_makes_no_checkpoint_beside_commits(path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Its own one begins at 1,000 pages, that is 4 MB."""
     monkeypatch.setattr(checkpoints, "LARGEST_BYTES", 1 << 40)
     with Ledger(f"sqlite:///{path}") as ledger:
         while wal_bytes(path) < 5 << 20:

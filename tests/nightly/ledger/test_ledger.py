@@ -17,20 +17,8 @@ from sqlalchemy import create_engine
 
 from skyward_core.errors import LeaseLost, LedgerConflict
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.ledger.rows import (
-    BILLING_ROUNDING,
-    Account,
-    Bucket,
-    CostBy,
-    Intent,
-    Period,
-    Price,
-)
-from tests.system.ledger.test_ledger import (  # noqa: F401 - fixtures
-    MANY,
-    large,
-    run_script,
-)
+from skyward_core.ledger.rows import BILLING_ROUNDING, Account, Bucket, CostBy, Intent, Period, Price
+from tests.system.ledger.test_ledger import MANY, large, run_script  # noqa: F401 - fixtures
 from tests.unit.ledger.test_ledger import (  # noqa: F401 - fixtures
     LATER,
     NOON,
@@ -48,11 +36,8 @@ from tests.unit.ledger.test_ledger import (  # noqa: F401 - fixtures
     url,
 )
 
-# ── intents ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
 
 def test_an_intent_is_committed_before_it_returns(ledger: Ledger, url: str) -> None:
-    """Another process sees it at once, with all that is needed to find the resource."""
     intent = intend(ledger, price=Price(USD("1.5"), USD("3"), is_spot=True))
     with Ledger(url) as other:
         assert other.open_intents() == [intent]
@@ -63,7 +48,6 @@ def test_an_intent_is_committed_before_it_returns(ledger: Ledger, url: str) -> N
 
 @pytest.mark.parametrize("verb", ["renew", "intend"])
 def test_a_lease_is_either_renewed_or_condemned(ledger: Ledger, url: str, verb: str) -> None:
-    """Twenty races with its owner: after the sweep has condemned the pool, the owner gets LeaseLost."""
     with Ledger(url) as other:
         for number in range(20):
             pool_id, start, outcome = f"r{number}", threading.Barrier(2), {}
@@ -95,22 +79,14 @@ def test_a_lease_is_either_renewed_or_condemned(ledger: Ledger, url: str, verb: 
                 assert seen == outcome["is_renewed"]
 
 
-# ── many at once ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_many_intents_are_recorded_at_once_in_their_order(ledger: Ledger) -> None:
-    """The ledger writes all of them, in several statements, or none. Entries with known tokens do not change."""
     known = ledger.bind(intend(ledger, "t7"), "i-7")
     intents = ledger.intend_all("p", [resource_request(f"t{number}") for number in range(1100)])
     assert [intent.token for intent in intents] == [f"t{number}" for number in range(1100)]
     assert intents[7] == known
     assert ledger.intend_all(
         "p", [resource_request("t7"), resource_request("t3"), resource_request("new"), resource_request("new")]
-    ) == [
-        known,
-        intents[3],
-        *[ledger.intents()[-1]] * 2,
-    ]
+    ) == [known, intents[3], *[ledger.intents()[-1]] * 2]
     numbers = [intent.id for intent in reversed(intents)]
     bound = ledger.bind_all({number: f"i-{number}" if number != known.id else "i-7" for number in numbers})
     assert [intent.id for intent in bound] == numbers
@@ -211,9 +187,6 @@ TestIntentHistories.settings = settings(
 )
 
 
-# ── cost ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize(
     ("seconds", "price", "expected_usd"),
     [
@@ -234,7 +207,6 @@ TestIntentHistories.settings = settings(
 def test_a_resource_is_billed_as_its_provider_counts(
     ledger: Ledger, seconds: float, price: Price, expected_usd: str
 ) -> None:
-    """Begun increments, at least the minimum, rounded up to a micro-dollar."""
     intent = ledger.bind(intend(ledger, price=price), "i-1")
     ledger.note_all({intent.id: {Bucket.RUNNING_CALLS: seconds}})
     (row,) = ledger.cost_rows()
@@ -243,9 +215,6 @@ def test_a_resource_is_billed_as_its_provider_counts(
 
 
 def test_the_sum_of_a_bill_does_not_depend_on_the_key(ledger: Ledger, clock: Clock) -> None:
-    """The bill by resource, pool, owner, day and bucket is equal to the micro-dollar, with odd prices, times and
-    billing rules.
-    """
     open_pool(ledger, "q", replace(OWNER, user="bob"))
     counted: dict[int, tuple[Decimal, Decimal]] = {}
     for number in range(60):
@@ -307,7 +276,6 @@ print(*(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children))
 
 
 def test_eight_processes_at_once_overdraw_nothing(ledger: Ledger, url: str) -> None:
-    """They reserve and settle until the account refuses: less than one reservation is left then."""
     ledger.set_account(Account("team", USD(30), Period.MONTH))
     done = run_script(EIGHT_RESERVE, url, NOON.isoformat())  # in the same month as the account
     assert done.returncode == 0, done.stderr
@@ -318,8 +286,6 @@ def test_eight_processes_at_once_overdraw_nothing(ledger: Ledger, url: str) -> N
     assert sum(counts) > len(reserved) >= 1  # some were settled
     assert sum(made.reserved_usd for made in reserved) + (sum(counts) - len(reserved)) * USD("0.11") == 30 - left
 
-
-# ── crashes and outages ──────────────────────────────────────────────────────────────────────────────────────────────
 
 KILLED_AT = """
 import os, signal, sys
@@ -382,10 +348,6 @@ while True:
 
 @pytest.mark.timeout(300)
 def test_a_writer_killed_at_any_statement_leaves_a_readable_ledger(tmp_path: Path) -> None:
-    """SIGKILL before and after every statement and before every commit, from an empty file on.
-
-    Everything that had returned is there, and at most one more change.
-    """
     done = run_script(KILLED_AT, str(tmp_path))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -444,7 +406,6 @@ except LedgerError as error:
 
 @pytest.mark.parametrize("is_made", [False, True])
 def test_a_read_only_directory_is_an_error(tmp_path: Path, is_made: bool) -> None:
-    """This holds with a ledger in it, and without."""
     folder = tmp_path / "read-only"
     folder.mkdir()
     if is_made:
@@ -543,10 +504,6 @@ FROM skyward_balances b JOIN skyward_reservations r ON r.account = b.account AND
 
 
 def test_on_a_server_concurrent_methods_neither_overdraw_nor_deadlock(postgresql_url: str, clock: Clock) -> None:
-    """Three processes of six threads: no error, and each balance is the sum of its reservations.
-
-    A balance exceeds the limit only by overspending.
-    """
     with Ledger(postgresql_url, clock=clock) as ledger:
         for account in "ab":
             ledger.set_account(Account(account, USD(5), Period.DAY))
@@ -568,7 +525,6 @@ def test_on_a_server_concurrent_methods_neither_overdraw_nor_deadlock(postgresql
 @pytest.mark.generated
 @pytest.mark.parametrize("by", CostBy)
 def test_a_bill_of_many_resources_is_right(large: Ledger, by: CostBy) -> None:
-    """It is checked with every key: `skyward cost`."""
     rows = large.cost_rows(by)
     # the first has a second less in each
     assert sum(row.seconds for row in rows) == pytest.approx(

@@ -8,15 +8,12 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.ledger.ledger import default_url
-from tests.system.ledger.test_location import (  # noqa: F401 - fixtures
-    read_only,
-)
+from tests.system.ledger.test_location import read_only  # noqa: F401 - fixtures
 
 
 def test_a_read_only_home_has_its_ledger_in_the_runtime_folder(
     read_only: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A pool without a budget works after a warning, and the command finds it there."""
     with (
         caplog.at_level(logging.WARNING, logger="skyward"),
         sky.ComputePool(provider=sky.Local(), display="quiet") as pool,

@@ -2,10 +2,7 @@
 
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.names_policy import Join, Rent, Wait
-from tests.system.ledger.test_names import (
-    begin,
-    claim,
-)
+from tests.system.ledger.test_names import begin, claim
 from tests.unit.ledger.test_ledger import (  # noqa: F401 - fixtures
     PROVIDER,
     Clock,

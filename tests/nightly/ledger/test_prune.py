@@ -1,6 +1,4 @@
-"""`skyward ledger prune` deletes the details of old pools and keeps their costs, on both databases. It also tests the
-role that a shared ledger needs.
-"""
+"""`skyward ledger prune` deletes the details of old pools and keeps their costs, on both databases."""
 
 from datetime import timedelta
 from decimal import Decimal
@@ -8,17 +6,9 @@ from pathlib import Path
 
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.receipt import receipt
-from skyward_core.ledger.rows import (
-    Account,
-    CostBy,
-    Period,
-    Pruned,
-)
+from skyward_core.ledger.rows import Account, CostBy, Period, Pruned
 from skyward_core.providers.base import LAUNCH_TAG, RANK_TAG, TYPE_TAG
-from tests.system.ledger.test_prune import (  # noqa: F401 - fixtures
-    ledger,
-    use,
-)
+from tests.system.ledger.test_prune import ledger, use  # noqa: F401 - fixtures
 from tests.unit.ledger.test_ledger import (  # noqa: F401 - fixtures
     LATER,
     NOON,
@@ -46,10 +36,6 @@ def money(ledger: Ledger, clock: Clock) -> object:
 
 
 def test_prune_deletes_details_and_keeps_money(ledger: Ledger, clock: Clock) -> None:
-    """It deletes those of pools that ended long ago and have no open entry.
-
-    A dry run changes nothing, and a second run finds nothing to delete.
-    """
     before, since = money(ledger, clock), NOON - timedelta(days=90)
     assert ledger.prune(since) == Pruned(1, 3, 1)
     assert len(ledger.attempts()) == 12
@@ -66,7 +52,6 @@ def test_prune_deletes_details_and_keeps_money(ledger: Ledger, clock: Clock) -> 
 
 
 def test_a_pruned_file_becomes_smaller(sqlite_url: str, clock: Clock) -> None:
-    """It shrinks by more than half, with specs and attempts as in real pools."""
     file = Path(sqlite_url.removeprefix("sqlite:///"))
     with Ledger(sqlite_url, clock=clock) as ledger:
         ledger.set_account(Account("team", Decimal(5000), Period.MONTH))

@@ -10,21 +10,11 @@ from skyward_core.errors import BadRequest, BudgetExceeded
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Account, Period
 from skyward_core.work import Work
-from tests.system.ledger.test_run_accounts import (  # noqa: F401 - fixtures
-    FLOW,
-    USD,
-    ledger,
-    left,
-    open_pool,
-)
+from tests.system.ledger.test_run_accounts import FLOW, USD, ledger, left, open_pool  # noqa: F401 - fixtures
 from tests.unit.ledger.test_ledger import LATER, OWNER, Clock, clock, postgresql_server, postgresql_url, sqlite_url, url  # noqa: F401 - fixtures
 
 
 def test_pools_of_one_run_share_its_limit(ledger: Ledger) -> None:
-    """Two pools at once, and a third one after the first has ended: what it has spent is gone, the rest is free again.
-
-    A run of another workflow with the same id has another limit, and a pool without a limit draws on nothing.
-    """
     for name in ("a", "b"):
         open_pool(ledger, name, work=Work(**FLOW.labels(), task=name))
     open_pool(ledger, "other", work=Work(system="prefect", workflow="train", run="run-1"))
@@ -53,7 +43,6 @@ def test_pools_of_one_run_share_its_limit(ledger: Ledger) -> None:
 
 
 def test_many_pools_may_open_and_reserve_at_once(ledger: Ledger) -> None:
-    """Together they get the limit, and no more."""
     ledger.set_account(Account("team", USD(100), Period.DAY))
 
     def spend(number: int) -> int:

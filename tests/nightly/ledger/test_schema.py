@@ -9,14 +9,7 @@ from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.schema import ALEMBIC_TABLE
 from skyward_core.ledger.tables import METADATA
 from tests.system.ledger.test_ledger import TRAIN, bill, pay, run_script  # noqa: F401 - fixtures
-from tests.system.ledger.test_schema import (
-    EIGHT_OPEN,
-    NEWEST,
-    VERSION_1,
-    make_old,
-    schema,
-    versions,
-)
+from tests.system.ledger.test_schema import EIGHT_OPEN, NEWEST, VERSION_1, make_old, schema, versions
 from tests.unit.ledger.test_ledger import (  # noqa: F401 - fixtures
     clock,
     file_ledger,
@@ -30,14 +23,8 @@ from tests.unit.ledger.test_ledger import (  # noqa: F401 - fixtures
     url,
 )
 
-# ── the newest schema ────────────────────────────────────────────────────────────────────────────────────────────────
-
 
 def test_the_migrations_lead_to_the_tables(ledger: Ledger) -> None:
-    """Alembic finds no difference between the migrated schema and the tables in `tables.py`.
-
-    Looks inside: Alembic compares by a connection of the ledger's own.
-    """
     with ledger._database.read() as connection:
         # Alembic compares the quotes of SQLite's defaults, which differ without a meaning
         opts = {"version_table": ALEMBIC_TABLE, "compare_server_default": connection.dialect.name != "sqlite"}
@@ -56,7 +43,6 @@ print("alembic" in sys.modules)
 
 
 def test_alembic_is_imported_only_for_a_migration(sqlite_url: str) -> None:
-    """The first open of a ledger needs it, the second does not."""
     for expected in ("True", "False"):
         done = run_script(ONLY_WHAT_IS_NEEDED, sqlite_url)
         assert done.stdout.split() == [expected], done.stderr
@@ -94,7 +80,6 @@ print(point)
 
 
 def test_a_migration_that_is_killed_at_any_statement_leaves_the_old_ledger(tmp_path: Path) -> None:
-    """SIGKILL before and after every statement, and before the commit: the next process migrates it."""
     with Ledger(f"sqlite:///{tmp_path}/old.db") as ledger:
         open_pool(ledger, "p")
         intent = intend(ledger)
@@ -114,6 +99,5 @@ def test_a_migration_that_is_killed_at_any_statement_leaves_the_old_ledger(tmp_p
 
 
 def test_eight_processes_may_create_the_ledger_at_once(url: str) -> None:
-    """One of them creates it, the others find it."""
     done = run_script(EIGHT_OPEN, url)
     assert done.returncode == 0, done.stdout + done.stderr

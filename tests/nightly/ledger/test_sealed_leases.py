@@ -20,7 +20,6 @@ from tests.unit.ledger.test_ledger import (  # noqa: F401 - fixtures
 
 
 def test_a_newer_lease_replaces_the_one_before(ledger: Ledger, clock: Clock) -> None:
-    """Each pool has one, with the time of the last write. Its representation shows neither text."""
     open_pool(ledger, "q")
     assert ledger.sealed_lease("p") is None
     ledger.seal_lease("p", "first lease", "first keys")

@@ -1,13 +1,7 @@
 """The clock of the PostgreSQL server decides about pools with a name: those of two clients differ by four minutes."""
 
 from skyward_core.ledger.names_policy import Rent, Wait
-from tests.system.ledger.test_server_clock import (  # noqa: F401 - fixtures
-    FIRST,
-    SECOND,
-    Pair,
-    claim,
-    pair,
-)
+from tests.system.ledger.test_server_clock import FIRST, SECOND, Pair, claim, pair  # noqa: F401 - fixtures
 from tests.unit.ledger.test_ledger import PROVIDER, postgresql_server, postgresql_url, sqlite_url  # noqa: F401 - fixtures
 
 

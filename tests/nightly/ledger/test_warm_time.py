@@ -6,13 +6,7 @@ from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.names_policy import Join, NameState
 from skyward_core.ledger.rows import Bucket
 from tests.system.ledger.test_names import claim, opened
-from tests.system.ledger.test_warm_time import (
-    LAUNCHED,
-    adds_up,
-    closed,
-    rented,
-    seconds,
-)
+from tests.system.ledger.test_warm_time import LAUNCHED, adds_up, closed, rented, seconds
 from tests.unit.ledger.test_ledger import (  # noqa: F401 - fixtures
     Clock,
     clock,
@@ -26,7 +20,6 @@ from tests.unit.ledger.test_ledger import (  # noqa: F401 - fixtures
 
 
 def test_the_time_until_another_process_comes_is_warm(ledger: Ledger, clock: Clock) -> None:
-    """The time that no process had counted before is not: others have used the pool then."""
     opened(ledger, keep_warm_seconds=600.0)
     claim(ledger, "b")
     machine = rented(ledger)

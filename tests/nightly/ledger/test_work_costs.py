@@ -3,11 +3,7 @@
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import CostBy
 from skyward_core.work import Work
-from tests.system.ledger.test_work_costs import (
-    USD,
-    bill,
-    used,
-)
+from tests.system.ledger.test_work_costs import USD, bill, used
 from tests.unit.ledger.test_ledger import (  # noqa: F401 - fixtures
     NOON,
     Clock,
@@ -22,7 +18,6 @@ from tests.unit.ledger.test_ledger import (  # noqa: F401 - fixtures
 
 
 def test_a_run_that_has_joined_a_pool_has_its_part_of_the_bill(ledger: Ledger) -> None:
-    """The opening, idle and warm time are for the run that has opened it; the tasks of a run are within its part."""
     used(ledger)
     assert bill(ledger, CostBy.RUN) == {"prefect:train/1": USD("0.8"), "prefect:train/2": USD("0.2")}
     task = Work(system="prefect", workflow="train", run="2", task="fit")

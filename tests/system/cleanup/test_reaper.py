@@ -1,8 +1,4 @@
-"""The reaper ends the pool when the driver has ended in any way, and in no other case.
-
-Drivers and reapers are real processes here. Machines are files, and a `Pool` is a driver's view of one pool
-(`reaping_provider.py`).
-"""
+"""The reaper ends the pool when the driver has ended in any way, and in no other case."""
 
 import contextlib
 import errno
@@ -144,9 +140,6 @@ def log_text() -> str:
 
 
 def test_the_reaper_does_nothing_for_an_ended_pool(tmp_path: Path) -> None:
-    """A driver was killed after the end of the pool and before the release of its reaper: the provider receives no
-    request.
-    """
     with driving(tmp_path) as (driver, reaper):
         pool = Pool(tmp_path)
         with Ledger(pool.url) as ledger:
@@ -158,7 +151,6 @@ def test_the_reaper_does_nothing_for_an_ended_pool(tmp_path: Path) -> None:
 
 
 def test_a_pool_that_lives_by_its_lease_stays(tmp_path: Path) -> None:
-    """A detached pool, or one with detached calls, outlives its driver."""
     with driving(tmp_path) as (driver, reaper):
         pool = Pool(tmp_path)
         with Ledger(pool.url) as ledger:
@@ -170,9 +162,6 @@ def test_a_pool_that_lives_by_its_lease_stays(tmp_path: Path) -> None:
 
 
 def test_an_incomplete_input_ends_no_machine(pool: Pool) -> None:
-    """A driver that was killed while it wrote the input has requested nothing yet: the reaper exits without a
-    message.
-    """
     body = pickle.dumps(tuple(getattr(pool.reaper_input(), name) for name in ReaperInput.__slots__))
     for part in (b"", len(body).to_bytes(8, "big")[:5], len(body).to_bytes(8, "big") + body[:-1]):
         command = [sys.executable, "-I", "-S", str(reaper_module.SCRIPT), pool.pool_id, str(os.getpid())]
@@ -180,11 +169,7 @@ def test_an_incomplete_input_ends_no_machine(pool: Pool) -> None:
     assert len(pool.living()) == 2
 
 
-# ── the driver requests the end ──────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_the_machines_end_while_the_driver_lives(pool: Pool, start: Start) -> None:
-    """`terminate_now` returns at once. The reaper stays until its release, and repeats the teardown on each request."""
     reaper = start(pool.reaper_input())
     took = []
     for time_asked in (1, 2):
@@ -201,7 +186,6 @@ def test_the_machines_end_while_the_driver_lives(pool: Pool, start: Start) -> No
 
 
 def test_a_machine_that_comes_late_ends_with_the_driver(tmp_path: Path) -> None:
-    """The answer to a launch comes after the requested teardown: the reaper checks once more when the driver ends."""
     with driving(tmp_path, more="reaper.terminate_now()") as (driver, reaper):
         pool = Pool(tmp_path)
         wait_until(lambda: "its machines are gone" in log_text(), "the machines to end")
@@ -212,7 +196,6 @@ def test_a_machine_that_comes_late_ends_with_the_driver(tmp_path: Path) -> None:
 
 
 def test_a_signal_handler_may_request_the_end(tmp_path: Path) -> None:
-    """Airflow's and Prefect's kill hooks are signal handlers; the process may be killed as soon as they return."""
     more = "signal.signal(signal.SIGTERM, lambda *_: (reaper.terminate_now(), os.kill(os.getpid(), signal.SIGKILL)))"
     with driving(tmp_path, more=more) as (driver, _):
         driver.terminate()
@@ -220,9 +203,6 @@ def test_a_signal_handler_may_request_the_end(tmp_path: Path) -> None:
 
 
 def test_a_request_never_blocks_and_never_raises(pool: Pool, start: Start) -> None:
-    """The reaper is stopped, has a full pipe, was killed, or has left: each call returns, and uses no other file
-    descriptor.
-    """
     reaper = start(pool.reaper_input(providers=b""))
     os.kill(reaper.pid, signal.SIGSTOP)
     began = time.perf_counter()
@@ -239,11 +219,7 @@ def test_a_request_never_blocks_and_never_raises(pool: Pool, start: Start) -> No
         assert stranger.read() == b""
 
 
-# ── release ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_released_reaper_changes_nothing(pool: Pool, start: Start) -> None:
-    """It has exited and is reaped when `leave` returns. A second `leave` is allowed. The log has no line."""
     reaper = start(pool.reaper_input())
     assert reaper.is_alive
     reaper.leave()
@@ -266,7 +242,6 @@ def test_a_reaper_can_be_released_during_its_work(pool: Pool, start: Start) -> N
 
 
 def test_a_stopped_reaper_is_released_too(pool: Pool, start: Start) -> None:
-    """A process under SIGSTOP does not react, so it is killed after the allowed time."""
     reaper = start(pool.reaper_input())
     os.kill(reaper.pid, signal.SIGSTOP)
     reaper.leave(timeout_seconds=0.05)
@@ -280,9 +255,6 @@ def _unheard(reaper: Reaper) -> int:
 
 
 def test_machines_end_while_the_ledger_is_locked(pool: Pool, start: Start) -> None:
-    """Another process holds the ledger's lock: the machines end anyway, and the entries are closed after its
-    release.
-    """
     locker = sqlite3.connect(pool.folder / "ledger.db", isolation_level=None)
     locker.execute("BEGIN EXCLUSIVE")
     try:
@@ -297,7 +269,6 @@ def test_machines_end_while_the_ledger_is_locked(pool: Pool, start: Start) -> No
 def test_a_ledger_and_a_provider_are_found_relative_to_the_drivers_directory(
     pool: Pool, monkeypatch: pytest.MonkeyPatch, start: Start
 ) -> None:
-    """Both may name files by relative paths. While the reaper waits, its working directory is not the driver's."""
     monkeypatch.chdir(pool.folder)
     reaper = start(ReaperInput.of([FolderProvider(folder=".")], pool.pool_id, "sqlite:///ledger.db"))
     assert os.readlink(f"/proc/{reaper.pid}/cwd") == "/"
@@ -371,7 +342,6 @@ class StandIn:
 
 
 def test_a_failed_teardown_is_tried_again(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three failures of any kind, then success: pauses grow, each failure is a line of the log, the entry is closed."""
     stand_in = StandIn(pool)
     assert (
         stand_in.run(
@@ -389,14 +359,12 @@ def test_a_failed_teardown_is_tried_again(pool: Pool, monkeypatch: pytest.Monkey
 
 
 def test_a_provider_call_that_hangs_is_abandoned(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The call may never return. The next attempt begins without it, and the process can exit."""
     assert StandIn(pool).run("if number == 1: time.sleep(3600)", monkeypatch, try_seconds=1) == 0
     assert pool.is_ended()
     assert "TimeoutError: no answer within 1 s" in log_text()
 
 
 def test_open_entries_without_machines_are_tried_for_two_minutes(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machines are gone, but the ledger still has open entries. After two minutes a sweep must close them."""
     stand_in = StandIn(pool)
     assert stand_in.run("pass", monkeypatch, closes=False) == 1
     assert 120 < sum(float(line) for line in stand_in.lines("pauses")) < 160
@@ -404,7 +372,6 @@ def test_open_entries_without_machines_are_tried_for_two_minutes(pool: Pool, mon
 
 
 def test_an_error_of_the_ledger_is_retried_for_two_minutes(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`end_pool` raises LedgerError once the machines are gone: the time limit is the same two minutes."""
     stand_in = StandIn(pool)
     assert (
         stand_in.run("from skyward_core.errors import LedgerError; raise LedgerError('the disk is full')", monkeypatch)
@@ -417,9 +384,6 @@ def test_an_error_of_the_ledger_is_retried_for_two_minutes(pool: Pool, monkeypat
 def test_a_provider_that_cannot_be_rebuilt_comes_from_the_ledger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its code is missing or of another version. The ledger's record suffices if the environment has the
-    credentials.
-    """
     pool = Pool(tmp_path)
     with Ledger(pool.url) as ledger:
         ledger.open_pool(
@@ -430,13 +394,7 @@ def test_a_provider_that_cannot_be_rebuilt_comes_from_the_ledger(
     assert stand_in.lines("calls") == [f"{pool.pool_id} Local True its process is gone"]
 
 
-# ── starting ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_no_secret_is_visible(pool: Pool, start: Start) -> None:
-    """The command line, the environment, the log and the repr of reaper_input have neither the provider's secret nor
-    the ledger's password.
-    """
     reaper_input = ReaperInput.of(
         [pool.provider], pool.pool_id, f"postgresql+psycopg://ada:{SECRET}@127.0.0.1:1/ledger"
     )
@@ -452,9 +410,6 @@ def test_no_secret_is_visible(pool: Pool, start: Start) -> None:
 
 
 def test_a_reaper_is_not_a_process_of_a_node(pool: Pool, monkeypatch: pytest.MonkeyPatch, start: Start) -> None:
-    """The driver may run on a node. Its reaper does not have the marks by which that node's processes are found and
-    ended.
-    """
     monkeypatch.setenv("SKYWARD_INSTANCE_ID", "local-0123456789ab")
     monkeypatch.setenv("SKYWARD_POOL_ID", "outer")
     monkeypatch.setenv("A_CREDENTIAL", "of the environment")
@@ -474,13 +429,11 @@ class Live(FolderProvider):
 
 
 def test_a_provider_that_cannot_be_pickled_is_refused(tmp_path: Path) -> None:
-    """The pool decides what to do without a reaper."""
     with pytest.raises(NotPicklable):
         ReaperInput.of([Live(folder=str(tmp_path))], "p", "sqlite://")
 
 
 def test_a_provider_that_cannot_be_pickled_by_value_is_pickled_by_name(pool: Pool, start: Start) -> None:
-    """Its module holds a lock; the reaper, on the same machine and with the same path, imports it."""
     with pytest.raises(NotPicklable):
         dumps(LockingProvider(folder=str(pool.folder)))
     start(ReaperInput.of([LockingProvider(folder=str(pool.folder))], pool.pool_id, pool.url)).terminate_now()
@@ -491,7 +444,6 @@ def test_a_provider_that_cannot_be_pickled_by_value_is_pickled_by_name(pool: Poo
 def test_a_reaper_that_cannot_be_started_is_not_alive(
     pool: Pool, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, start: Start
 ) -> None:
-    """The pool goes on without it, and may try again: no error is raised, and every method may be called."""
 
     def none_left(flags: int) -> tuple[int, int]:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -510,7 +462,6 @@ def test_a_reaper_that_cannot_be_started_is_not_alive(
 
 
 def test_a_reaper_that_dies_at_once_is_not_alive(pool: Pool, monkeypatch: pytest.MonkeyPatch, start: Start) -> None:
-    """No process reads its reaper_input, which is larger than a pipe holds: `start` returns."""
     monkeypatch.setattr(sys, "executable", "/bin/false")
     reaper = start(pool.reaper_input(providers=b"x" * 1_000_000))
     assert not reaper.is_alive
@@ -532,7 +483,6 @@ def test_a_reaper_that_does_not_read_its_input_is_killed(
 
 
 def test_a_large_log_is_rotated(pool: Pool, start: Start) -> None:
-    """One old log is kept beside it; both are private."""
     directory = user_state_path("skyward")
     directory.mkdir(parents=True)
     (directory / "reaper.log").write_text("old\n" * 300_000)
@@ -543,7 +493,6 @@ def test_a_large_log_is_rotated(pool: Pool, start: Start) -> None:
 
 
 def test_a_reaper_needs_no_log(pool: Pool, start: Start) -> None:
-    """If the log cannot be opened, the reaper runs without one."""
     user_state_path("skyward").parent.mkdir(parents=True)
     user_state_path("skyward").write_text("a file, where a directory should be")
     reaper = start(pool.reaper_input())
@@ -552,7 +501,6 @@ def test_a_reaper_needs_no_log(pool: Pool, start: Start) -> None:
 
 
 def test_a_waiting_reaper_has_not_imported_skyward_core() -> None:
-    """It is a bare interpreter until it must act: small, and started in milliseconds."""
     text = (
         f"import sys; exec(open({str(reaper_module.SCRIPT)!r}).read(), {{'__name__': 'waiting'}}); print(*sys.modules)"
     )

@@ -7,15 +7,10 @@ from skyward_core.cleanup.survey import take_survey
 from skyward_core.ledger.ledger import Ledger
 from tests.cleanup.pools import DEAD, CloudProvider, Time, World, of_kind
 from tests.fakes import BlindProvider, Machines
-from tests.unit.cleanup.test_survey import (
-    cloud,
-    listed,
-    summary,
-)
+from tests.unit.cleanup.test_survey import cloud, listed, summary
 
 
 def test_providers_that_do_not_answer_or_cannot_be_loaded(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
-    """Each is one failure without a pool. The others answer."""
     blind = of_kind(BlindProvider, ledger, tmp_path / "blind", hands)
     seeing = of_kind(CloudProvider, ledger, tmp_path / "seeing", hands)
     seeing.rent(seeing.pool("sky-1"))
@@ -28,7 +23,6 @@ def test_providers_that_do_not_answer_or_cannot_be_loaded(ledger: Ledger, tmp_pa
 
 
 def test_a_machine_is_in_the_listing_of_the_settings_of_its_pool(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
-    """A machine without an entry is in one listing, the first."""
     machines = Machines()
     first, its, last = (cloud(tmp_path, machines, price) for price in (1.0, 2.0, 3.0))
     world = World(ledger, its, hands)
@@ -45,7 +39,6 @@ def test_a_machine_is_in_the_listing_of_the_settings_of_its_pool(ledger: Ledger,
 def test_a_machine_that_the_settings_of_its_pool_do_not_list_is_left(
     ledger: Ledger, tmp_path: Path, hands: Time
 ) -> None:
-    """Other settings list it. It is in no listing then."""
     its, other = cloud(tmp_path, Machines(), 1.0), cloud(tmp_path, Machines(), 2.0)
     pool_id = World(ledger, its, hands).pool("sky-1")
     World(ledger, other, hands).launch(pool_id)

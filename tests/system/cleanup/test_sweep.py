@@ -9,30 +9,16 @@ from skyward_core import InstancesLeft
 from skyward_core.cleanup import survey
 from skyward_core.cleanup.sweep import sweep
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.providers.base import (
-    load,
-)
-from tests.cleanup.pools import (
-    DEAD,
-    CloudProvider,
-    FolderProvider,
-    Time,
-    World,
-    of_kind,
-)
+from skyward_core.providers.base import load
+from tests.cleanup.pools import DEAD, CloudProvider, FolderProvider, Time, World, of_kind
 from tests.fakes import BlindProvider, FlakyProvider, StuckProvider
-from tests.unit.cleanup.test_sweep import (
-    PruningProvider,
-    actions,
-)
+from tests.unit.cleanup.test_sweep import PruningProvider, actions
 
 
 def test_a_sweep_finds_providers_in_the_ledger(
     ledger: Ledger, tmp_path: Path, hands: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The caller names no provider, because the entries name them. One that cannot be loaded is reported and stops
-    nothing.
-    """
+    """The caller names no provider, because the entries name them."""
     folders = {"name": "folder", "folder": str(tmp_path)}
     monkeypatch.setattr(
         survey,
@@ -69,7 +55,6 @@ def test_a_provider_that_cannot_list_is_not_swept(ledger: Ledger, tmp_path: Path
 
 
 def test_a_machine_that_does_not_end_does_not_stop_the_others(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
-    """InstancesLeft of one pool is in the report; the next sweep requests the end again."""
     stuck = of_kind(StuckProvider, ledger, tmp_path / "stuck", hands)
     other = of_kind(FlakyProvider, ledger, tmp_path / "other", hands)
     for world in (stuck, other):
@@ -96,9 +81,6 @@ def test_a_machine_that_does_not_end_does_not_stop_the_others(ledger: Ledger, tm
 
 
 def test_machines_listed_by_two_settings_have_one_finding(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
-    """A provider that is named twice, with other settings, lists the same machines. The policy uses the settings with
-    which the pool was opened.
-    """
     world = of_kind(CloudProvider, ledger, tmp_path, hands)
     twin = CloudProvider(folder=str(tmp_path), price_per_hour=1.0)
     twin._machines = world.provider.machines
@@ -117,7 +99,6 @@ def test_machines_listed_by_two_settings_have_one_finding(ledger: Ledger, tmp_pa
 
 @pytest.mark.parametrize("is_dry_run", [True, False])
 def test_a_sweep_removes_what_outlives_pools(ledger: Ledger, tmp_path: Path, hands: Time, is_dry_run: bool) -> None:
-    """A dry run only reports it. Two settings of one account report it once."""
     one, twin = PruningProvider(folder=str(tmp_path)), PruningProvider(folder=str(tmp_path), price_per_hour=1.0)
     report = sweep(ledger, [one, twin], is_dry_run=is_dry_run, **hands.keywords)
     assert report.pruned == ("pruning: image ami-1 of the last year",)

@@ -1,9 +1,4 @@
-"""However a program ends, no machine stays alive, and the output says what happened.
-
-Each test runs its own program, which opens a real pool. Its nodes are processes of this machine, and its bill is a
-folder of files that outlives them (`billed.py`): a machine lives as long as either exists. The program itself or its
-reaper does the teardown, and the ledger then has no open entry.
-"""
+"""However a program ends, no machine stays alive, and the output says what happened."""
 
 from __future__ import annotations
 
@@ -136,10 +131,7 @@ class Program:
         return process.returncode
 
     def wait_for(self, condition: Callable[[], object], what: str, seconds: float = DEADLINE_SECONDS) -> None:
-        """Wait until the condition holds.
-
-        On a timeout, or if the program ends before its point, fail with all output.
-        """
+        """Wait until the condition holds."""
         deadline = time.monotonic() + seconds
         while not condition():
             is_over = (
@@ -244,20 +236,13 @@ def tidied(program: Program) -> None:
     assert program.is_clean()
 
 
-# ── the reaper cleans up after a killed program ──────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_without_a_handler(program: Program, sig: signal.Signals) -> None:
-    """The program ends in the middle of a call without any output. Its reaper ends the machines, and records it."""
     program.start(CALLS).come_to(program.is_running_a_call)
     assert len(list(program.bill.glob("local-*"))) == 1
     os.kill(program.pid, sig)
     assert program.status() == -sig
     reaped(program)
-
-
-# ── a program that can clean up does so before it ends ───────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -270,7 +255,6 @@ def test_a_signal_without_a_handler(program: Program, sig: signal.Signals) -> No
     ],
 )
 def test_an_interrupt(program: Program, text: str, status: int, words: str) -> None:
-    """The call is abandoned, and the machines end before the program."""
     program.start(text).come_to(program.is_running_a_call)
     os.kill(program.pid, signal.SIGINT)
     assert program.status() == status

@@ -1,6 +1,4 @@
-"""A healthy pool loses its client for 30 seconds at a time, for hours: no safeguard ends it, replaces nodes, or treats
-it as dead.
-"""
+"""A healthy pool loses its client for 30 seconds at a time, for hours"""
 
 import random
 from collections.abc import Iterator
@@ -21,9 +19,7 @@ LEASE_SECONDS, BEAT_SECONDS = 120.0, 10.0
 
 
 def cuts(seed: int) -> Iterator[tuple[float, float]]:
-    """Yield the times at which the connection breaks and returns, in seconds: up to two minutes up, then half a minute
-    down.
-    """
+    """Yield the times at which the connection breaks and returns, in seconds"""
     chance, now = random.Random(seed), 0.0
     while now < HOURS * 3600:
         now += chance.uniform(1.0, 120.0)
@@ -32,9 +28,7 @@ def cuts(seed: int) -> Iterator[tuple[float, float]]:
 
 
 def beats(seed: int) -> Iterator[float]:
-    """Yield the times at which a client reaches the node, as its renewal thread does: every few seconds, and soon after
-    the connection is back.
-    """
+    """Yield the times at which a client reaches the node, as its renewal thread does"""
     now = 0.0
     for cut, healed in cuts(seed):
         while now < cut:
@@ -45,9 +39,6 @@ def beats(seed: int) -> Iterator[float]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_node_waits_for_its_client(seed: int, tmp_path: Path) -> None:
-    """For six hours a client reaches the node only between the cuts. Its watchdog checks once a second, and never ends
-    the node.
-    """
     clock = [0.0]
     watch = Watch(tmp_path, lambda: clock[0])
     settings = node_settings()

@@ -104,7 +104,6 @@ def test_a_slow_answer_in_time_is_no_error(proxy: Proxy, url: str) -> None:
 
 
 def test_only_the_migration_may_take_long(postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connection that has migrated the ledger has the usual limit afterwards."""
     limits: list[float] = []
 
     def seen(connection: Connection) -> None:
@@ -122,7 +121,6 @@ def test_only_the_migration_may_take_long(postgresql_url: str, monkeypatch: pyte
 def test_a_process_that_is_stopped_inside_a_transaction_keeps_no_locks(
     postgresql_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server ends its connection. Those who wait for its lock get it in time."""
     opened = database.Database(postgresql_url, Clock(), 5.0)
     opened.close()  # it has migrated
     monkeypatch.setattr(sql_engine, "IDLE_SECONDS", 0.3)
@@ -137,7 +135,6 @@ def test_a_process_that_is_stopped_inside_a_transaction_keeps_no_locks(
 
 
 def test_a_migration_may_pause(postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may read much and compute before it writes."""
     monkeypatch.setattr(sql_engine, "IDLE_SECONDS", 0.3)
     found: list[str | None] = []
 

@@ -35,7 +35,6 @@ from tests.unit.ledger.test_budgets import (  # noqa: F401 - fixtures
 
 
 def test_of_many_threads_one_gets_the_money() -> None:
-    """Eight threads request it at the same time."""
     it = pool(1.0)
     got: list[Commitment] = []
     ready = threading.Barrier(8)
@@ -54,8 +53,6 @@ def test_of_many_threads_one_gets_the_money() -> None:
         thread.join()
     assert len(got) == 1
 
-
-# ── max_cost: over any history ───────────────────────────────────────────────────────────────────────────────────────
 
 prices = st.builds(
     lambda micro, increment, minimum: Price(
@@ -85,9 +82,6 @@ steps = st.lists(
 def test_if_all_machines_ran_until_their_hard_end_the_bill_would_be_within_max_cost(
     limit: int, price: Price, other: Price, steps: list[tuple[str, int]]
 ) -> None:
-    """After each step of any history, including the machines of unanswered launches; computed here with the ledger's
-    rules.
-    """
     it = pool(limit / 1_000_000)
     asked: list[tuple[Commitment, int, float, Price]] = []
     lives: dict[str, list[float]] = {}
@@ -146,10 +140,7 @@ def test_if_all_machines_ran_until_their_hard_end_the_bill_would_be_within_max_c
 
 @dataclass
 class World:
-    """The real machines: each ends at the end that it has received, and is billed for `ending` seconds more.
-
-    Nothing else ends it, because the client may be dead.
-    """
+    """The real machines"""
 
     it: Pool
     limit: Decimal
@@ -258,10 +249,7 @@ world_steps = st.lists(
 def test_no_history_of_parts_and_replacements_can_cost_more(
     limit: int, price: Price, other: Price, ending: float, pauses: int, steps: list[tuple[str, int]]
 ) -> None:
-    """At no moment could the machines cost more if they all ended by their own clocks.
-
-    Also when only some have received their new end.
-    """
+    """At no moment could the machines cost more if they all ended by their own clocks."""
     it = pool(limit / 1_000_000)
     world = World(it, Decimal(limit) / 1_000_000, ending)
     try:
@@ -309,7 +297,6 @@ def test_no_history_of_parts_and_replacements_can_cost_more(
 
 
 def test_a_launch_that_was_never_answered_is_not_reserved_forever(ledger: Ledger, clock: Clock) -> None:
-    """The lease of an unknown machine is not renewed, so its money is reserved only as long as it can live."""
     it = opened(ledger, clock, "1000")
     it.limit.commit(1, usd("36"))
     for _ in range(3600):
@@ -319,10 +306,6 @@ def test_a_launch_that_was_never_answered_is_not_reserved_forever(ledger: Ledger
 
 
 def test_an_empty_account_warns_drains_and_ends_the_pool_in_its_paid_time(ledger: Ledger, clock: Clock) -> None:
-    """They happen in that order, with the account's own messages.
-
-    At the end half of the margin is left for the teardown, and nothing is overdrawn.
-    """
     it = opened(ledger, clock, "20")
     it.launch(1, usd("36"))
     assert it.go_until(Fill.USED_UP) == [Fill.FULL, Fill.WARNED, Fill.DRAINED, Fill.USED_UP]
@@ -336,7 +319,6 @@ def test_an_empty_account_warns_drains_and_ends_the_pool_in_its_paid_time(ledger
 
 
 def test_new_money_in_the_account_ends_the_warning(ledger: Ledger, clock: Clock) -> None:
-    """This also holds for a drained pool: the limit was raised, so the next interval can be reserved."""
     it = opened(ledger, clock, "20")
     it.launch(1, usd("36"))
     it.go_until(Fill.DRAINED)
@@ -347,7 +329,6 @@ def test_new_money_in_the_account_ends_the_warning(ledger: Ledger, clock: Clock)
 
 
 def test_paid_seconds_does_not_wait_for_the_ledger(ledger: Ledger, clock: Clock) -> None:
-    """A database that is locked for half a minute must not stop the renewal of leases."""
     it, accounts = with_outage(ledger, clock)
     seen: list[float | None] = []
     thread = threading.Thread(target=lambda: seen.append(it.limit.paid_seconds()))
@@ -363,7 +344,6 @@ def test_paid_seconds_does_not_wait_for_the_ledger(ledger: Ledger, clock: Clock)
 
 
 def test_a_check_does_not_wait_for_messages_to_nodes() -> None:
-    """Earlier ends are sent over SSH, and a node may not answer. The session's clock checks meanwhile."""
     it = pool(10.0)
     it.launch(1, usd("1"))
     seen: list[tuple[Fill, str]] = []
@@ -400,11 +380,7 @@ pool_steps = st.lists(
 def test_two_pools_on_one_account_never_overdraw_it(
     tmp_path_factory: pytest.TempPathFactory, limit: int, price: Price, steps: Sequence[tuple[str, int, int, float]]
 ) -> None:
-    """In any history, spent and reserved money stays within the limit. Each pool's machines could run for the time that
-    they have received without overspending.
-
-    Machines end when their paid time is over, as nodes do, and the final settlement leaves exactly the spent money.
-    """
+    """Each pool's machines could run for the time that they have received without overspending."""
     clock = Clock()
     with Ledger(f"sqlite:///{tmp_path_factory.mktemp('ledger')}/l.db", clock=clock.date) as ledger:
         pools = [opened(ledger, clock, str(limit), f"sky-{index}") for index in (0, 1)]

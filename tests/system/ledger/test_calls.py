@@ -44,7 +44,6 @@ def state(name: str, generation: int = 1, **fields: Any) -> CallState:
 
 
 def test_later_attempts_and_states_win_and_an_end_stays(ledger: Ledger) -> None:
-    """What an older client writes late changes nothing; the owner is that of the first writer."""
     steps = [
         (state("waiting", 0, owner="dag/run"), "waiting", 0),
         (state("running", 1), "running", 1),
@@ -63,7 +62,6 @@ def test_later_attempts_and_states_win_and_an_end_stays(ledger: Ledger) -> None:
 
 
 def test_calls_are_found_by_pool_owner_and_time(ledger: Ledger) -> None:
-    """A text of an owner is no pattern. A call without an end in a pool that has ended has an unknown one."""
     ledger.open_pool("q", owner=OWNER, provider=PROVIDER, spec_json="{}", lease_expires_at=LATER)
     ledger.note_calls("p", [state("running", owner="a%b"), state("ended", call_id="d", owner="axb", ended_at=NOON)])
     ledger.note_calls("q", [state("running", started_at=NOON + MINUTE)])
@@ -78,7 +76,6 @@ def test_calls_are_found_by_pool_owner_and_time(ledger: Ledger) -> None:
 
 
 def test_calls_of_old_pools_are_pruned(ledger: Ledger, clock: Clock) -> None:
-    """With the other details of their pool."""
     ledger.note_calls("p", [state("running"), state("running", call_id="d")])
     ledger.close_all([1], "gone")
     ledger.end_pool("p")

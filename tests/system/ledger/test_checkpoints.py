@@ -5,14 +5,7 @@ import sqlite3
 from pathlib import Path
 
 from skyward_core.ledger.ledger import Ledger
-from tests.unit.ledger.test_checkpoints import (  # noqa: F401 - fixtures
-    SMALL_BYTES,
-    Clock,
-    clock,
-    path,
-    wal_bytes,
-    write,
-)
+from tests.unit.ledger.test_checkpoints import SMALL_BYTES, Clock, clock, path, wal_bytes, write  # noqa: F401 - fixtures
 
 
 def test_the_wal_file_stays_small_while_connections_are_open(path: Path, clock: Clock):

@@ -18,16 +18,7 @@ from sqlalchemy import create_engine
 from skyward_core.errors import BadRequest, BudgetExceeded, LeaseLost, LedgerConflict, LedgerError
 from skyward_core.ledger.database import Database
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.ledger.rows import (
-    Account,
-    Attempt,
-    Bucket,
-    CostBy,
-    Period,
-    Price,
-    ResourceKind,
-    ResourceRequest,
-)
+from skyward_core.ledger.rows import Account, Attempt, Bucket, CostBy, Period, Price, ResourceKind, ResourceRequest
 from skyward_core.ledger.tables import POOLS, RESOURCES, milliseconds_of
 from skyward_core.work import Work
 from tests.conftest import examples
@@ -53,7 +44,6 @@ from tests.unit.ledger.test_ledger import (  # noqa: F401 - fixtures
 
 
 def test_an_intent_goes_from_requested_to_gone(ledger: Ledger, clock: Clock) -> None:
-    """Each step has its time, and the first time of each is kept. A closed intent is not open."""
     intent = intend(ledger)
     for minutes, step in enumerate(
         (
@@ -77,7 +67,6 @@ def test_an_intent_goes_from_requested_to_gone(ledger: Ledger, clock: Clock) -> 
 
 
 def test_a_known_token_returns_its_entry(ledger: Ledger) -> None:
-    """A repeated call creates no second intent. The same token for another resource is refused."""
     intent = ledger.bind(intend(ledger), "i-1")
     assert intend(ledger) == intent
     open_pool(ledger, "q")
@@ -87,7 +76,6 @@ def test_a_known_token_returns_its_entry(ledger: Ledger) -> None:
 
 
 def test_two_resources_of_one_request_are_a_conflict(ledger: Ledger) -> None:
-    """Another cloud id for a bound intent is refused, and the entry does not change."""
     bound = ledger.bind(intend(ledger), "i-1")
     with pytest.raises(LedgerConflict, match="terminate i-2"):
         ledger.bind(bound, "i-2")
@@ -104,7 +92,6 @@ def test_a_late_answer_opens_the_intent_again(ledger: Ledger) -> None:
 
 
 def test_open_intents_can_be_filtered(ledger: Ledger) -> None:
-    """They are selected by pool and by provider."""
     open_pool(ledger, "q")
     ours, theirs = intend(ledger, "a"), intend(ledger, "b", "q")
     assert ledger.open_intents(pool_id="q") == [theirs]
@@ -113,7 +100,6 @@ def test_open_intents_can_be_filtered(ledger: Ledger) -> None:
 
 
 def test_wrong_arguments_are_refused(ledger: Ledger) -> None:
-    """Examples: unknown or duplicate pools, naive times, no evidence, negative seconds, entries of another ledger."""
     with pytest.raises(LedgerConflict, match="no pool 'unknown'"):
         intend(ledger, pool_id="unknown")
     with pytest.raises(LedgerConflict, match="already has a pool 'p'"):
@@ -132,7 +118,6 @@ def test_wrong_arguments_are_refused(ledger: Ledger) -> None:
 
 
 def test_a_pool_ends_once_and_its_open_intents_stay(ledger: Ledger, clock: Clock) -> None:
-    """An ended pool is listed only on request. Its open intents stay for a sweep."""
     left = intend(ledger)
     ledger.end_pool("p")
     clock.time = LATER
@@ -143,11 +128,7 @@ def test_a_pool_ends_once_and_its_open_intents_stay(ledger: Ledger, clock: Clock
     assert ledger.open_intents() == [left]
 
 
-# ── leases ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_lease_is_renewed_and_never_shortened(ledger: Ledger) -> None:
-    """This holds for any order of renewals. A pool that lives by its lease continues to do so."""
     ledger.renew("p", LATER + timedelta(minutes=5))
     ledger.renew("p", LATER)
     pool = ledger.pool("p")
@@ -172,7 +153,6 @@ def spending_verbs(ledger: Ledger) -> list[Callable[[], object]]:
 
 @pytest.mark.parametrize("is_condemned", [True, False])
 def test_nothing_is_requested_for_a_dead_pool(ledger: Ledger, is_condemned: bool) -> None:
-    """Every method that spends raises LeaseLost for a condemned or ended pool. Facts are still recorded."""
     ledger.set_account(Account("team", USD(10), Period.RUN))
     intent = intend(ledger, "old")
     if is_condemned:
@@ -197,7 +177,6 @@ def test_nothing_is_requested_for_a_dead_pool(ledger: Ledger, is_condemned: bool
 
 
 def test_a_pool_is_condemned_unless_its_lease_was_renewed(ledger: Ledger, clock: Clock) -> None:
-    """A caller with an old lease must read again. The first time of a condemnation is kept. An ended pool is dead."""
     ledger.renew("p", LATER + timedelta(minutes=1))
     assert not ledger.condemn("p", seen=LATER)
     assert ledger.pool("p").condemned_at is None  # type: ignore[union-attr]
@@ -214,7 +193,6 @@ def test_a_pool_is_condemned_unless_its_lease_was_renewed(ledger: Ledger, clock:
 
 
 def test_many_pools_are_condemned_and_ended_at_once(ledger: Ledger) -> None:
-    """Pools with renewed leases are left out; if one pool is unknown nothing is done."""
     for pool_id in "abc":
         open_pool(ledger, pool_id)
     ledger.renew("b", LATER + timedelta(minutes=1))
@@ -230,7 +208,6 @@ def test_many_pools_are_condemned_and_ended_at_once(ledger: Ledger) -> None:
 
 
 def test_a_conflicting_id_does_not_stop_the_binding_of_others(ledger: Ledger) -> None:
-    """Each conflict is named and changes nothing; all others are recorded."""
     first, second, third = ledger.intend_all("p", [resource_request("a"), resource_request("b"), resource_request("c")])
     ledger.bind_all({first.id: "i-1", second.id: "i-2"})
     with pytest.raises(LedgerConflict, match=r"terminate i-8.*terminate i-9"):
@@ -238,15 +215,11 @@ def test_a_conflicting_id_does_not_stop_the_binding_of_others(ledger: Ledger) ->
     assert [intent.cloud_id for intent in ledger.intents()] == ["i-1", "i-2", "i-3"]
 
 
-# ── seconds ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def seconds_of(ledger: Ledger) -> list[dict[Bucket, float]]:
     return [{bucket: seconds for bucket, seconds in intent.seconds.items() if seconds} for intent in ledger.intents()]
 
 
 def test_noted_totals_replace_each_other_and_never_shrink(ledger: Ledger) -> None:
-    """They are exact to the millisecond, and other buckets do not change."""
     one, other = ledger.intend_all("p", [resource_request("a"), resource_request("b")])
     ledger.note_all({one.id: {Bucket.LAUNCHING: 12.3456, Bucket.IDLE: 5}, other.id: {Bucket.IDLE: 1}})
     ledger.note_all({one.id: {Bucket.IDLE: 7.25}, other.id: {Bucket.IDLE: 0.5}})
@@ -266,7 +239,6 @@ def test_a_second_may_move_to_another_bucket(ledger: Ledger) -> None:
 
 
 def test_seconds_that_were_never_noted_are_filled_in_at_the_close(ledger: Ledger, clock: Clock) -> None:
-    """A bound resource gets them from its intent on, an unbound one gets none. A second close changes nothing."""
     noted, unnoted, unbound, unfilled = ledger.intend_all("p", [resource_request(token) for token in "abcd"])
     ledger.bind_all({noted.id: "i-1", unnoted.id: "i-2", unfilled.id: "i-4"})
     ledger.note_all({noted.id: {Bucket.LAUNCHING: 60, Bucket.IDLE: 30}, unfilled.id: {Bucket.LAUNCHING: 60}})
@@ -284,7 +256,6 @@ def test_seconds_that_were_never_noted_are_filled_in_at_the_close(ledger: Ledger
 
 
 def test_a_machine_that_was_gone_long_before_is_filled_in_until_then(ledger: Ledger, clock: Clock) -> None:
-    """The close has the time at which it was gone. Later seconds are not filled in, and known ones are kept."""
     early, late, short = ledger.intend_all("p", [resource_request(token) for token in "abc"])
     ledger.bind_all({early.id: "i-1", late.id: "i-2", short.id: "i-3"})
     ledger.note_all({short.id: {Bucket.IDLE: 90}})
@@ -296,7 +267,6 @@ def test_a_machine_that_was_gone_long_before_is_filled_in_until_then(ledger: Led
 
 
 def test_late_notes_replace_filled_in_seconds(ledger: Ledger, clock: Clock) -> None:
-    """An owner that was believed dead knows the buckets better, but the sum does not grow."""
     intent = ledger.bind(intend(ledger), "i-1")
     ledger.note_all({intent.id: {Bucket.LAUNCHING: 60, Bucket.IDLE: 10}})
     clock.time = NOON + timedelta(seconds=600)
@@ -311,14 +281,12 @@ def test_late_notes_replace_filled_in_seconds(ledger: Ledger, clock: Clock) -> N
 
 
 def test_a_resource_that_was_never_created_costs_nothing(ledger: Ledger) -> None:
-    """An unbound intent has no minimum to pay."""
     intend(ledger, price=Price(USD(6), minimum_seconds=3600, minimum_usd=USD(1)))
     (row,) = ledger.cost_rows()
     assert row.cost_usd == 0
 
 
 def test_a_bill_can_be_filtered(ledger: Ledger, clock: Clock) -> None:
-    """The filters are the pool and the time of the intent."""
     open_pool(ledger, "q")
     intend(ledger, "a")
     clock.time = LATER
@@ -330,9 +298,6 @@ def test_a_bill_can_be_filtered(ledger: Ledger, clock: Clock) -> None:
 
 
 def test_a_list_of_pools_has_the_cost_of_each(ledger: Ledger, clock: Clock) -> None:
-    """It has open resources and costs, oldest pool first. Ended pools are listed only on request, and only the newest
-    ones.
-    """
     for minutes, pool_id in enumerate("qrs", 1):
         clock.time = NOON + timedelta(minutes=minutes)
         open_pool(ledger, pool_id)
@@ -362,11 +327,7 @@ def test_a_list_of_pools_has_the_cost_of_each(ledger: Ledger, clock: Clock) -> N
     assert [row.entry.id for row in ledger.pool_rows(include_ended=True, limit=2)] == ["r", "s"]
 
 
-# ── money ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_limit_counts_reservations_and_spending(ledger: Ledger) -> None:
-    """Unspent money is free again. A reservation above the limit changes nothing."""
     ledger.set_account(Account("team", USD(10), Period.MONTH))
     first, second = ledger.reserve("team", "p", USD(6)), ledger.reserve("team", "p", USD(4))
     with pytest.raises(BudgetExceeded, match=r"0\.000000 USD left") as refused:
@@ -384,7 +345,6 @@ def test_a_limit_counts_reservations_and_spending(ledger: Ledger) -> None:
 
 
 def test_overspending_is_recorded(ledger: Ledger) -> None:
-    """The rest is negative, and nothing more can be reserved."""
     ledger.set_account(Account("team", USD(10), Period.RUN))
     ledger.settle(ledger.reserve("team", "p", USD(9)), USD(11))
     assert ledger.left_usd("team", "p") == -1
@@ -393,7 +353,6 @@ def test_overspending_is_recorded(ledger: Ledger) -> None:
 
 
 def test_the_end_of_a_pool_settles_all_its_reservations(ledger: Ledger, clock: Clock) -> None:
-    """Its settled sums add up to its cost. Each pays at most its own sum, oldest first, so no day pays for another."""
     open_pool(ledger, "q")
     ledger.set_account(Account("team", USD(10), Period.DAY))
     ledger.settle(ledger.reserve("team", "p", USD(2)), USD(1))
@@ -413,7 +372,6 @@ def test_the_end_of_a_pool_settles_all_its_reservations(ledger: Ledger, clock: C
 
 @pytest.mark.parametrize(("spent", "left"), [("0.5", "9"), ("11", "-1")])
 def test_a_pool_that_spent_less_than_settled_or_more_than_reserved(ledger: Ledger, spent: str, left: str) -> None:
-    """Settled sums do not change, and the rest is zero. Overspending is recorded."""
     ledger.set_account(Account("team", USD(10), Period.RUN))
     ledger.settle(ledger.reserve("team", "p", USD(2)), USD(1))
     for _ in range(3):
@@ -425,7 +383,6 @@ def test_a_pool_that_spent_less_than_settled_or_more_than_reserved(ledger: Ledge
 
 
 def test_a_renewal_of_reservations_is_atomic(ledger: Ledger, clock: Clock) -> None:
-    """The old reservation is settled and the next one made, or nothing changes if the limit does not allow it."""
     ledger.set_account(Account("team", USD(10), Period.DAY))
     ledger.set_account(Account("other", USD(10), Period.DAY))
     elsewhere = ledger.reserve("other", "p", USD(10))
@@ -456,7 +413,6 @@ def test_a_renewal_of_reservations_is_atomic(ledger: Ledger, clock: Clock) -> No
 def test_a_limit_holds_for_its_period(
     ledger: Ledger, clock: Clock, period: str, same_day: int, next_day: int, next_month: int, other_pool: int
 ) -> None:
-    """The period is a pool, a UTC day or a UTC month."""
     open_pool(ledger, "q")
     ledger.set_account(Account("team", USD(1), Period(period)))
     ledger.reserve("team", "p", USD(1))
@@ -471,7 +427,6 @@ def test_a_limit_holds_for_its_period(
 
 
 def test_an_account_can_be_changed_and_must_exist(ledger: Ledger) -> None:
-    """A new limit counts at once. The error for an unknown account lists the known ones."""
     ledger.set_account(Account("team", USD(1), Period.DAY))
     ledger.set_account(Account("team", USD("2.5"), Period.DAY))
     assert ledger.accounts() == [Account("team", USD("2.5"), Period.DAY)]
@@ -506,7 +461,6 @@ def test_threads_share_a_ledger(ledger: Ledger) -> None:
 
 
 def test_a_ledger_that_is_damaged_later_is_an_error(file_ledger: Ledger, tmp_path: Path) -> None:
-    """Another program has overwritten pages."""
     for number in range(200):
         intend(file_ledger, f"t{number}")
     file_ledger.close()
@@ -536,7 +490,6 @@ with Ledger(sys.argv[1]) as ledger:
 
 
 def test_a_full_disk_is_an_error_and_loses_nothing(file_ledger: Ledger, sqlite_url: str) -> None:
-    """All earlier writes are there."""
     done = run_script(FILL, sqlite_url, str(200_000))
     assert done.returncode == 0, done.stderr
     written, _, message = done.stdout.partition(" ")
@@ -544,11 +497,7 @@ def test_a_full_disk_is_an_error_and_loses_nothing(file_ledger: Ledger, sqlite_u
     assert len(file_ledger.intents()) == int(written) > 0
 
 
-# ── attempts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_attempts_are_kept_in_their_order(ledger: Ledger, clock: Clock) -> None:
-    """They can be read of one pool, since a time, or all. A code may have any length."""
     intend(ledger)
     (pool,) = ledger.pools()
     moments = [clock() + timedelta(seconds=seconds) for seconds in (5, 0)]
@@ -574,7 +523,6 @@ def test_attempts_are_kept_in_their_order(ledger: Ledger, clock: Clock) -> None:
 
 
 def test_the_provider_of_a_dead_pool_cannot_change(ledger: Ledger) -> None:
-    """A condemned pool keeps the provider of its machines."""
     intend(ledger)
     (pool,) = ledger.pools()
     ledger.condemn(pool.id, seen=pool.lease_expires_at)
@@ -583,8 +531,6 @@ def test_the_provider_of_a_dead_pool_cannot_change(ledger: Ledger) -> None:
     with pytest.raises(LedgerConflict):
         ledger.turn_to("sky-unknown", {"name": "aws"}, "1234")
 
-
-# ── the work of pools ────────────────────────────────────────────────────────────────────────────────────────────────
 
 TRAIN = Work(system="airflow", workflow="nightly", run="manual__2026-11-22T07:00:00+00:00", task="train", attempt="1")
 
@@ -609,7 +555,6 @@ def bill(ledger: Ledger, by: CostBy, **which: object) -> dict[str, tuple[int, De
 
 
 def test_a_pool_is_recorded_with_its_work(ledger: Ledger) -> None:
-    """Each field of the work finds the pool."""
     pay(ledger, "q", TRAIN, 2)
     assert {pool.id: pool.work for pool in ledger.pools()} == {"p": Work(), "q": TRAIN}
     assert bill(ledger, CostBy.POOL, work=Work(run=TRAIN.run, task="train")) == {"q": (2, Decimal(2))}
@@ -617,7 +562,6 @@ def test_a_pool_is_recorded_with_its_work(ledger: Ledger) -> None:
 
 
 def test_costs_add_up_by_run_task_and_asset(ledger: Ledger) -> None:
-    """All attempts of a task count together, in all runs. Shares count for their work, the rest for the pool's own."""
     dagster = Work(system="dagster", workflow="job", run="r1")
     pay(ledger, "one", TRAIN, 2)
     pay(ledger, "two", replace(TRAIN, attempt="2"), 4)
@@ -652,7 +596,6 @@ def test_costs_add_up_by_run_task_and_asset(ledger: Ledger) -> None:
 
 
 def test_shares_above_the_cost_are_reduced_in_proportion(ledger: Ledger) -> None:
-    """Shares of a live pool may exceed its bill by rounding; the sum is still the bill."""
     pay(ledger, "q", TRAIN, 2)
     ledger.set_shares("q", {Work(asset="a"): Decimal(3), Work(asset="b"): Decimal(1)})
     assert bill(ledger, CostBy.ASSET) == {
@@ -663,18 +606,13 @@ def test_shares_above_the_cost_are_reduced_in_proportion(ledger: Ledger) -> None
 
 
 def test_a_share_is_not_negative_and_needs_its_pool(ledger: Ledger) -> None:
-    """Negative shares and those of unknown pools are refused."""
     with pytest.raises(BadRequest, match="zero or more"):
         ledger.set_shares("p", {Work(): Decimal("-0.1")})
     with pytest.raises(LedgerConflict):
         ledger.set_shares("nonesuch", {})
 
 
-# ── PostgreSQL only ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_database_without_an_encoding_works(postgresql_server: str) -> None:
-    """A server that was set up with LC_ALL=C has such databases."""
     run_on(
         postgresql_server, "CREATE DATABASE ascii ENCODING 'SQL_ASCII' LC_COLLATE 'C' LC_CTYPE 'C' TEMPLATE template0"
     )
@@ -687,7 +625,6 @@ def test_a_database_without_an_encoding_works(postgresql_server: str) -> None:
 
 
 def test_a_row_that_stays_locked_is_an_error(postgresql_url: str, clock: Clock) -> None:
-    """A transaction that does not end causes an error, not an endless wait. Readers do not wait."""
     with Ledger(postgresql_url, clock=clock, busy_timeout_seconds=0.05) as impatient:
         open_pool(impatient, "p")
         holder = create_engine(postgresql_url)
@@ -703,7 +640,6 @@ def test_a_row_that_stays_locked_is_an_error(postgresql_url: str, clock: Clock) 
 def test_a_connection_that_the_server_has_closed_is_replaced(
     postgresql_server: str, postgresql_url: str, clock: Clock
 ) -> None:
-    """A restart of the server between two calls causes no error."""
     with Ledger(postgresql_url, clock=clock) as ledger:
         open_pool(ledger, "p")
         run_on(
@@ -711,9 +647,6 @@ def test_a_connection_that_the_server_has_closed_is_replaced(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE starts_with(datname, 'ledger')",
         )
         assert [pool.id for pool in ledger.pools()] == ["p"]
-
-
-# ── many rows ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 MANY = examples(100_000)
@@ -777,7 +710,6 @@ def another_resource(resource: Mapping[str, Any], number: int) -> dict[str, Any]
 def test_a_list_of_five_thousand_pools_is_right(
     large: Ledger, include_ended: bool, limit: int | None, pools: int, resources: int
 ) -> None:
-    """It is checked for the open ones, for all, and for the newest: `skyward ps`."""
     rows = large.pool_rows(include_ended=include_ended, limit=limit)
     assert (len(rows), sum(row.resources for row in rows)) == (pools, resources)
     assert sum(row.open_resources for row in rows) == (0 if limit else MANY // 25)
@@ -785,7 +717,6 @@ def test_a_list_of_five_thousand_pools_is_right(
 
 @pytest.mark.generated
 def test_all_open_intents_are_found(large: Ledger) -> None:
-    """They are found among twenty-five times as many, by the first query of a sweep."""
     intents = large.open_intents()
     assert len(intents) == MANY // 25
 

@@ -31,7 +31,6 @@ def read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_error_without_a_home_says_what_to_set(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No HOME, and no entry in the user database: a LedgerError with an example, and one line from the command."""
 
     def no_user(uid: int) -> NoReturn:
         raise KeyError(f"getpwuid(): uid not found: {uid}")
@@ -59,7 +58,6 @@ def test_a_budget_needs_a_ledger_that_lasts(read_only: Path) -> None:
 
 
 def test_the_usual_place_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SKYWARD_LEDGER, else the state folder, even if it does not exist yet."""
     assert default_url({"SKYWARD_LEDGER": "sqlite:////x.db"}) == "sqlite:////x.db"
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "not/there/yet"))
     assert default_url({}) == f"sqlite:///{tmp_path}/not/there/yet/skyward/ledger.db"

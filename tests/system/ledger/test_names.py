@@ -78,7 +78,6 @@ def test_other_terms_are_refused(ledger: Ledger) -> None:
 
 
 def test_of_many_processes_at_once_exactly_one_rents(url: str) -> None:
-    """Each has a separate connection and thread."""
     claims: list[Claim] = []
     ready = threading.Barrier(16)
 
@@ -97,7 +96,6 @@ def test_of_many_processes_at_once_exactly_one_rents(url: str) -> None:
 
 
 def test_the_last_client_that_leaves_closes(ledger: Ledger) -> None:
-    """A client that comes meanwhile waits until the pool has ended, and then rents."""
     opened(ledger)
     claim(ledger, "b")
     assert ledger.names.leave("nightly", "a") is NameState.IN_USE
@@ -137,7 +135,6 @@ def test_a_warm_pool_is_found_in_time(ledger: Ledger, clock: Clock) -> None:
 
 
 def test_a_pool_that_was_warm_long_enough_is_condemned_and_replaced(ledger: Ledger, clock: Clock) -> None:
-    """Condemned in the same transaction: a frozen client cannot renew it any more."""
     opened(ledger, keep_warm_seconds=600.0)
     ledger.names.leave("nightly", "a")
     ledger.renew("sky-a", clock.time + timedelta(seconds=900))
@@ -155,7 +152,6 @@ def test_a_pool_that_cannot_be_kept_warm_is_closed(ledger: Ledger) -> None:
 
 
 def test_the_users_of_a_pool_are_those_that_have_not_left(ledger: Ledger, clock: Clock) -> None:
-    """A process that does not renew its lease is none."""
     opened(ledger)
     claim(ledger, "b")
     assert activity(ledger).users == 2
@@ -166,7 +162,6 @@ def test_the_users_of_a_pool_are_those_that_have_not_left(ledger: Ledger, clock:
 
 
 def test_a_pool_is_idle_since_the_last_call_of_any_client(ledger: Ledger, clock: Clock) -> None:
-    """Its clients say at each renewal how many calls they have. A client that has left has none."""
     opened(ledger)
     joined_at = clock.time
     assert activity(ledger) == Activity(users=1, calls=0, idle_since=joined_at)
@@ -189,7 +184,6 @@ def test_a_client_that_is_silent_has_no_calls(ledger: Ledger, clock: Clock) -> N
 
 
 def test_detached_calls_are_calls_of_the_pool(ledger: Ledger, clock: Clock) -> None:
-    """They belong to no client, and run while no process uses the pool."""
     opened(ledger, keep_warm_seconds=600.0)
     ledger.names.leave("nightly", "a")
     call = CallState("train", "train", "ada", 1, "running", clock.time)
@@ -252,7 +246,6 @@ def test_the_only_client_of_an_unreachable_pool_condemns_it(ledger: Ledger) -> N
 def test_a_pool_whose_lease_has_run_out_is_condemned_although_a_client_of_it_lives(
     ledger: Ledger, clock: Clock
 ) -> None:
-    """That one cannot reach the pool either: a process that can reach it renews the pool's lease."""
     opened(ledger)
     clock.time += timedelta(minutes=7)
     ledger.names.renew("a", LEASE_SECONDS)

@@ -1,6 +1,4 @@
-"""`skyward ledger prune` deletes the details of old pools and keeps their costs, on both databases. It also tests the
-role that a shared ledger needs.
-"""
+"""`skyward ledger prune` deletes the details of old pools and keeps their costs, on both databases."""
 
 import json
 import re
@@ -15,15 +13,7 @@ from sqlalchemy import create_engine, text
 from skyward_core import cli
 from skyward_core.errors import LedgerError
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.ledger.rows import (
-    Account,
-    Attempt,
-    Bucket,
-    Period,
-    Price,
-    ResourceKind,
-    ResourceRequest,
-)
+from skyward_core.ledger.rows import Account, Attempt, Bucket, Period, Price, ResourceKind, ResourceRequest
 from skyward_core.providers.base import LAUNCH_TAG, OWNER_TAG, RANK_TAG, TYPE_TAG
 from tests.unit.ledger.test_ledger import (  # noqa: F401 - fixtures
     LATER,
@@ -46,9 +36,7 @@ TAGS = {LAUNCH_TAG: "l", RANK_TAG: "0", TYPE_TAG: "t4.large", OWNER_TAG: "ada@la
 
 @pytest.fixture
 def ledger(url: str, clock: Clock) -> Iterator[Ledger]:
-    """A ledger with four pools: old ones that ended, that ended and left a machine, and that lives, and one that ended
-    today.
-    """
+    """A ledger with four pools"""
     with Ledger(url, clock=clock, busy_timeout_seconds=10) as opened:
         opened.set_account(Account("team", Decimal(500), Period.MONTH))
         clock.time = NOON - timedelta(days=100)
@@ -91,13 +79,8 @@ def use(ledger: Ledger, pool_id: str, *, closes: bool) -> None:
 
 
 def test_the_command_is_a_dry_run_by_default(
-    ledger: Ledger,
-    clock: Clock,
-    url: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    ledger: Ledger, clock: Clock, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It exits with 3 while there is something to delete; `why` says that it was deleted; JSON has the numbers."""
     monkeypatch.setenv("SKYWARD_LEDGER", url)
     days = "1d"
     made_smaller = list[str]()
@@ -130,10 +113,6 @@ def test_the_command_is_a_dry_run_by_default(
 
 
 def test_a_minimal_role_is_enough(postgresql_server: str, postgresql_url: str, clock: Clock) -> None:
-    """The role has the GRANTs of docs/ledger.md, after the owner has created the tables.
-
-    Every method works, and no table can be created, changed or dropped.
-    """
     page = (ROOT / "docs/ledger.md").read_text()
     (grants,) = re.findall(r"```sql\n(.*?)```", page, re.DOTALL)
     with Ledger(postgresql_url):

@@ -47,7 +47,6 @@ def left(ledger: Ledger, work: Work = FLOW) -> Decimal:
 
 
 def test_a_pool_draws_on_its_budget_and_on_its_run(ledger: Ledger) -> None:
-    """Both or neither; each of them pays all that the pool has cost."""
     ledger.set_account(Account("team", USD(4), Period.MONTH))
     entry = open_pool(ledger, "a", account="team")
     assert (entry.account, entry.run_account) == ("team", account_of_run(FLOW))
@@ -70,7 +69,6 @@ def test_a_pool_draws_on_its_budget_and_on_its_run(ledger: Ledger) -> None:
 
 
 def test_a_sweep_settles_what_a_dead_pool_has_reserved_from_its_run(ledger: Ledger) -> None:
-    """Also if the pool has no budget."""
     entry = open_pool(ledger, "a")
     ledger.reserve(None, "a", USD(4))
     end_entries(ledger, [entry])
@@ -85,7 +83,6 @@ def test_the_newest_limit_of_a_run_counts(ledger: Ledger) -> None:
 
 
 def test_accounts_of_runs_are_no_users_accounts(ledger: Ledger) -> None:
-    """They are in no list, and cannot be set by their names. A limit needs a run."""
     open_pool(ledger, "a")
     assert ledger.accounts() == []
     with pytest.raises(LedgerError):
@@ -100,7 +97,6 @@ def test_accounts_of_runs_are_no_users_accounts(ledger: Ledger) -> None:
 
 
 def test_a_ledger_of_version_8_is_migrated(ledger: Ledger) -> None:
-    """Its pools and accounts belong to no run."""
     ledger.set_account(Account("team", USD(4), Period.MONTH))
     before = open_pool(ledger, "a", limit=None, account="team")
     ledger.reserve("team", "a", USD(1))
@@ -113,7 +109,6 @@ def test_a_ledger_of_version_8_is_migrated(ledger: Ledger) -> None:
 
 
 def test_a_day_and_a_run_settle_apart_over_midnight(ledger: Ledger, clock: Clock) -> None:
-    """The account of a day has two scopes then, that of the run one."""
     ledger.set_account(Account("team", USD(2), Period.DAY))
     open_pool(ledger, "a", account="team")
     ledger.reserve("team", "a", USD(2))

@@ -65,11 +65,7 @@ VERSION_6 = (
     "UPDATE skyward_meta SET value = '6' WHERE name = 'version'",
 )
 """Turns a ledger into one of the sixth version."""
-VERSION_5 = (
-    *VERSION_6,
-    "DROP TABLE skyward_calls",
-    "UPDATE skyward_meta SET value = '5' WHERE name = 'version'",
-)
+VERSION_5 = (*VERSION_6, "DROP TABLE skyward_calls", "UPDATE skyward_meta SET value = '5' WHERE name = 'version'")
 """Turns a ledger into one of the fifth version."""
 VERSION_4 = (
     *VERSION_5,
@@ -156,7 +152,7 @@ def versions(url: str) -> tuple[Any, Any]:
 def test_a_migration_writes_no_records_of_alembic_below_warnings(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They would be in the log of a user's task. Those of another thread, and those of later migrations, are written."""
+    """They would be in the log of a user's task."""
     caplog.set_level(logging.INFO)
     logger = logging.getLogger("alembic.runtime.migration")
 
@@ -177,7 +173,6 @@ def test_a_migration_writes_no_records_of_alembic_below_warnings(
 
 
 def test_a_database_with_foreign_tables_gets_the_same_schema_as_an_empty_one(tmp_path: Path) -> None:
-    """The foreign tables stay."""
     Ledger(f"sqlite:///{tmp_path}/new.db").close()
     old = tmp_path / "old.db"
     raw = sqlite3.connect(old)
@@ -191,11 +186,7 @@ def test_a_database_with_foreign_tables_gets_the_same_schema_as_an_empty_one(tmp
     assert versions(f"sqlite:///{old}") == (str(NEWEST), str(NEWEST))
 
 
-# ── old ledgers ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_ledger_of_version_1_is_migrated(ledger: Ledger) -> None:
-    """Its entries stay; the cloud accounts of its pools are unknown."""
     intent = intend(ledger)
     (before,) = ledger.pools()
     with Ledger(make_old(ledger, VERSION_1)) as newer:
@@ -208,7 +199,6 @@ def test_a_ledger_of_version_1_is_migrated(ledger: Ledger) -> None:
 
 
 def test_a_ledger_of_version_2_is_migrated(ledger: Ledger) -> None:
-    """Its entries stay; the work of its pools is unknown."""
     (before,) = ledger.pools()
     with Ledger(make_old(ledger, VERSION_2)) as newer:
         assert newer.pools() == [before]
@@ -218,7 +208,6 @@ def test_a_ledger_of_version_2_is_migrated(ledger: Ledger) -> None:
 
 
 def test_a_ledger_of_version_3_is_migrated(ledger: Ledger) -> None:
-    """The costs of its resources stay; new ones have a minimum and extras."""
     before = ledger.bind(intend(ledger, price=Price(USD("0.03"))), "i-1")
     extras = (Extra(name="disk", usd_per_hour=0.25, source="a page", checked="2026-11-22"),)
     price = Price(USD("1.25"), USD("2.25"), minimum_usd=USD("0.01"), extras=extras)
@@ -229,10 +218,6 @@ def test_a_ledger_of_version_3_is_migrated(ledger: Ledger) -> None:
 
 @pytest.mark.parametrize("statements", [BEFORE_ALEMBIC, VERSION_3, VERSION_2, VERSION_1])
 def test_a_ledger_of_a_release_before_alembic_is_stamped(ledger: Ledger, statements: tuple[str, ...]) -> None:
-    """Alembic's version is that of the ledger after the next migration, and no migration runs twice.
-
-    Looks inside: no method of the ledger writes these rows.
-    """
     make_old(ledger, statements)
     with ledger._database.write() as connection:
         migrate(connection, NEXT)
@@ -240,14 +225,7 @@ def test_a_ledger_of_a_release_before_alembic_is_stamped(ledger: Ledger, stateme
     assert versions(ledger.url.render_as_string(hide_password=False)) == (str(NEWEST + 1), str(NEWEST + 1))
 
 
-# ── atomic migrations ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_migration_that_fails_changes_nothing(file_ledger: Ledger, tmp_path: Path) -> None:
-    """Neither the schema nor the version changes; a later migration runs once. The entries always exist.
-
-    Looks inside: no method of the ledger writes these rows.
-    """
     intent = intend(file_ledger)
     path = tmp_path / "state/ledger.db"
     before = schema(path)
@@ -263,10 +241,6 @@ def test_a_migration_that_fails_changes_nothing(file_ledger: Ledger, tmp_path: P
 
 
 def test_in_postgresql_a_migration_that_fails_changes_nothing(postgresql_url: str) -> None:
-    """A newer schema is refused there too.
-
-    Looks inside: no method of the ledger writes these rows.
-    """
     with Ledger(postgresql_url) as ledger:
         with pytest.raises(RuntimeError, match="power"), ledger._database.write() as connection:
             migrate(connection, FAILING)
@@ -279,10 +253,6 @@ def test_in_postgresql_a_migration_that_fails_changes_nothing(postgresql_url: st
 
 
 def test_a_newer_ledger_is_refused_and_not_changed(file_ledger: Ledger, tmp_path: Path) -> None:
-    """A release refuses a version that it does not know.
-
-    Looks inside: no method of the ledger writes these rows.
-    """
     with file_ledger._database.write() as connection:
         migrate(connection, NEXT)
     before = schema(tmp_path / "state/ledger.db")
@@ -291,8 +261,6 @@ def test_a_newer_ledger_is_refused_and_not_changed(file_ledger: Ledger, tmp_path
         Ledger(str(file_ledger.url))
     assert schema(tmp_path / "state/ledger.db") == before
 
-
-# ── many at once ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 EIGHT_OPEN = """
 import os, sys
@@ -318,7 +286,6 @@ sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in childre
 
 
 def test_eight_processes_may_open_an_old_ledger_at_once(ledger: Ledger) -> None:
-    """One of them migrates it, the others find it migrated."""
     intent = intend(ledger)
     url = make_old(ledger, VERSION_1)
     done = run_script(EIGHT_OPEN, url)
@@ -329,7 +296,6 @@ def test_eight_processes_may_open_an_old_ledger_at_once(ledger: Ledger) -> None:
 
 
 def test_threads_may_create_different_ledgers_at_once(tmp_path: Path) -> None:
-    """A migration uses no state that all threads share."""
     urls = [f"sqlite:///{tmp_path}/{number}.db" for number in range(8)]
     barrier = threading.Barrier(len(urls))
 

@@ -22,7 +22,6 @@ from tests.unit.ledger.test_ledger import (  # noqa: F401 - fixtures
 
 
 def test_it_is_deleted_with_the_end_of_its_pool(ledger: Ledger) -> None:
-    """Not when the pool is condemned, for its machines may still be there. None is written for such a pool."""
     open_pool(ledger, "q")
     for pool_id in ("p", "q"):
         ledger.seal_lease(pool_id, "lease", "keys")
@@ -40,10 +39,6 @@ def test_it_is_deleted_with_the_end_of_its_pool(ledger: Ledger) -> None:
 
 
 def test_a_row_that_is_no_text_is_an_error_of_the_ledger(file_ledger: Ledger) -> None:
-    """SQLite stores any value in any column.
-
-    Looks inside: no method of the ledger writes such a row.
-    """
     file_ledger.seal_lease("p", "lease", "keys")
     with file_ledger._database.write() as connection:
         connection.execute(text("UPDATE skyward_sealed_leases SET sealed = x'00ff'"))

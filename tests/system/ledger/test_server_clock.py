@@ -71,7 +71,6 @@ def test_an_opener_whose_lease_has_run_out_is_replaced(pair: Pair) -> None:
 
 
 def test_leases_and_times_are_those_of_the_server(pair: Pair) -> None:
-    """The process that writes and reads them."""
     first, second = pair
     opened(first)
     client, now = only_client(second), second.names.now()
@@ -98,7 +97,6 @@ def test_a_silent_client_counts_for_none(pair: Pair) -> None:
 
 
 def test_a_warm_pool_is_found_as_long_as_it_is_warm(pair: Pair) -> None:
-    """Though its lease was written by the clock of the machine that has left it."""
     first, second = pair
     opened(first)
     assert first.names.leave("nightly", "a") is NameState.WARM
@@ -136,13 +134,11 @@ def test_sqlite_has_the_clock_of_its_machine(sqlite_url: str) -> None:
 
 
 def test_a_clock_that_is_given_is_that_of_the_ledger(postgresql_url: str) -> None:
-    """Unless the server's is asked for: tests set the time."""
     with Ledger(postgresql_url, clock=lambda: module.now() + AHEAD) as ledger:
         assert abs(ledger.names.now() - module.now() - AHEAD) < CLOSE
 
 
 def test_without_a_clock_it_is_the_servers(postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock of this machine is wrong here."""
 
     class Wrong(datetime):
         @classmethod

@@ -56,7 +56,6 @@ def test_what_a_client_is_to_the_steward(
     states: Mapping[Owner, OwnerState],
     expected: Standing,
 ) -> None:
-    """Client "b", while "a" is the steward. A client that does not renew its own row becomes nothing."""
     assert standing(facts(row, pool, clients, seconds=seconds, states=states), "b") is expected
 
 
@@ -78,7 +77,6 @@ def test_a_client_takes_over_when_the_steward_has_left(ledger: Ledger) -> None:
 
 
 def test_a_client_takes_over_from_a_steward_that_is_silent(ledger: Ledger, clock: Clock) -> None:
-    """The steward that comes back is not the steward any more."""
     epoch = opened(ledger)
     clock.time += timedelta(seconds=LEASE_SECONDS - 1)
     claim(ledger, "b")
@@ -97,7 +95,6 @@ def test_a_client_of_a_warm_pool_becomes_its_steward(ledger: Ledger) -> None:
 
 
 def test_a_steward_that_resigns_is_followed_by_any_client(ledger: Ledger) -> None:
-    """Only the one of this epoch can resign."""
     epoch = opened(ledger)
     claim(ledger, "b")
     ledger.stewards.resign("nightly", "a", epoch - 1)
@@ -109,7 +106,6 @@ def test_a_steward_that_resigns_is_followed_by_any_client(ledger: Ledger) -> Non
 
 
 def test_a_process_that_comes_waits_while_the_steward_ends_the_pool(ledger: Ledger) -> None:
-    """Others do not become the steward of it. A steward that gives up is not waited for."""
     epoch = opened(ledger, keep_warm_seconds=600.0)
     claim(ledger, "b")
     ledger.stewards.close("nightly", "a", epoch)
@@ -122,7 +118,6 @@ def test_a_process_that_comes_waits_while_the_steward_ends_the_pool(ledger: Ledg
 
 
 def test_a_steward_that_reaches_a_limit_while_it_leaves_leaves_the_pool_to_the_next_one(ledger: Ledger) -> None:
-    """It has detached the machines. The next steward ends the pool at the limit."""
     epoch = opened(ledger)
     claim(ledger, "b")
     ledger.stewards.close("nightly", "a", epoch)
@@ -140,7 +135,6 @@ def test_a_process_rents_anew_when_the_steward_has_ended_the_pool(ledger: Ledger
 
 
 def test_a_process_that_is_not_the_steward_any_more_ends_nothing(ledger: Ledger, clock: Clock) -> None:
-    """Also if it does not know that yet."""
     epoch = opened(ledger)
     clock.time += timedelta(seconds=LEASE_SECONDS - 1)
     claim(ledger, "b")
@@ -155,7 +149,6 @@ def test_a_process_that_is_not_the_steward_any_more_ends_nothing(ledger: Ledger,
 
 
 def test_of_many_clients_at_once_one_becomes_the_steward(url: str) -> None:
-    """Each has a separate connection and thread."""
     with Ledger(url) as first:
         epoch = opened(first)
         for number in range(12):
@@ -218,7 +211,6 @@ def test_a_steward_that_was_replaced_writes_no_lease(ledger: Ledger) -> None:
 
 
 def test_a_steward_that_was_replaced_pays_nothing(ledger: Ledger) -> None:
-    """The new one has settled the same time already, or will."""
     ledger.set_account(Account("team", Decimal(10), Period.RUN))
     epoch = opened(ledger)
     claim(ledger, "b")

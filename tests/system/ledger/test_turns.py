@@ -74,10 +74,6 @@ def test_writers_get_their_turns_in_the_order_in_which_they_came(url: str) -> No
 
 
 def test_a_process_that_writes_without_a_pause_lets_the_others_write(url: str) -> None:
-    """It writes at most once after another writer came, whatever the speed of the disk.
-
-    Sleeps: as long as the queue asks for.
-    """
     with Ledger(url, clock=Clock()) as busy, Ledger(url, clock=Clock()) as other:
         open_pool(busy, "p")
         over = threading.Event()
@@ -132,7 +128,6 @@ def test_the_place_of_a_killed_process_is_free(url: str, process: Callable[[], s
 def test_a_stopped_process_in_the_queue_delays_the_others_by_a_second(
     url: str, process: Callable[[], subprocess.Popen[str]]
 ) -> None:
-    """SQLite's own lock decides then."""
     holder = process()
     assert holder.stdout is not None
     holder.stdout.readline()
@@ -174,7 +169,6 @@ class FakeTime:
 
 
 def test_many_writers_behind_a_stopped_one_wait_for_it_once(url: str) -> None:
-    """Not each of them in its turn: one that goes on without it shows all behind it that it does not move."""
     at = FakeTime(20)
     ends: list[float] = []
 
@@ -215,7 +209,6 @@ def test_a_fork_does_not_keep_the_place_of_its_parent(url: str) -> None:
 
 
 def test_without_a_queue_nobody_waits(tmp_path: Path) -> None:
-    """A ledger in PostgreSQL has none, and one in a folder that does not exist cannot."""
     for url in ("postgresql+psycopg://host/ledger", f"sqlite:///{tmp_path}/missing/ledger.db"):
         turns = Turns(make_url(url), pause=_never)
         with turns.turn(), turns.turn():

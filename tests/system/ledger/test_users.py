@@ -64,7 +64,6 @@ def test_the_time_of_the_client_that_closes_is_written_before_the_pool_has_ended
 
 
 def test_the_busy_cost_is_split_by_the_time_of_slots(ledger: Ledger, clock: Clock) -> None:
-    """To the micro-dollar: 0.1 USD among three of equal use. A killed client keeps what it had written last."""
     opened(ledger)
     claim(ledger, "b", work=Work(system="cron", run="1"))
     claim(ledger, "c")
@@ -82,7 +81,6 @@ def test_the_busy_cost_is_split_by_the_time_of_slots(ledger: Ledger, clock: Cloc
 
 
 def test_detached_calls_are_users_by_their_owners(ledger: Ledger, clock: Clock) -> None:
-    """They belong to no process: each has its time in the ledger."""
     opened(ledger)
     machine = rented(ledger)
     ledger.note_all({machine: {Bucket.RUNNING_CALLS: 3600}})
@@ -105,13 +103,11 @@ def test_detached_calls_are_users_by_their_owners(ledger: Ledger, clock: Clock) 
 
 
 def test_a_pool_without_a_name_has_no_users(ledger: Ledger, clock: Clock) -> None:
-    """Also if it has detached calls."""
     ledger.note_calls("p", [CallState("1", "f", "dag", 1, "running", clock.time)])
     assert users_of(ledger, "p") == []
 
 
 def test_the_receipt_has_the_split(ledger: Ledger) -> None:
-    """Its parts and the other buckets add up to the whole cost."""
     opened(ledger)
     claim(ledger, "b")
     machine = rented(ledger)

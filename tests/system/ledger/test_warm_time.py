@@ -94,7 +94,6 @@ def test_a_pool_that_ends_while_it_is_warm_was_warm_until_its_end_was_requested(
 
 
 def test_time_that_a_process_has_counted_is_not_warm(ledger: Ledger, clock: Clock) -> None:
-    """It was frozen, and wrote when it was none of the pool's processes any more."""
     machine = left_warm(ledger, clock)
     clock.time += timedelta(seconds=100)
     ledger.note_all({machine: {Bucket.LAUNCHING: 10.0, Bucket.IDLE: 80.0}})
@@ -104,7 +103,6 @@ def test_time_that_a_process_has_counted_is_not_warm(ledger: Ledger, clock: Cloc
 
 
 def test_a_warm_pool_that_has_ended_itself_was_warm_until_then(ledger: Ledger, clock: Clock) -> None:
-    """A sweep finds it an hour later; the next process has the name by then."""
     machine = left_warm(ledger, clock)
     end = clock.time + timedelta(seconds=600)
     clock.time += timedelta(hours=1)
@@ -115,7 +113,6 @@ def test_a_warm_pool_that_has_ended_itself_was_warm_until_then(ledger: Ledger, c
 
 
 def test_a_process_that_counts_the_whole_life_does_not_count_warm_time_twice(ledger: Ledger, clock: Clock) -> None:
-    """It takes warm time for idle time. A process that has the warm time from the ledger may write it back."""
     machine = left_warm(ledger, clock)
     clock.time += timedelta(seconds=100)
     claim(ledger, "b", keep_warm_seconds=600.0)
@@ -148,7 +145,6 @@ def test_a_pool_that_is_closed_was_never_warm(ledger: Ledger, clock: Clock) -> N
 
 
 def test_the_account_pays_for_warm_time(ledger: Ledger, clock: Clock) -> None:
-    """The cost with which a pool is settled has it."""
     machine = left_warm(ledger, clock)
     clock.time += timedelta(seconds=3570)
     closed(ledger, machine, clock.time)
@@ -160,7 +156,6 @@ def test_the_account_pays_for_warm_time(ledger: Ledger, clock: Clock) -> None:
 
 
 def test_a_note_without_idle_time_does_not_change_it() -> None:
-    """With idle time, the warm time is not counted twice."""
     known = {**dict.fromkeys(Bucket, 0), Bucket.IDLE: 5, Bucket.WARM: 3}
     assert with_warm(known, {Bucket.LOST: 1}) == {**known, Bucket.LOST: 1}
     assert with_warm(known, {Bucket.IDLE: 9}) == {**known, Bucket.IDLE: 6}

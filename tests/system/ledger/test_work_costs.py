@@ -51,7 +51,6 @@ def test_the_cost_of_a_work_is_its_part_of_the_pools_that_it_has_used(ledger: Le
 
 
 def test_the_parts_of_the_cost_for_a_work_are_those_of_exact_works(ledger: Ledger, clock: Clock) -> None:
-    """They add up to the bill, and are final once the pool and all that it rented have ended."""
     used(ledger)
     task = Work(system="prefect", workflow="train", run="2", task="fit")
     ledger.set_shares("sky-a", {task: USD("0.15")}, keeps_others=True)
@@ -80,7 +79,6 @@ def test_detached_calls_are_for_the_work_of_their_pool(ledger: Ledger) -> None:
 
 
 def test_detached_calls_are_for_the_user_whose_work_their_owner_names(ledger: Ledger) -> None:
-    """A call that outlives its process holds its slot for the same work: 600 of 800 seconds of slots are for run 2."""
     used(ledger)
     call = CallState("1", "f", str(JOINED), 1, "ended", NOON, NOON, (SlotUse("i-1", 1, 400.0),))
     ledger.note_calls("sky-a", [call])
@@ -89,7 +87,6 @@ def test_detached_calls_are_for_the_user_whose_work_their_owner_names(ledger: Le
 
 
 def test_the_bill_by_run_is_the_same_after_pruning(ledger: Ledger, clock: Clock) -> None:
-    """The rows of the users are deleted then; their parts stay as shares."""
     used(ledger)
     ledger.set_shares("sky-a", {Work(system="prefect", workflow="train", run="2", task="fit"): USD("0.15")})
     before = bill(ledger, CostBy.RUN), bill(ledger, CostBy.TASK), bill(ledger, CostBy.POOL, JOINED)
@@ -101,9 +98,6 @@ def test_the_bill_by_run_is_the_same_after_pruning(ledger: Ledger, clock: Clock)
 
 
 def test_the_parts_of_a_pool() -> None:
-    """Shares that exceed a user's part leave it none; attempts of one run have one part; a process without a work has
-    its part too, and takes no shares of others.
-    """
     task = Work(run="2", task="fit")
     use = PoolUse(shares=[(task, 60)], users=[(Work(run="2"), 5), (NO_WORK, 5), (Work(run="2"), 0), (Work(run="1"), 0)])
     assert parts_of(Work(run="1"), 100, use) == [(task, 60), (NO_WORK, 50)]

@@ -11,12 +11,7 @@ from hypothesis import strategies as st
 from skyward_core import Instance, Provider
 from skyward_core.cleanup.policy import Action, ProviderFacts, decide
 from skyward_core.ledger.rows import Intent, PoolEntry, ResourceKind
-from skyward_core.providers.base import (
-    CREATED_TAG,
-    EXPIRES_TAG,
-    LAUNCH_TAG,
-    PROCESS_TAG,
-)
+from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, LAUNCH_TAG, PROCESS_TAG
 from tests.cleanup.pools import (
     CLOUD,
     DEAD,
@@ -63,15 +58,12 @@ def launched(instance_id: str, rank: int = 0, pool_id: str = "sky-1", launch: st
     ],
 )
 def test_a_machine_is_ended_only_if_its_pool_is_certainly_dead(pool: PoolEntry, is_dead: bool) -> None:
-    """A machine ends if its pool's lease has expired, its owner was needed and is dead, or the pool has ended or was
-    condemned. Otherwise it stays.
-    """
+    """Otherwise it stays."""
     found = verdicts([launched("m")], [pool], [intent(1, cloud_id="m")])
     assert found == [("end" if is_dead else "leave", "sky-1", ("m",))]
 
 
 def test_a_machine_whose_launch_was_not_answered_is_adopted() -> None:
-    """It is matched by launch and rank. An entry with the same rank of another launch does not match."""
     pool = entry(owner=HERE)
     assert verdicts([launched("m", 1)], [pool], [intent(1, rank=0), intent(2, rank=1)]) == [("adopt", "sky-1", ("m",))]
     assert verdicts([launched("m", 1, launch="sky-1-2")], [pool], [intent(1, rank=1)]) == [("leave", "sky-1", ("m",))]
@@ -79,18 +71,12 @@ def test_a_machine_whose_launch_was_not_answered_is_adopted() -> None:
 
 
 def test_a_machine_without_a_certain_entry_is_not_adopted() -> None:
-    """Two machines match one entry, or two entries have the rank and the tags name no launch: only the owner can
-    decide.
-    """
     pool = entry(owner=HERE)
     assert verdicts([launched("a"), launched("b")], [pool], [intent(1)]) == [("leave", "sky-1", ("a", "b"))]
     assert verdicts([launched("a", launch=None)], [pool], [intent(1), intent(2)]) == [("leave", "sky-1", ("a",))]
 
 
 def test_an_entry_is_closed_only_when_its_machine_must_be_listed() -> None:
-    """Bound or not: a machine that a listing may still lack is ended by its id or waited for. After that time it does
-    not exist.
-    """
     lagging = LaggingProvider(folder="/nowhere")
     dead = entry(lease_seconds=-1000)
     assert verdicts([], [dead], [intent(1, cloud_id="m", age_seconds=59)], lagging) == [("end", "sky-1", ("m",))]
@@ -100,9 +86,6 @@ def test_an_entry_is_closed_only_when_its_machine_must_be_listed() -> None:
 
 
 def test_a_launch_may_come_until_its_owner_was_condemned() -> None:
-    """The age of an intent does not show when the call was made. The owner may have called until it was condemned, and
-    that call may take a while.
-    """
     assert verdicts([], [entry(owner=DEAD)], [intent(1)]) == [("wait", "sky-1", ("sky-1-0",))]
     barred = START - timedelta(seconds=9)
     assert verdicts([], [entry(owner=DEAD, condemned_at=barred)], [intent(1)]) == [("wait", "sky-1", ("sky-1-0",))]
@@ -113,21 +96,13 @@ def test_a_launch_may_come_until_its_owner_was_condemned() -> None:
 
 
 def test_a_dead_pool_without_machines_is_closed() -> None:
-    """Later sweeps do not look for it again."""
     assert verdicts([], [entry()]) == [("close", "sky-1", ())]
     assert verdicts([], [entry(ended_at=START)]) == []
     assert verdicts([], [entry(owner=HERE)]) == []
 
 
 def test_a_resource_that_is_no_machine_stays_open_with_a_reason() -> None:
-    """A sweep ends machines only, and does not close the entry of any other resource.
-
-    The report names it by its id, or by its name if it has no id.
-    """
-    others = [
-        intent(1, kind=ResourceKind.OTHER),
-        intent(2, kind=ResourceKind.OTHER, cloud_id="volume-2"),
-    ]
+    others = [intent(1, kind=ResourceKind.OTHER), intent(2, kind=ResourceKind.OTHER, cloud_id="volume-2")]
     (finding,) = decide(ProviderFacts(CLOUD, [], {"sky-1": entry()}, others, START, HERE, STATES))
     assert finding.action is Action.LEAVE
     assert "a sweep ends machines only" in finding.reason
@@ -136,9 +111,6 @@ def test_a_resource_that_is_no_machine_stays_open_with_a_reason() -> None:
 
 
 def test_each_finding_names_the_entries_that_it_is_about() -> None:
-    """Those of machines that are listed or were bound just now, of launches that may still come, and of machines that
-    are certainly gone.
-    """
     its = [
         intent(1, rank=0, cloud_id="listed"),
         intent(2, rank=1),
@@ -157,9 +129,6 @@ def test_each_finding_names_the_entries_that_it_is_about() -> None:
 
 
 def test_a_listing_may_lack_a_machine_counted_from_when_its_id_was_known() -> None:
-    """The launch took long: its entry is old, and its answer with the id is young. The machine is ended by its id, and
-    its entry is not closed.
-    """
     lagging = LaggingProvider(folder="/nowhere")
     late = intent(1, cloud_id="m", age_seconds=1000, bound_at=START - timedelta(seconds=30))
     assert verdicts([], [entry(lease_seconds=-1000)], [late], lagging) == [("end", "sky-1", ("m",))]
@@ -172,7 +141,6 @@ def test_no_launch_of_a_dead_process_on_this_host_comes_late() -> None:
 
 
 def test_machines_that_are_not_visible_from_here_are_named() -> None:
-    """By their ids, or by their names if they have none, also those that a listing shows."""
     local = FakeProvider(folder="/nowhere")
     pool = entry(owner=ELSEWHERE, lease_seconds=-1000)
     its = [intent(1, rank=0, cloud_id="bound"), intent(2, rank=1)]
@@ -183,7 +151,6 @@ def test_machines_that_are_not_visible_from_here_are_named() -> None:
 
 
 def test_the_machines_of_a_live_pool_that_are_adopted_are_not_left_as_well() -> None:
-    """One finding adopts the machine of a lost answer, with its entry. Another leaves the machines that are known."""
     its = [intent(1, rank=0, cloud_id="known"), intent(2, rank=1)]
     machines = [launched("known", 0), launched("new", 1)]
     facts = ProviderFacts(CLOUD, machines, {"sky-1": entry(owner=HERE)}, its, START, HERE, STATES)
@@ -194,7 +161,6 @@ def test_the_machines_of_a_live_pool_that_are_adopted_are_not_left_as_well() -> 
 
 
 def test_each_finding_names_its_provider_and_a_reason() -> None:
-    """The report prints them, of pools that are live or dead, and of those that the ledger does not know."""
     its = [
         intent(1, rank=0, cloud_id="known"),
         intent(2, rank=1),
@@ -229,7 +195,6 @@ def test_a_closed_entry_does_not_hide_the_launch_that_its_machine_comes_from() -
 
 
 def test_an_owner_of_whom_nothing_is_known_counts_as_unknown() -> None:
-    """Neither dead nor alive: its machines end only if unknown ones are to be ended."""
     nobody = replace(ELSEWHERE, host="never seen")
     its = [machine("m", "sky-x", 0, owner_tags(nobody, OLD))]
     assert verdicts(its) == [("leave", "sky-x", ("m",))]
@@ -237,9 +202,6 @@ def test_an_owner_of_whom_nothing_is_known_counts_as_unknown() -> None:
 
 
 def test_processes_of_another_host_are_not_recorded_as_gone() -> None:
-    """Another host, user or container cannot list local machines. After a reboot of their own host they are certainly
-    gone.
-    """
     local = FakeProvider(folder="/nowhere")
     for owner in (ELSEWHERE, replace(HERE, namespace="1"), replace(HERE, user="other")):
         expected = "close" if owner.user == "other" and HERE.user == "root" else "leave"
@@ -275,9 +237,6 @@ OLD = START - timedelta(hours=1)
 def test_a_machine_that_the_ledger_lacks_is_decided_by_its_tags(
     tags: dict[str, str], expected: str, if_asked_for: str
 ) -> None:
-    """Only old machines end, if their time has expired or their owner on this host is dead. With `include_unknown`,
-    machines with an unknown owner end too.
-    """
     its = [machine("m", "sky-x", 0, tags)]
     assert verdicts(its, min_age_seconds=600) == [(expected, "sky-x", ("m",))]
     assert verdicts(its, min_age_seconds=600, include_unknown=True) == [(if_asked_for, "sky-x", ("m",))]
@@ -287,14 +246,12 @@ def test_a_machine_that_the_ledger_lacks_is_decided_by_its_tags(
     ("tags", "name"), [(owner_tags(ELSEWHERE, OLD), ELSEWHERE.name), ({}, "an unknown owner")], ids=["named", "no tags"]
 )
 def test_the_reason_names_the_owner_in_the_tags(tags: dict[str, str], name: str) -> None:
-    """The user may have to ask the owner before the machine is ended."""
     facts = ProviderFacts(CLOUD, [machine("m", "sky-x", 0, tags)], {}, [], START, HERE, STATES)
     (finding,) = decide(facts)
     assert f"belongs to {name}" in finding.reason
 
 
 def test_an_unknown_pool_is_ended_completely_or_not_at_all() -> None:
-    """If one machine of the pool may still be in use, all of them stay."""
     its = [machine("a", "sky-x", 0, owner_tags(DEAD, OLD)), machine("b", "sky-x", 1, owner_tags(DEAD, START))]
     assert verdicts(its, min_age_seconds=600) == [("leave", "sky-x", ("a", "b"))]
     assert verdicts(its, min_age_seconds=0, pools=[entry("sky-1", HERE)]) == [("leave", "sky-x", ("a", "b"))]

@@ -1,6 +1,4 @@
-"""What a sweep does at one provider when the ledger or a listing fails: the report has the failure, and no more is done
-than is proved.
-"""
+"""What a sweep does at one provider when the ledger or a listing fails"""
 
 from pathlib import Path
 from typing import Any, ClassVar
@@ -39,7 +37,6 @@ def vanished(world: World) -> str:
 
 
 def test_a_machine_that_cannot_be_adopted_is_a_failure(world: World) -> None:
-    """The machine goes on running, and the next sweep adopts it."""
     pool = world.pool(owner=HERE)
     world.intend(pool, owner=HERE)
     (instance,) = world.launch(pool, owner=HERE)
@@ -51,7 +48,6 @@ def test_a_machine_that_cannot_be_adopted_is_a_failure(world: World) -> None:
 
 
 def test_a_machine_that_its_owner_has_bound_meanwhile_is_no_failure(world: World) -> None:
-    """It is not reported as adopted either."""
     pool = world.pool(owner=HERE)
     world.intend(pool, owner=HERE)
     world.launch(pool, owner=HERE)
@@ -66,7 +62,6 @@ def test_a_machine_that_its_owner_has_bound_meanwhile_is_no_failure(world: World
 
 
 def test_pools_that_cannot_be_condemned_are_one_failure_and_are_left(world: World) -> None:
-    """The report says for each pool why it is left."""
     for number in range(2):
         world.rent(world.pool(f"sky-{number}"))
     report = sweep_with(world, "condemn_all")
@@ -93,7 +88,6 @@ class OnceListing(CloudProvider):
 
 
 def test_an_entry_is_not_closed_if_the_second_listing_fails(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
-    """One listing without the machine may have been wrong. The entry and its pool stay open."""
     world = of_kind(OnceListing, ledger, tmp_path, hands)
     pool = vanished(world)
     report = world.sweep()
@@ -104,7 +98,6 @@ def test_an_entry_is_not_closed_if_the_second_listing_fails(ledger: Ledger, tmp_
 
 
 def test_an_entry_that_cannot_be_closed_is_a_failure(world: World) -> None:
-    """The next sweep closes it."""
     pool = vanished(world)
     report = sweep_with(world, "close_all")
     assert failures(report) == [("cloud", "", FULL)]
@@ -115,7 +108,6 @@ def test_an_entry_that_cannot_be_closed_is_a_failure(world: World) -> None:
 
 
 def test_a_pool_that_cannot_be_ended_in_the_ledger_is_a_failure(world: World) -> None:
-    """Its entries are closed, and it is not reported as closed. The next sweep ends it."""
     pool = vanished(world)
     report = sweep_with(world, "end_pools")
     assert failures(report) == [("cloud", "", FULL)]
@@ -127,7 +119,6 @@ def test_a_pool_that_cannot_be_ended_in_the_ledger_is_a_failure(world: World) ->
 
 
 def test_an_entry_closed_by_a_sweep_has_the_evidence(world: World) -> None:
-    """The provider is named, and that a sweep has closed it."""
     vanished(world)
     world.sweep()
     assert [intent.evidence for intent in world.ledger.intents()] == ["cloud does not list it; a sweep has closed it"]

@@ -18,11 +18,7 @@ from skyward_core.errors import BadRequest, CredentialsError, LeaseLost, LedgerE
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Account, Bucket, CostBy, Period, ResourceKind
 from skyward_core.machines.signing import signed
-from skyward_core.providers.base import (
-    EXPIRES_TAG,
-    POOL_TAG,
-    load,
-)
+from skyward_core.providers.base import EXPIRES_TAG, POOL_TAG, load
 from tests.cleanup.pools import (
     CLOUD,
     ELSEWHERE,
@@ -43,9 +39,6 @@ from tests.fakes import FakeProvider, SlowToGoProvider, StuckProvider
 
 
 def test_ending_a_pool_ends_its_machines_and_closes_their_entries(world: World) -> None:
-    """Machines of the ledger and machines known only by tags. Each entry and the pool are closed with evidence, and
-    every second is in a bucket.
-    """
     pool = world.pool()
     first = world.rent(pool, 2)
     ready = world.ledger.open_intents()[0]
@@ -70,7 +63,6 @@ def test_ending_a_pool_ends_its_machines_and_closes_their_entries(world: World) 
 
 
 def test_a_machine_lost_before_its_owner_died_stays_lost(world: World) -> None:
-    """The unrecorded seconds of a machine that was last recorded as lost are not idle."""
     pool = world.pool()
     world.rent(pool)
     world.hands.go(10)
@@ -83,7 +75,6 @@ def test_a_machine_lost_before_its_owner_died_stays_lost(world: World) -> None:
 
 
 def test_seconds_of_termination_are_in_their_bucket(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
-    """A machine that ends only after the seventh request was terminating from the first."""
     world = of_kind(SlowToGoProvider, ledger, tmp_path, hands, asks=7)
     pool = world.pool()
     world.rent(pool)
@@ -142,9 +133,6 @@ UP = {Bucket.LAUNCHING: 30.0, Bucket.IDLE: 30.0}
 def test_a_machine_found_gone_is_billed_until_its_latest_possible_end(
     known: dict[str, Any], lease_seconds: float, seconds: float
 ) -> None:
-    """Each time is in seconds since the request. Where machines do not end themselves permanently, the bill ends
-    now.
-    """
     its, now = intent(1, cloud_id="a", age_seconds=0, **known), START + timedelta(seconds=10**5)
     pool = entry(lease_seconds=lease_seconds)
     assert paid_until(SelfEndingProvider(folder="/nowhere"), pool, its, now) == START + timedelta(seconds=seconds)
@@ -157,9 +145,6 @@ def test_a_machine_found_gone_is_billed_until_its_latest_possible_end(
 def test_a_late_sweep_bills_no_machine_after_its_end(
     ledger: Ledger, tmp_path: Path, hands: Time, is_alone: bool
 ) -> None:
-    """Its guard ended it when the lease expired, 62 hours ago. A machine that still runs is billed until the sweep ends
-    it.
-    """
     world = of_kind(SelfEndingProvider, ledger, tmp_path, hands)
     ledger.set_account(Account("team-a", Decimal(10_000), Period.MONTH))
     gone, *others = world.rent(world.pool(account="team-a"), 1 if is_alone else 2)
@@ -182,7 +167,6 @@ def test_a_late_sweep_bills_no_machine_after_its_end(
 
 
 def test_a_late_sweep_does_not_extend_the_time_of_termination(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
-    """Its owner had requested its end, and was killed before the end was confirmed."""
     world = of_kind(SelfEndingProvider, ledger, tmp_path, hands)
     (gone,) = world.rent(world.pool())
     (its,) = ledger.open_intents()
@@ -200,7 +184,6 @@ def test_a_late_sweep_does_not_extend_the_time_of_termination(ledger: Ledger, tm
 
 
 def test_machines_that_cost_money_when_off_are_billed_until_the_sweep(world: World) -> None:
-    """The machine may have existed until a moment ago, if it was terminated by hand."""
     (gone,) = world.rent(world.pool())
     world.provider.terminate([gone.id])
     world.hands.go(3600)
@@ -226,12 +209,10 @@ def test_machines_that_cost_money_when_off_are_billed_until_the_sweep(world: Wor
     ids=str,
 )
 def test_providers_know_if_a_machine_that_ends_itself_costs_nothing_more(kind: dict[str, Any], is_sure: bool) -> None:
-    """False if a machine that ends itself is only off, and still billed."""
     assert load(kind).ends_for_good() is is_sure
 
 
 def test_an_entry_without_a_machine_costs_nothing(world: World) -> None:
-    """Its entry is closed once the provider has listed nothing for as long as the call may have been in progress."""
     pool = world.pool()
     world.intend(pool, 3)
     world.ledger.condemn(pool, seen=world.hands.now + timedelta(seconds=120))
@@ -245,7 +226,6 @@ def test_an_entry_without_a_machine_costs_nothing(world: World) -> None:
 
 
 def test_a_machine_that_is_listed_late_is_ended(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
-    """The owner was killed during the launch. Its machine is listed 60 s later, and the teardown waits for it."""
     LaggingProvider.clock = hands
     world = of_kind(LaggingProvider, ledger, tmp_path, hands)
     pool = world.pool()
@@ -259,7 +239,6 @@ def test_a_machine_that_is_listed_late_is_ended(ledger: Ledger, tmp_path: Path, 
 
 
 def test_a_listed_machine_of_an_unanswered_launch_needs_no_wait(world: World) -> None:
-    """The requested machine exists, so the launch can create no other."""
     pool = world.pool()
     world.intend(pool, 2)
     world.launch(pool, 2)
@@ -269,7 +248,6 @@ def test_a_listed_machine_of_an_unanswered_launch_needs_no_wait(world: World) ->
 
 
 def test_machines_that_are_processes_are_not_waited_for(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
-    """A launch that was killed with its process has launched nothing later."""
     world = of_kind(FakeProvider, ledger, tmp_path, hands)
     pool = world.pool()
     world.intend(pool)
@@ -279,7 +257,6 @@ def test_machines_that_are_processes_are_not_waited_for(ledger: Ledger, tmp_path
 
 
 def test_a_machine_without_an_entry_gets_one(world: World) -> None:
-    """A retried call created two machines: the second is recorded too, ended, and billed."""
     pool = world.pool()
     world.intend(pool)
     both = {world.launch(pool)[0].id, world.launch(pool)[0].id}
@@ -291,7 +268,6 @@ def test_a_machine_without_an_entry_gets_one(world: World) -> None:
 
 
 def test_an_entry_that_was_closed_too_early_is_opened_and_closed_again(world: World) -> None:
-    """The entry was closed as never created; then its machine is listed."""
     pool = world.pool()
     (its,) = world.intend(pool)
     world.ledger.close_all([its.id], "nothing was listed")
@@ -306,7 +282,6 @@ def test_an_entry_that_was_closed_too_early_is_opened_and_closed_again(world: Wo
 
 
 def test_ending_twice_changes_nothing(world: World) -> None:
-    """The first evidence stays."""
     pool = world.pool()
     world.rent(pool, 2)
     world.end(pool)
@@ -317,7 +292,6 @@ def test_ending_twice_changes_nothing(world: World) -> None:
 
 
 def test_the_entry_of_a_machine_that_does_not_end_stays_open(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
-    """InstancesLeft names it. Entry and pool stay open for the next sweep, and the request of the end is recorded."""
     world = of_kind(StuckProvider, ledger, tmp_path, hands)
     pool = world.pool()
     (instance,) = world.rent(pool)
@@ -345,9 +319,6 @@ class ForgetfulProvider(StuckProvider):
 
 
 def test_a_machine_that_is_listed_again_is_not_recorded_as_gone(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
-    """One listing omits a machine and the next has it. It still runs, so InstancesLeft names it and its entry stays
-    open.
-    """
     world = of_kind(ForgetfulProvider, ledger, tmp_path, hands)
     pool = world.pool()
     forgotten, other = (instance.id for instance in world.rent(pool, 2))
@@ -360,7 +331,6 @@ def test_a_machine_that_is_listed_again_is_not_recorded_as_gone(ledger: Ledger, 
 
 
 def test_unspent_money_returns_to_the_budget(world: World) -> None:
-    """The dead pool's reservations are settled with the cost of its machines."""
     world.ledger.set_account(Account("team", Decimal(100), Period.RUN))
     pool = world.pool(account="team")
     world.ledger.reserve("team", pool, Decimal(60))
@@ -371,7 +341,6 @@ def test_unspent_money_returns_to_the_budget(world: World) -> None:
 
 
 def test_a_resource_that_is_no_machine_keeps_the_pool_open(world: World) -> None:
-    """A resource that is no machine is not recorded as gone, so the pool does not end."""
     pool = world.pool()
     world.ledger.intend(pool, replace(world.resource_request(pool, 0), kind=ResourceKind.OTHER, token="key"))
     world.rent(pool)
@@ -385,7 +354,6 @@ VERBS = ["pool", "intents", "bind", "ask_end_all", "close_all", "open_intents", 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_machines_are_ended_although_the_ledger_fails(world: World, verb: str) -> None:
-    """Whichever method fails, the machines end first and the error is raised then. A sweep closes the entries."""
     pool = world.pool()
     world.rent(pool)
     world.intend(pool, 1, first=1)
@@ -403,7 +371,6 @@ def test_machines_are_ended_although_the_ledger_fails(world: World, verb: str) -
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_ledger_that_fails_once_is_brought_up_to_date(world: World, verb: str) -> None:
-    """When the machines are gone, all of it is recorded again from the beginning."""
     pool = world.pool()
     instances = world.rent(pool)
     world.intend(pool, 1, first=1)
@@ -420,7 +387,6 @@ def test_a_ledger_that_fails_once_is_brought_up_to_date(world: World, verb: str)
 
 
 def test_machines_are_ended_without_any_ledger(world: World) -> None:
-    """The tags suffice. Without a ledger the launches are unknown, so the provider is listed for a while."""
     world.launch("sky-1", 2)
     end_pool(None, world.provider, "sky-1", why="its owner is dead", **world.hands.keywords)
     assert world.ids() == set()
@@ -428,7 +394,6 @@ def test_machines_are_ended_without_any_ledger(world: World) -> None:
 
 
 def test_a_live_pool_can_be_stopped_by_request(world: World) -> None:
-    """Its owner learns of it at the next renewal. A machine that it had just requested ends too."""
     pool = world.pool(owner=HERE)
     world.rent(pool, 2, owner=HERE)
     release(pool, ledger=world.ledger, credentials=world.provider, why="Ada stopped it", **world.hands.keywords)
@@ -458,7 +423,6 @@ class BusyLedger(FailingLedger):
 
 
 def test_a_pool_that_is_renewed_meanwhile_is_condemned_with_its_new_lease(world: World) -> None:
-    """Its owner is busy and alive: the second or third try finds no renewal in between."""
     pool = world.pool(owner=HERE)
     world.rent(pool, owner=HERE)
     busy: Any = BusyLedger(world.ledger, renewals=2)
@@ -480,7 +444,6 @@ def test_a_pool_that_is_renewed_all_the_time_is_not_stopped(world: World) -> Non
 
 
 def test_a_lease_is_enough_to_stop_a_pool(tmp_path: Path, hands: Time) -> None:
-    """Without a ledger, from any process. A second stop does nothing."""
     provider = CloudProvider(folder=str(tmp_path))
     offer = provider.offers(Requirements())[0]
     provider.launch(offer, 2, {POOL_TAG: "sky-1"}, "")
@@ -506,9 +469,6 @@ def test_an_unsigned_lease_reaches_no_provider(tmp_path: Path, hands: Time, monk
 
 
 def test_an_unknown_pool_cannot_be_stopped(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
-    """A pool that is not in the ledger, and one whose machines are processes of another host: the message says what to
-    do.
-    """
     with pytest.raises(BadRequest, match="skyward ps --all"):
         release("sky-nowhere", ledger=ledger)
     world = of_kind(FakeProvider, ledger, tmp_path, hands)

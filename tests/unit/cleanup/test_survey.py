@@ -30,7 +30,6 @@ def summary(failures: Sequence[Failure]) -> list[tuple[str, str]]:
 
 
 def test_a_pool_of_the_ledger_is_found_with_its_machines_and_intents(world: World) -> None:
-    """A machine whose pool has ended brings the entry of that pool. A machine without an entry is listed too."""
     world.rent(world.pool("sky-1"), 2)
     world.launch(world.pool("sky-ended"))
     world.ledger.end_pool("sky-ended")
@@ -52,7 +51,6 @@ def test_without_a_ledger_there_are_machines_only(world: World) -> None:
 
 
 def test_the_machines_of_a_pool_that_cannot_be_read_are_left(world: World, tmp_path: Path) -> None:
-    """Its intents are left too. The failure names the pool, and the finding says how to end it."""
     world.rent(world.pool("sky-odd"), 2)
     world.rent(world.pool("sky-1"))
     damage(tmp_path, "UPDATE skyward_pools SET provider_json = '{' WHERE id = 'sky-odd'")
@@ -111,15 +109,8 @@ def test_a_pool_of_another_account_is_kept_apart(ledger: Ledger, tmp_path: Path,
     ((other, reason),) = listing.other_accounts.values()
     (failure,) = view.failures
     assert (other.id, reason) == ("sky-theirs", str(failure.error))
-    assert (failure.provider, failure.pool_id, type(failure.error)) == (
-        "cloud-of-ours",
-        "sky-theirs",
-        CredentialsError,
-    )
+    assert (failure.provider, failure.pool_id, type(failure.error)) == ("cloud-of-ours", "sky-theirs", CredentialsError)
     assert [intent.pool_id for intent in listing.intents] == ["sky-ours"]
-
-
-# ── one machine in several listings ──────────────────────────────────────────────────────────────────────────────────
 
 
 def cloud(folder: Path, machines: Machines, price: float) -> CloudProvider:
@@ -137,11 +128,7 @@ def listed(view: SurveyView) -> dict[float, list[str]]:
     }
 
 
-# ── owners ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_the_states_of_all_owners_are_known() -> None:
-    """Those of pools, of pools of other accounts, and of machines by their tags."""
     tagged = machine("fake-0", "sky-9", tags=owner_tags(ELSEWHERE))
     listing = ProviderListing(
         CloudProvider(folder="/nowhere"),

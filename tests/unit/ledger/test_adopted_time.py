@@ -57,7 +57,6 @@ RECORDED = {Bucket.LAUNCHING: 10.0, Bucket.BOOTSTRAPPING: 20.0, Bucket.RUNNING_C
 
 
 def test_the_time_since_the_last_record_is_counted() -> None:
-    """In the phase of that record."""
     clock, meter = counted(intent(RECORDED), 107)
     assert meter.buckets()["m"] == {**dict.fromkeys(Bucket, 0), **RECORDED, Bucket.IDLE: 47.0}
     clock.seconds += 3
@@ -66,7 +65,6 @@ def test_the_time_since_the_last_record_is_counted() -> None:
 
 
 def test_the_calls_of_all_processes_go_on() -> None:
-    """A slot that is busy takes half of the time of a machine with two. The node's own count includes those of before."""
     clock, meter = counted(intent(RECORDED), 100)
     clock.seconds += 10
     meter.seen_running("m", 70.0)
@@ -75,7 +73,6 @@ def test_the_calls_of_all_processes_go_on() -> None:
 
 
 def test_warm_time_is_idle_here() -> None:
-    """The ledger takes it out again (`warm_time.with_warm`)."""
     _, meter = counted(intent({**RECORDED, Bucket.WARM: 100.0, Bucket.LOST: 5.0}), 215)
     spent = meter.buckets()["m"]
     assert (spent[Bucket.IDLE], spent[Bucket.LOST]) == (140.0, 15.0)

@@ -37,7 +37,6 @@ def test_a_row_without_numbers_is_left_out_of_its_own_bill_only(file_ledger: Led
 
 
 def test_a_list_of_pools_survives_a_damaged_sum(file_ledger: Ledger, sqlite_url: str) -> None:
-    """A sum that is no number counts as zero; the number of machines stays."""
     damaged = spend(file_ledger, "p", "a")
     run_on(sqlite_url, f"UPDATE skyward_resources SET idle_milliseconds = 1e999 WHERE id = {damaged}")
     (row,) = file_ledger.pool_rows()
@@ -45,7 +44,6 @@ def test_a_list_of_pools_survives_a_damaged_sum(file_ledger: Ledger, sqlite_url:
 
 
 def test_a_day_that_no_calendar_has_is_named_by_its_number(file_ledger: Ledger, sqlite_url: str) -> None:
-    """The cost of a damaged row counts all the same."""
     spend(file_ledger, "p", "a")
     run_on(sqlite_url, f"UPDATE skyward_resources SET intended_microseconds = {5_000_000 * 86_400_000_000 + 1}")
     (row,) = file_ledger.cost_rows(CostBy.DAY)
@@ -53,7 +51,6 @@ def test_a_day_that_no_calendar_has_is_named_by_its_number(file_ledger: Ledger, 
 
 
 def test_the_newest_pools_of_one_moment_are_chosen_by_their_ids(file_ledger: Ledger) -> None:
-    """They were opened at the same time. A limit leaves out the costs of all others."""
     for pool_id in ("a", "z"):
         open_pool(file_ledger, pool_id)
         spend(file_ledger, pool_id, pool_id)
@@ -62,7 +59,6 @@ def test_the_newest_pools_of_one_moment_are_chosen_by_their_ids(file_ledger: Led
 
 
 def test_shares_replace_earlier_shares_of_the_same_pool_only(file_ledger: Ledger) -> None:
-    """They are rounded to a micro-dollar. No shares delete the earlier ones."""
     open_pool(file_ledger, "q")
     one, other = Work(task="one"), Work(task="other")
     file_ledger.set_shares("q", {one: USD(5)})
@@ -74,7 +70,6 @@ def test_shares_replace_earlier_shares_of_the_same_pool_only(file_ledger: Ledger
 
 
 def test_a_bill_has_the_intents_of_its_time_only(file_ledger: Ledger, clock: Clock) -> None:
-    """From the first time on, and before the last one."""
     for minutes in range(3):
         clock.time = NOON + timedelta(minutes=minutes)
         spend(file_ledger, "p", f"t{minutes}", 10**minutes)
@@ -84,7 +79,6 @@ def test_a_bill_has_the_intents_of_its_time_only(file_ledger: Ledger, clock: Clo
 
 
 def test_a_pool_that_ended_at_the_given_time_is_not_pruned(file_ledger: Ledger, sqlite_url: str, clock: Clock) -> None:
-    """Only an earlier end counts. Damaged tags stay as they are."""
     number = spend(file_ledger, "p", "a")
     file_ledger.close_all([number], "404")
     file_ledger.end_pool("p")

@@ -97,11 +97,7 @@ def pool(max_cost: float | None, **settings: object) -> Pool:
     return Pool(clock, meter, SpendingLimit("sky-1", meter, max_cost=max_cost, **settings))  # type: ignore[arg-type]
 
 
-# ── max_cost: what may be launched ───────────────────────────────────────────────────────────────────────────────────
-
-
 def test_without_a_limit_launches_have_no_end() -> None:
-    """There is no hard end and no paid time, and the limit is never reached."""
     it = pool(None)
     commitment = it.launch(100, usd("1000"))
     assert (commitment.lifetime_seconds, commitment.hard_end) == (None, None)
@@ -111,7 +107,6 @@ def test_without_a_limit_launches_have_no_end() -> None:
 
 
 def test_free_machines_have_no_end() -> None:
-    """Free machines, such as those of `Local`, have no end, whatever the limit."""
     it = pool(0.01)
     assert it.launch(3, usd("0")).hard_end is None
     it.clock.seconds += 1e6
@@ -131,7 +126,6 @@ def test_free_machines_have_no_end() -> None:
 def test_a_launch_whose_first_minute_is_not_covered_is_refused(
     max_cost: float, machines: int, price: Price, left: str
 ) -> None:
-    """It is refused before the request. The error has the computation, a recommendation and the remaining money."""
     it = pool(max_cost)
     with pytest.raises(BudgetExceeded, match=r"in their first minute.*max_cost=.*Raise max_cost") as caught:
         it.limit.commit(machines, price)
@@ -139,7 +133,6 @@ def test_a_launch_whose_first_minute_is_not_covered_is_refused(
 
 
 def test_a_refusal_names_the_seconds_that_are_billed_at_least() -> None:
-    """If they are more than the first minute."""
     with pytest.raises(BudgetExceeded, match=r"in their first minute, of which they are billed 3600 s at least; of"):
         pool(1.0).limit.commit(1, usd("3.6", minimum=3600))
     with pytest.raises(BudgetExceeded, match=r"in their first minute; of"):
@@ -147,7 +140,6 @@ def test_a_refusal_names_the_seconds_that_are_billed_at_least() -> None:
 
 
 def test_a_launch_whose_first_minute_is_just_covered_is_allowed() -> None:
-    """One minute for exactly its price: a hard end in 60 s, a tenth of which is reserved for the boot."""
     it = pool(1.0)
     commitment = it.limit.commit(1, usd("60"))
     assert commitment.hard_end == it.clock() + 60
@@ -156,9 +148,7 @@ def test_a_launch_whose_first_minute_is_just_covered_is_allowed() -> None:
 
 
 def test_a_hard_end_is_when_the_money_is_used_up() -> None:
-    """10 USD pay two machines of 0.5 USD an hour for ten hours. By their own clock they end 120 s earlier, because they
-    may need these to boot.
-    """
+    """By their own clock they end 120 s earlier, because they may need these to boot."""
     it = pool(10.0)
     commitment = it.launch(2, usd("0.5"))
     assert commitment.hard_end == it.clock() + 10 * HOUR
@@ -167,13 +157,11 @@ def test_a_hard_end_is_when_the_money_is_used_up() -> None:
 
 
 def test_with_billing_by_the_hour_the_hard_end_is_after_a_whole_hour() -> None:
-    """A machine ends with the last hour that is covered."""
     it = pool(2.9)
     assert it.limit.commit(1, usd("1", increment=3600)).hard_end == it.clock() + 2 * HOUR
 
 
 def test_committed_money_cannot_be_committed_again() -> None:
-    """All money is committed to the first machines until they are known to be gone; then the rest is free."""
     it = pool(14.4)
     it.launch(2, usd("7.2"))  # for an hour
     it.clock.seconds += 600
@@ -185,9 +173,6 @@ def test_committed_money_cannot_be_committed_again() -> None:
 
 
 def test_two_launches_at_once_do_not_share_the_same_money() -> None:
-    """A commitment is made before its machines exist. A second launch finds no money while the first call
-    is in flight.
-    """
     it = pool(10.0)
     first = it.limit.commit(1, usd("10"))
     with pytest.raises(BudgetExceeded):
@@ -198,7 +183,6 @@ def test_two_launches_at_once_do_not_share_the_same_money() -> None:
 
 
 def test_the_money_of_a_refused_launch_is_free_again() -> None:
-    """`returned` frees all of it, once. If fewer machines come than were requested, the rest is free too."""
     it = pool(10.0)
     commitment = it.limit.commit(2, usd("5"))
     it.limit.returned(commitment)
@@ -210,7 +194,6 @@ def test_the_money_of_a_refused_launch_is_free_again() -> None:
 
 
 def test_a_launch_whose_answer_was_lost_stays_committed() -> None:
-    """Its machines may live until their hard end, so the money stays committed."""
     it = pool(10.0)
     it.limit.commit(1, usd("10"))
     it.clock.seconds += 1800
@@ -219,7 +202,6 @@ def test_a_launch_whose_answer_was_lost_stays_committed() -> None:
 
 
 def test_the_money_of_a_launch_whose_answer_was_lost_is_free_when_its_machines_are_gone() -> None:
-    """Until then its machines' money is not free; other launches keep theirs."""
     it = pool(10.0)
     lost = it.limit.commit(1, usd("10"))
     it.meter.start(machine("found"), it.clock(), usd("10"))
@@ -241,8 +223,6 @@ def test_money_for_longer_than_there_are_dates(max_cost: float, price: str) -> N
     )
 
 
-# ── max_cost: machines that share the money ──────────────────────────────────────────────────────────────────────────
-
 SPOT, ON_DEMAND = usd("1"), usd("3")
 
 
@@ -254,9 +234,6 @@ def granted(it: Pool, price: Price = ON_DEMAND, heard: set[str] | None = None, *
 
 
 def test_the_parts_of_a_pool_get_the_same_hard_end() -> None:
-    """An on-demand and a spot machine at 3 and 1 USD last for 25 hours of 100 USD, both until the same time; the second
-    is requested a little later.
-    """
     it = pool(100.0)
     first = granted(it, along=[(1, SPOT)])
     began = it.clock()
@@ -266,7 +243,6 @@ def test_the_parts_of_a_pool_get_the_same_hard_end() -> None:
 
 
 def test_the_next_part_gets_the_hard_end_of_a_launch_that_is_not_answered_yet() -> None:
-    """The first launch has no machine yet, but its tags have its end already."""
     it = pool(100.0)
     first = it.limit.commit(1, ON_DEMAND, along=[(1, SPOT)])
     it.clock.seconds += 30
@@ -275,7 +251,6 @@ def test_the_next_part_gets_the_hard_end_of_a_launch_that_is_not_answered_yet() 
 
 
 def test_parts_that_are_too_expensive_together_are_refused_before_the_first() -> None:
-    """The message has the sum of all parts."""
     it = pool(5.0)
     with pytest.raises(
         BudgetExceeded, match=r"1 x 3 USD per hour and 2 x 200 cost 6\.7166.. USD in their first minute"
@@ -285,7 +260,6 @@ def test_parts_that_are_too_expensive_together_are_refused_before_the_first() ->
 
 
 def test_another_machine_shortens_the_others_until_one_is_gone() -> None:
-    """The replacement has enough money. When the replaced machine is gone, the others last as long as before."""
     it = pool(3.0)
     granted(it)
     horizon = it.clock() + HOUR
@@ -303,7 +277,6 @@ def test_another_machine_shortens_the_others_until_one_is_gone() -> None:
 
 
 def test_a_machine_that_does_not_confirm_an_earlier_end_keeps_its_end_and_its_money() -> None:
-    """A lost machine that does not answer keeps its money; only the others can get an earlier end."""
     it = pool(6.0)
     it.launch(2, ON_DEMAND)
     commitment = granted(it, heard={"m-1"})
@@ -324,7 +297,6 @@ def test_a_machine_that_does_not_confirm_an_earlier_end_keeps_its_end_and_its_mo
 
 
 def test_machines_that_confirm_too_late_are_committed_until_they_are_gone() -> None:
-    """The messages took longer than the machines' remaining life. They end now, and are billed until they are gone."""
     it = pool(0.3)  # 300 s of one machine
     price = usd("3.6")
     it.came(1, price, it.limit.commit(1, price, ending_seconds=60))
@@ -339,9 +311,6 @@ def test_machines_that_confirm_too_late_are_committed_until_they_are_gone() -> N
 
 
 def test_no_machine_lives_longer_than_its_tags_say() -> None:
-    """The first hard end limits all later ones, however much money is left, because a sweep without a ledger uses the
-    tags.
-    """
     it = pool(10.0)
     it.launch(2, usd("5"))
     horizon = it.clock() + HOUR
@@ -358,7 +327,6 @@ def test_no_machine_lives_longer_than_its_tags_say() -> None:
 
 @pytest.mark.parametrize(("max_cost", "machines", "per_hour"), [(1.0, 1, "1"), (2.0, 3, "1.7"), (0.65, 1, "18")])
 def test_the_time_of_a_termination_is_committed(max_cost: float, machines: int, per_hour: str) -> None:
-    """A cloud bills for 45 s more: nodes end that much earlier, and the pool closes before that."""
     it = pool(max_cost)
     price, ending = usd(per_hour), 45.0
     it.came(machines, price, commitment := it.limit.commit(machines, price, ending_seconds=ending))
@@ -384,9 +352,6 @@ def test_a_launch_whose_termination_is_not_covered_is_refused() -> None:
     assert pool(2.0).limit.commit(1, usd("60"), ending_seconds=60).lifetime_seconds == 54.0
 
 
-# ── max_cost: as time passes ─────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize(
     ("max_cost", "machines", "per_hour"),
     [(0.1, 1, "1"), (1.0, 1, "1"), (2.0, 3, "1.7"), (50.0, 4, "8"), (0.5, 5, "0.9")],
@@ -395,10 +360,6 @@ def test_a_launch_whose_termination_is_not_covered_is_refused() -> None:
 def test_it_warns_drains_and_is_used_up_in_time(
     max_cost: float, machines: int, per_hour: str, boot_seconds: float
 ) -> None:
-    """Each happens once, in that order, for pools of six minutes to two hours, and no machine has ended itself before.
-
-    The teardown is within the limit.
-    """
     it = pool(max_cost)
     price = usd(per_hour)
     began = it.clock()
@@ -424,9 +385,6 @@ def test_it_warns_drains_and_is_used_up_in_time(
 
 
 def test_an_hour_that_is_billed_is_used() -> None:
-    """With billing by the hour, the whole limit may be billed at the start: the pool runs until that hour is
-    nearly over.
-    """
     it = pool(1.0)
     it.launch(1, usd("1", increment=3600))
     it.clock.seconds += 1.0
@@ -436,9 +394,6 @@ def test_an_hour_that_is_billed_is_used() -> None:
 
 
 def test_the_first_machine_that_ends_counts() -> None:
-    """The pool closes before the first hard end, although the others are paid for longer, so that it can report the
-    reason.
-    """
     it = pool(3.0)
     it.launch(1, usd("1", increment=3600))  # all three hours
     it.clock.seconds += 1.0
@@ -451,7 +406,6 @@ def test_the_first_machine_that_ends_counts() -> None:
 
 
 def test_a_drained_pool_is_full_again_when_a_machine_is_gone() -> None:
-    """The rest of that machine's money is free."""
     it = pool(3.0)
     it.launch(1, usd("1.5", increment=3600))
     assert it.go_until(Fill.DRAINED, 3 * HOUR)[-1] is Fill.DRAINED
@@ -460,14 +414,10 @@ def test_a_drained_pool_is_full_again_when_a_machine_is_gone() -> None:
 
 
 def test_machines_that_only_a_listing_shows_count_too() -> None:
-    """They have no commitment and no hard end: their bill uses up the money."""
     it = pool(1.0)
     it.meter.start(machine("found"), it.clock(), usd("1"))
     assert it.go_until(Fill.USED_UP) == [Fill.FULL, Fill.WARNED, Fill.DRAINED, Fill.USED_UP]
     assert it.meter.total() < 1
-
-
-# ── accounts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -513,9 +463,6 @@ def committed(ledger: Ledger, limit: str, pool_id: str = "sky-1") -> Decimal:
 
 
 def test_the_money_of_an_account_is_reserved_before_the_launch(ledger: Ledger, clock: Clock) -> None:
-    """The sum covers the boot and two leases of all machines. If the account has less, nothing is launched
-    or reserved.
-    """
     it = opened(ledger, clock, "10")
     it.limit.commit(2, usd("36"))  # a cent a second
     assert reserved(ledger) == 2 * (120 + 2 * 120) * Decimal("0.01")
@@ -528,7 +475,6 @@ def test_the_money_of_an_account_is_reserved_before_the_launch(ledger: Ledger, c
 
 
 def test_another_machine_is_reserved_up_to_the_paid_time_of_the_others(ledger: Ledger, clock: Clock) -> None:
-    """And it counts in the renewal."""
     it = opened(ledger, clock, "1000")
     it.launch(1, usd("36"))
     clock.seconds += 100
@@ -542,7 +488,6 @@ def test_another_machine_is_reserved_up_to_the_paid_time_of_the_others(ledger: L
 
 
 def test_a_pending_launch_stays_reserved_through_a_renewal(ledger: Ledger, clock: Clock) -> None:
-    """The call takes a minute with a renewal in it: its machine is paid when it comes."""
     it = opened(ledger, clock, "1000")
     it.launch(1, usd("36"))
     clock.seconds += 150
@@ -558,9 +503,6 @@ def test_a_pending_launch_stays_reserved_through_a_renewal(ledger: Ledger, clock
 
 @pytest.mark.parametrize("has_come", [False, True])
 def test_failed_launches_leave_the_account_to_the_next_candidate(ledger: Ledger, clock: Clock, has_come: bool) -> None:
-    """Twenty candidates refuse, or their machines are terminated: the account holds the cost and one launch,
-    never two.
-    """
     it = opened(ledger, clock, "5")
     for number in range(20):
         asked_at, lost = clock(), it.limit.commit(1, usd("36"))
@@ -577,7 +519,6 @@ def test_failed_launches_leave_the_account_to_the_next_candidate(ledger: Ledger,
 
 
 def test_machines_that_may_still_run_stay_reserved(ledger: Ledger, clock: Clock) -> None:
-    """An unanswered launch keeps its reservation when another launch is requested."""
     it = opened(ledger, clock, "5")
     it.limit.commit(1, usd("36"))
     with pytest.raises(BudgetExceeded):
@@ -586,9 +527,6 @@ def test_machines_that_may_still_run_stay_reserved(ledger: Ledger, clock: Clock)
 
 
 def test_a_launch_at_the_end_of_the_paid_time_renews_first(ledger: Ledger, clock: Clock) -> None:
-    """A machine that would end just after its start is not requested: more money is reserved for all, or the launch is
-    refused.
-    """
     it = opened(ledger, clock, "1000")
     it.launch(1, usd("36"))
     clock.seconds += 355
@@ -630,9 +568,6 @@ def with_outage(ledger: Ledger, clock: Clock) -> tuple[Pool, Failing]:
 
 
 def test_an_outage_of_the_ledger_does_not_end_a_pool_whose_time_is_paid(ledger: Ledger, clock: Clock) -> None:
-    """Reserved money stays usable. Until a margin before its end nothing changes, and each second the reservation is
-    retried. After the outage the pool continues.
-    """
     it, accounts = with_outage(ledger, clock)
     accounts.is_out = True
     for _ in range(360 - 31):
@@ -667,7 +602,6 @@ def test_a_refused_renewal_is_repeated_after_a_second(ledger: Ledger, clock: Clo
 
 
 def test_a_pool_may_pay_for_exactly_so_many_seconds(ledger: Ledger, clock: Clock) -> None:
-    """More or less than it had. If the account has too little, nothing changes."""
     it = opened(ledger, clock, "20")
     it.limit.pay_for(1000)
     assert it.limit.paid_seconds() is None, "there is no machine yet"
@@ -687,7 +621,6 @@ def test_a_pool_may_pay_for_exactly_so_many_seconds(ledger: Ledger, clock: Clock
 
 
 def test_a_condemned_pool_reserves_nothing_more(ledger: Ledger, clock: Clock) -> None:
-    """`check` and `commit` raise LeaseLost."""
     it = opened(ledger, clock, "1000")
     it.launch(1, usd("36"))
     assert ledger.condemn("sky-1", seen=START)
@@ -699,7 +632,6 @@ def test_a_condemned_pool_reserves_nothing_more(ledger: Ledger, clock: Clock) ->
 
 
 def test_max_cost_and_an_account_hold_together(ledger: Ledger, clock: Clock) -> None:
-    """The one with less money decides, and the paid time is the shorter of the two."""
     it = opened(ledger, clock, "1000", max_cost=5.0)
     it.launch(1, usd("36"))  # 500 s
     assert it.limit.paid_seconds() == 360

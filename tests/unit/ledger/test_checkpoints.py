@@ -50,7 +50,6 @@ def write(ledger: Ledger, times: int) -> None:
 
 
 def test_a_reader_delays_a_checkpoint_and_no_write_fails(path: Path, clock: Clock):
-    """The next attempt is a minute later."""
     with Ledger(f"sqlite:///{path}") as ledger, contextlib.closing(sqlite3.connect(path)) as reader:
         reader.execute("BEGIN")
         reader.execute("SELECT count(*) FROM skyward_accounts").fetchall()

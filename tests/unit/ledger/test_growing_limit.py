@@ -24,7 +24,6 @@ def grow(it: Pool, received: list[float | None], heard: set[str] | None = None, 
 
 
 def test_a_launch_that_would_leave_too_short_a_life_shortens_nothing() -> None:
-    """12 USD are 600 s of two machines. No machine receives an earlier end before the refusal."""
     received = list[float | None]()
     it = pool(11.99)
     it.launch(1, PRICE)
@@ -37,7 +36,6 @@ def test_a_launch_that_would_leave_too_short_a_life_shortens_nothing() -> None:
 
 
 def test_a_machine_that_is_not_there_yet_counts() -> None:
-    """Of 15 USD two machines last 750 s, and three 500 s."""
     received = list[float | None]()
     it = pool(15.0)
     it.launch(1, PRICE)
@@ -48,7 +46,6 @@ def test_a_machine_that_is_not_there_yet_counts() -> None:
 
 
 def test_a_machine_that_keeps_its_end_does_not_make_the_life_of_the_new_one_shorter() -> None:
-    """One of two does not confirm its earlier end. The other one has its own again with the next check."""
     it = pool(20.0)
     it.launch(2, PRICE)
     with pytest.raises(BudgetExceeded):
@@ -59,7 +56,6 @@ def test_a_machine_that_keeps_its_end_does_not_make_the_life_of_the_new_one_shor
 
 
 def test_the_seconds_in_which_a_machine_ends_do_not_count() -> None:
-    """Calls run until it begins to end."""
     received = list[float | None]()
     it = pool(12.6)
     it.launch(1, PRICE)
@@ -70,7 +66,6 @@ def test_the_seconds_in_which_a_machine_ends_do_not_count() -> None:
 
 
 def test_no_machine_is_launched_for_the_last_minutes_before_the_end_in_the_tags() -> None:
-    """There is money, but the first hard end limits all later ones."""
     it = pool(20.0)
     it.launch(2, PRICE)
     it.clock.seconds += 401

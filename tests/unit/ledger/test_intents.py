@@ -24,15 +24,9 @@ USD = Decimal
 
 
 @pytest.mark.parametrize(
-    "price",
-    [
-        Price(increment_seconds=0),
-        Price(minimum_seconds=-1),
-        Price(minimum_usd=USD("-0.01")),
-    ],
+    "price", [Price(increment_seconds=0), Price(minimum_seconds=-1), Price(minimum_usd=USD("-0.01"))]
 )
 def test_impossible_billing_rules_are_refused(file_ledger: Ledger, price: Price) -> None:
-    """Nothing is recorded. A second, no minimum and no lowest cost are possible."""
     with pytest.raises(BadRequest, match="billing increment"):
         intend(file_ledger, price=price)
     assert file_ledger.intents() == []
@@ -41,14 +35,12 @@ def test_impossible_billing_rules_are_refused(file_ledger: Ledger, price: Price)
 
 
 def test_without_an_on_demand_price_it_is_the_same_price(file_ledger: Ledger) -> None:
-    """An on-demand price of zero is a price."""
     prices = [Price(USD(2)), Price(USD(2), USD(0)), Price(USD(2), USD(3))]
     found = [intend(file_ledger, f"t{number}", price=price).price for number, price in enumerate(prices)]
     assert [price.on_demand_per_hour for price in found] == [2, 0, 3]
 
 
 def test_the_same_token_twice_in_one_call_is_one_entry(file_ledger: Ledger) -> None:
-    """The first request counts. The entries come in the order of the requests."""
     first, other = resource_request("a"), resource_request("b")
     again = replace(first, tags={"skyward-rank": "1"})
     a, b, a_again = file_ledger.intend_all("p", [first, other, again])
@@ -59,14 +51,12 @@ def test_the_same_token_twice_in_one_call_is_one_entry(file_ledger: Ledger) -> N
 
 @pytest.mark.parametrize("of", ["provider", "region", "name"])
 def test_a_token_of_another_resource_is_a_conflict(file_ledger: Ledger, of: str) -> None:
-    """Also at the same pool."""
     intend(file_ledger)
     with pytest.raises(LedgerConflict, match="Use a new token"):
         file_ledger.intend("p", replace(resource_request(), **{of: "other"}))
 
 
 def test_a_resource_is_adopted_once(file_ledger: Ledger, clock: Clock) -> None:
-    """The second call returns the entry of the first, also for a pool that has ended."""
     adopted = file_ledger.adopt("p", resource_request(), "i-1")
     assert (adopted.cloud_id, adopted.intended_at, adopted.bound_at, adopted.gone_at) == ("i-1", NOON, NOON, None)
     file_ledger.end_pool("p")
@@ -76,7 +66,6 @@ def test_a_resource_is_adopted_once(file_ledger: Ledger, clock: Clock) -> None:
 
 
 def test_an_entry_that_is_gone_is_not_asked_to_end(file_ledger: Ledger) -> None:
-    """Its termination was not requested, so it has no time of a request."""
     one, other = intend(file_ledger, "a"), intend(file_ledger, "b")
     file_ledger.close_all([one.id], "404")
     asked = file_ledger.ask_end_all([other.id, one.id])
@@ -84,7 +73,6 @@ def test_an_entry_that_is_gone_is_not_asked_to_end(file_ledger: Ledger) -> None:
 
 
 def test_what_was_rented_replaces_the_price_and_the_tags(file_ledger: Ledger) -> None:
-    """A lower price replaces the entry's, a higher one does not. Tags are added. Later calls change nothing."""
     cheap, dear, same = (intend(file_ledger, token, price=Price(USD(2), USD(3))) for token in "abc")
     ids = {cheap.id: "i-1", dear.id: "i-2", same.id: "i-3"}
     rented = {cheap.id: Rented(USD(1), {"skyward-rank": "7", "more": "x"}), dear.id: Rented(USD(4))}
@@ -97,7 +85,6 @@ def test_what_was_rented_replaces_the_price_and_the_tags(file_ledger: Ledger) ->
 
 
 def test_entries_are_listed_by_pool_and_provider(file_ledger: Ledger) -> None:
-    """Open and closed, oldest first."""
     open_pool(file_ledger, "q")
     ours, theirs = intend(file_ledger, "a"), intend(file_ledger, "b", "q")
     elsewhere = file_ledger.intend("p", replace(resource_request("c"), provider="aws"))

@@ -1,6 +1,4 @@
-"""The pool's journal in the ledger: it is committed before each request, records every result, and never delays the end
-of machines.
-"""
+"""The pool's journal in the ledger"""
 
 from __future__ import annotations
 
@@ -161,11 +159,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         ledger.close()
 
 
-# ── before any request ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_pool_is_recorded_with_all_that_a_sweep_needs(make: Make) -> None:
-    """Its owner, its provider, its spec, its account and its first lease."""
     it = make(budget="team", lease_seconds=90)
     entry = it.ledger.pool(POOL)
     assert entry is not None
@@ -176,7 +170,6 @@ def test_a_pool_is_recorded_with_all_that_a_sweep_needs(make: Make) -> None:
 
 
 def test_what_a_pool_is_for_is_in_its_entry_and_in_the_tags_of_its_machines(make: Make) -> None:
-    """Costs are added up by it in the ledger, and in the bill of the cloud."""
     it = make(work=Work(system="cron", task="train"))
     entry = it.ledger.pool(POOL)
     assert entry is not None
@@ -186,7 +179,6 @@ def test_what_a_pool_is_for_is_in_its_entry_and_in_the_tags_of_its_machines(make
 
 
 def test_the_entry_names_the_provider_that_a_pool_has_turned_to(make: Make) -> None:
-    """A sweep asks the provider and the account of the entry. The same provider again is not written again."""
     it = make()
     elsewhere = FakeProvider(folder="/elsewhere")
     for provider, account in ((it.provider, ""), (elsewhere, ""), (elsewhere, "account-2")):
@@ -201,7 +193,6 @@ def test_the_entry_names_the_provider_that_a_pool_has_turned_to(make: Make) -> N
 
 
 def test_attempts_are_recorded_with_their_errors(make: Make) -> None:
-    """The choice of later offers, and `skyward why`, read them: those of the last hour, and none during an outage."""
     it = make()
     it.journal.note_attempt(it.offer, 9.0)
     it.pass_time(4000)
@@ -233,7 +224,6 @@ class CountingProvider(FakeProvider):
 
 
 def test_a_price_has_the_extras_and_the_billing_rules_of_its_provider(make: Make) -> None:
-    """Both prices include the extras. A free machine has no minimum in money."""
     it = make(CountingProvider)
     disk = by_month("disk", 72.0, "a price page", "2026-11-22")  # 0.1 USD an hour
     offer = it.offer.model_copy(
@@ -254,7 +244,6 @@ def test_a_price_has_the_extras_and_the_billing_rules_of_its_provider(make: Make
 def test_machines_whose_image_is_kept_name_it_in_their_tags(
     make: Make, kind: type[FakeProvider], is_cached: bool, is_tagged: bool
 ) -> None:
-    """Only if the image wants it and the provider can keep images."""
     it = make(kind, image=sky.Image(cache=is_cached))
     launch, _ = it.launch(1)
     assert (IMAGE_TAG in launch.tags) is is_tagged
@@ -275,7 +264,6 @@ class LedgerReadingProvider(FakeProvider):
 
 
 def test_an_intent_is_committed_before_the_creating_call(make: Make, tmp_path: Path) -> None:
-    """Another process sees the intents, unbound and open, when the creating call begins."""
     it = make(LedgerReadingProvider)
     provider = cast("LedgerReadingProvider", it.provider)
     provider._file.append(f"{tmp_path}/ledger.db")
@@ -284,7 +272,6 @@ def test_an_intent_is_committed_before_the_creating_call(make: Make, tmp_path: P
 
 
 def test_an_intent_has_all_that_is_needed_to_find_its_machine(make: Make) -> None:
-    """Name, region, price, and the tags of the creating call, each with its own rank."""
     it = make()
     it.pass_time(0.5)
     launch, instances = it.launch(2, first_rank=3)
@@ -312,7 +299,6 @@ def test_an_intent_has_all_that_is_needed_to_find_its_machine(make: Make) -> Non
 
 
 def test_each_creating_call_has_its_own_token(make: Make) -> None:
-    """Two launches of the same rank have two intents."""
     it = make()
     first, second = it.launch(1)[0], it.launch(1)[0]
     assert first.tags[LAUNCH_TAG] != second.tags[LAUNCH_TAG]
@@ -330,7 +316,6 @@ def test_each_creating_call_has_its_own_token(make: Make) -> None:
 def test_a_machine_with_an_end_says_so_in_its_tags(
     make: Make, hard_end_seconds: float | None, spec: dict[str, Any], expected: int
 ) -> None:
-    """The earlier of what the money and `max_lifetime` allow, as a whole second that is not too early."""
     it = make(**spec)
     launch, _ = it.launch(
         1, commitment=Commitment(500.0, None if hard_end_seconds is None else it.clock() + hard_end_seconds)
@@ -341,7 +326,6 @@ def test_a_machine_with_an_end_says_so_in_its_tags(
 
 
 def test_the_tags_have_the_latest_end_that_a_machine_may_ever_get(make: Make) -> None:
-    """It may get a later end than the first when there is money again, and a sweep must not end it before."""
     it = make()
     launch, _ = it.launch(1, commitment=Commitment(500.0, it.clock() + 600, it.clock() + 900))
     assert launch.tags[EXPIRES_TAG] == str(int(START.timestamp()) + 901)
@@ -349,7 +333,6 @@ def test_the_tags_have_the_latest_end_that_a_machine_may_ever_get(make: Make) ->
 
 @pytest.mark.parametrize("error", [LedgerError, LeaseLost])
 def test_without_the_ledger_nothing_is_requested(make: Make, error: type[Exception]) -> None:
-    """`open` and `intend` raise errors of the ledger at once; `close` does not raise them again."""
     it = make(is_opened=False)
     it.outage.error = lambda: error("no")
     it.outage.failing = {"open_pool", "intend_all"}
@@ -364,7 +347,6 @@ def test_without_the_ledger_nothing_is_requested(make: Make, error: type[Excepti
 
 
 def test_nothing_is_requested_for_a_condemned_pool(make: Make) -> None:
-    """A sweep has condemned it: LeaseLost, and no intent."""
     it = make()
     assert it.ledger.condemn(POOL, seen=START + timedelta(seconds=120))
     with pytest.raises(LeaseLost):
@@ -372,13 +354,7 @@ def test_nothing_is_requested_for_a_condemned_pool(make: Make) -> None:
     assert it.intents() == []
 
 
-# ── results ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_from_launch_to_end_each_machine_is_one_entry(make: Make) -> None:
-    """The entry is bound to the machine's id and closed with the evidence of its end. Its seconds add up to its life,
-    and their price to the bill.
-    """
     it = make()
     launch, instances = it.launch(2)
     it.pass_time(10)
@@ -415,7 +391,6 @@ def test_from_launch_to_end_each_machine_is_one_entry(make: Make) -> None:
 
 
 def test_the_time_of_a_termination_is_in_its_bucket(make: Make) -> None:
-    """From the request of its termination until it is known to be gone."""
     it = make()
     it.rent(1)
     it.pass_time(30)
@@ -429,7 +404,6 @@ def test_the_time_of_a_termination_is_in_its_bucket(make: Make) -> None:
 
 
 def test_the_intents_of_a_refused_launch_are_closed_and_cost_nothing(make: Make) -> None:
-    """The evidence is the provider's message."""
     it = make()
     launch = it.journal.intend(it.offer, 2, 0, Commitment())
     it.pass_time(10)
@@ -440,7 +414,6 @@ def test_the_intents_of_a_refused_launch_are_closed_and_cost_nothing(make: Make)
 
 
 def test_if_fewer_machines_come_the_other_intents_are_closed(make: Make) -> None:
-    """The ranks of the machines decide, in any order."""
     it = make()
     launch = it.journal.intend(it.offer, 3, 0, Commitment())
     came = it.provider.launch(it.offer, 3, launch.tags, "")[1:2]
@@ -462,9 +435,6 @@ class PriceReportingProvider(FakeProvider):
 def test_a_machine_that_costs_less_than_its_offer_is_billed_at_its_price(
     make: Make, reported: float, billed: int
 ) -> None:
-    """The meter and the ledger do so, also for a machine of another type, and never bill more than the
-    reserved price.
-    """
     it = make(PriceReportingProvider)
     launch, (machine,) = it.launch(1)
     it.journal.bind(launch, [machine.model_copy(update={"price_per_hour": reported, "instance_type": "another"})])
@@ -486,7 +456,6 @@ def test_a_provider_that_returns_other_sums_is_billed_as_offered(make: Make) -> 
 
 
 def test_machines_that_were_not_requested_are_recorded_too(make: Make) -> None:
-    """One machine too many, and two with the same rank: each has its own entry and is billed."""
     it = make()
     launch = it.journal.intend(it.offer, 2, 0, Commitment())
     came = it.provider.launch(it.offer, 3, launch.tags, "")
@@ -502,11 +471,7 @@ def test_machines_that_were_not_requested_are_recorded_too(make: Make) -> None:
     assert it.ledger.open_intents(pool_id=POOL) == []
 
 
-# ── machines of a listing ────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_machine_whose_launch_was_never_answered_is_bound_to_its_intent(make: Make) -> None:
-    """The teardown finds it. It is bound by token and rank, and billed from its request at the requested price."""
     it = make(LossyProvider)
     launch = it.journal.intend(it.offer, 2, 0, Commitment())
     with pytest.raises(ConnectionError):
@@ -526,7 +491,6 @@ def test_a_machine_whose_launch_was_never_answered_is_bound_to_its_intent(make: 
 
 
 def test_the_token_identifies_the_launch_of_a_machine(make: Make) -> None:
-    """Two lost calls of the same rank: each machine is bound to its own intent, in any order of the listing."""
     it = make()
     _, (first,) = it.launch(1)
     _, (second,) = it.launch(1)
@@ -538,7 +502,6 @@ def test_the_token_identifies_the_launch_of_a_machine(make: Make) -> None:
 
 
 def test_without_a_token_the_rank_identifies_the_launch(make: Make) -> None:
-    """It is bound to the oldest unanswered launch of its rank."""
     it = make()
     _, instances = it.launch(2)
     it.journal.found([instance.model_copy(update={"tags": {}}) for instance in instances])
@@ -546,10 +509,6 @@ def test_without_a_token_the_rank_identifies_the_launch(make: Make) -> None:
 
 
 def test_a_machine_without_an_intent_gets_one(make: Make) -> None:
-    """It exists and must be terminated, so it is recorded with its tags, once, however often it is listed.
-
-    Also when a sweep has condemned the pool.
-    """
     it = make()
     it.rent(1)
     strange = it.provider.launch(it.offer, 1, {POOL_TAG: POOL, RANK_TAG: "7", "colour": "red"}, "")
@@ -587,21 +546,14 @@ def test_an_intent_that_a_sweep_has_bound_to_another_machine_does_not_change(mak
 
 
 def test_an_intent_without_a_machine_is_closed_when_the_provider_lists_none(make: Make) -> None:
-    """The launch has permanently failed; the provider's listing is the evidence."""
     it = make()
     it.journal.intend(it.offer, 2, 0, Commitment())
     it.tear_down()
     assert [intent.evidence for intent in it.intents()] == ["fake lists nothing of the pool"] * 2
 
 
-# ── a ledger that fails ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("verb", ["bind_all", "ask_end_all", "note_all", "close_all", "end_pool", "all verbs"])
 def test_an_outage_keeps_no_machine_running_and_is_raised_at_the_end(make: Make, verb: str) -> None:
-    """After a request, errors of the ledger wait until all machines are gone. Then `close` raises; a second one
-    does not.
-    """
     it = make()
     launch, instances = it.launch(2)
     it.outage.failing = {verb}
@@ -622,7 +574,6 @@ def test_an_outage_keeps_no_machine_running_and_is_raised_at_the_end(make: Make,
 
 
 def test_machines_found_during_an_outage_are_terminated(make: Make) -> None:
-    """They are metered and terminated anyway. The ledger is tried once for each listing, not for each machine."""
     it = make()
     it.launch(5)
     it.outage.failing = {"all verbs"}
@@ -634,9 +585,6 @@ def test_machines_found_during_an_outage_are_terminated(make: Make) -> None:
 
 
 def test_a_locked_database_is_an_outage(make: Make, tmp_path: Path) -> None:
-    """Another process holds the lock of the file: machines end, the error comes last, and entries stay open for
-    a sweep.
-    """
     it = make()
     it.rent(2)
     with closing(sqlite3.connect(tmp_path / "ledger.db", isolation_level=None)) as other:
@@ -650,7 +598,6 @@ def test_a_locked_database_is_an_outage(make: Make, tmp_path: Path) -> None:
 
 
 def test_an_outage_that_is_over_is_not_raised(make: Make) -> None:
-    """Seconds and leases are written periodically: a later success replaces an error."""
     it = make()
     it.rent(1)
     it.outage.failing = {"note_all", "renew"}
@@ -669,7 +616,6 @@ def test_an_outage_that_is_over_is_not_raised(make: Make) -> None:
 def test_a_history_that_cannot_be_written_ends_no_pool_and_hides_no_error(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Attempts have no effect on money: the error is logged, and `close` does not raise it."""
     it = make()
     it.outage.failing = {"note_attempts"}
     it.journal.note_attempt(it.offer, 0.1, NoCapacity("none left"))
@@ -689,7 +635,6 @@ def test_a_history_that_cannot_be_written_ends_no_pool_and_hides_no_error(
 
 
 def test_several_errors_are_raised_as_one(make: Make) -> None:
-    """The last is raised, with the others as its notes."""
     it = make()
     it.rent(1)
     for verb, words in (("ask_end_all", "the disk is full"), ("close_all", "the file is gone")):
@@ -701,11 +646,7 @@ def test_several_errors_are_raised_as_one(make: Make) -> None:
     assert "the disk is full" in caught.value.__notes__
 
 
-# ── the lease ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_the_lease_is_renewed_from_now(make: Make) -> None:
-    """It is renewed by `lease_seconds`, or by a given time if the pool outlives this process."""
     it = make(lease_seconds=60)
     it.pass_time(30)
     it.journal.renew()
@@ -719,7 +660,6 @@ def test_the_lease_is_renewed_from_now(make: Make) -> None:
 
 
 def test_a_lost_lease_is_raised_at_once(make: Make) -> None:
-    """The pool was condemned: its owner must close it, and the teardown goes on as usual."""
     it = make()
     it.rent(1)
     assert it.ledger.condemn(POOL, seen=START + timedelta(seconds=120))
@@ -733,10 +673,7 @@ def test_a_lost_lease_is_raised_at_once(make: Make) -> None:
 
 
 def test_an_outage_of_the_ledger_costs_no_lease(make: Make) -> None:
-    """`renew` keeps the error; `live_by_lease` raises it, because the life of the pool depends on it.
-
-    A ledger without the pool is an error at the end.
-    """
+    """`renew` keeps the error; `live_by_lease` raises it, because the life of the pool depends on it."""
     it = make()
     it.outage.failing = {"renew", "live_by_lease"}
     it.journal.renew()
@@ -748,11 +685,7 @@ def test_an_outage_of_the_ledger_costs_no_lease(make: Make) -> None:
         it.journal.close()
 
 
-# ── the account ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_at_the_end_the_account_has_paid_the_bill(make: Make) -> None:
-    """All that was reserved is settled with the bill; the rest is free again."""
     it = make(budget="team")
     it.ledger.reserve("team", POOL, Decimal(50))
     it.rent(2)
@@ -764,7 +697,6 @@ def test_at_the_end_the_account_has_paid_the_bill(make: Make) -> None:
 
 
 def test_the_account_is_settled_before_the_pool_has_ended(make: Make) -> None:
-    """After a crash in between, a sweep still handles the pool. Later reservations are settled too."""
     it = make(budget="team")
     it.ledger.reserve("team", POOL, Decimal(50))
     it.outage.failing, it.outage.error = {"end_pool"}, lambda: cast("Exception", KeyboardInterrupt())

@@ -19,15 +19,7 @@ from sqlalchemy import Engine, create_engine, event
 from skyward_core.errors import LedgerError
 from skyward_core.ledger.database import Database
 from skyward_core.ledger.ledger import Ledger, default_url
-from skyward_core.ledger.rows import (
-    Account,
-    Intent,
-    Period,
-    PoolEntry,
-    Price,
-    ResourceKind,
-    ResourceRequest,
-)
+from skyward_core.ledger.rows import Account, Intent, Period, PoolEntry, Price, ResourceKind, ResourceRequest
 from skyward_core.ledger.tables import POOLS
 from skyward_core.machines.owner import Owner
 from tests.conftest import wait_until
@@ -104,9 +96,6 @@ def intend(ledger: Ledger, token: str = "t1", pool_id: str = "p", price: Price =
     return ledger.intend(pool_id, resource_request(token, pool_id, price))
 
 
-# ── a PostgreSQL server for the tests ────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.fixture(scope="session")
 def postgresql_server() -> Iterator[str]:
     """The URL of a server that lives as long as the test session, or less if that is killed; reached over a Unix
@@ -180,7 +169,6 @@ def run_on(url: str, statement: str) -> None:
 
 @pytest.mark.parametrize("kind", ["key pair", "volume", "other"])
 def test_entries_of_earlier_kinds_can_be_read(file_ledger: Ledger, sqlite_url: str, kind: str) -> None:
-    """Earlier versions had kinds that this one does not create: their rows stay readable, and are not machines."""
     open_pool(file_ledger, "old")
     intend(file_ledger, pool_id="old")
     run_on(sqlite_url, f"UPDATE skyward_resources SET kind = '{kind}'")
@@ -188,7 +176,6 @@ def test_entries_of_earlier_kinds_can_be_read(file_ledger: Ledger, sqlite_url: s
 
 
 def test_a_reader_blocks_no_writer(file_ledger: Ledger, tmp_path: Path) -> None:
-    """A pool writes during an open read transaction, which still sees the old state."""
     raw = sqlite3.connect(tmp_path / "state/ledger.db", isolation_level=None)
     raw.execute("BEGIN")
     assert raw.execute("SELECT count(*) FROM skyward_resources").fetchone() == (0,)
@@ -207,10 +194,6 @@ def test_a_reader_blocks_no_writer(file_ledger: Ledger, tmp_path: Path) -> None:
 def test_closing_a_ledger_in_use_closes_every_connection(
     tmp_path: Path, clock: Clock, use: Callable[[Ledger], object]
 ) -> None:
-    """This includes the one that another thread uses during the close, and one that is used later.
-
-    The methods themselves do their work.
-    """
     path = tmp_path / "state/ledger.db"
 
     def connections() -> int:
@@ -234,7 +217,6 @@ def test_closing_a_ledger_in_use_closes_every_connection(
 
 
 def test_a_ledger_that_stays_locked_is_an_error(file_ledger: Ledger, tmp_path: Path) -> None:
-    """The error names the writer as the cause. Readers do not wait, and later writers work."""
     raw = sqlite3.connect(tmp_path / "state/ledger.db", isolation_level=None)
     raw.execute("BEGIN IMMEDIATE")
     with Ledger(str(file_ledger.url), busy_timeout_seconds=0.05) as impatient:
@@ -247,7 +229,6 @@ def test_a_ledger_that_stays_locked_is_an_error(file_ledger: Ledger, tmp_path: P
 
 @pytest.mark.parametrize("garbage", [b"not a database at all" * 100, b"SQLite format 3\0" + b"\x5a" * 5000])
 def test_a_garbage_file_is_refused_and_not_changed(tmp_path: Path, garbage: bytes) -> None:
-    """The message says what to do."""
     path = tmp_path / "ledger.db"
     path.write_bytes(garbage)
     with pytest.raises(LedgerError, match=r"is damaged, or no ledger\. Move it away"):
@@ -256,7 +237,6 @@ def test_a_garbage_file_is_refused_and_not_changed(tmp_path: Path, garbage: byte
 
 
 def test_a_directory_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
-    """A file has its name."""
     (tmp_path / "state").write_text("")
     with pytest.raises(LedgerError, match="Check the path"):
         Ledger(f"sqlite:///{tmp_path}/state/ledger.db")
@@ -273,14 +253,12 @@ def test_a_directory_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_url_is_an_error(url: str, message: str) -> None:
-    """The message has the reason, and no password."""
     with pytest.raises(LedgerError, match=message) as caught:
         Ledger(url)
     assert "secret" not in str(caught.value)
 
 
 def test_the_default_ledger_is_in_the_state_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """This holds without SKYWARD_LEDGER. A new directory is private."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert default_url({}) == f"sqlite:///{tmp_path}/skyward/ledger.db"
     assert default_url({"SKYWARD_LEDGER": "sqlite:////x.db"}) == "sqlite:////x.db"
@@ -288,15 +266,11 @@ def test_the_default_ledger_is_in_the_state_directory(monkeypatch: pytest.Monkey
     assert (tmp_path / "skyward").stat().st_mode & 0o777 == 0o700
 
 
-# ── owners and modes of files ────────────────────────────────────────────────────────────────────────────────────────
-
-
 def modes(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
 
 
 def test_the_files_of_a_ledger_are_private(tmp_path: Path) -> None:
-    """This holds with any umask, and for the default folder."""
     before = os.umask(0)
     try:
         with Ledger(f"sqlite:///{tmp_path / 'new' / 'ledger.db'}") as ledger:
@@ -309,7 +283,6 @@ def test_the_files_of_a_ledger_are_private(tmp_path: Path) -> None:
 
 
 def test_a_ledger_that_others_could_read_becomes_private(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """There is one warning, and no entry is lost. Only the default folder's mode changes too."""
     path = tmp_path / "ledger.db"
     with Ledger(f"sqlite:///{path}") as ledger, Ledger(f"sqlite:///{path}"):
         ledger.set_account(Account("team", Decimal(1), Period.RUN))
@@ -327,7 +300,6 @@ def test_a_ledger_that_others_could_read_becomes_private(tmp_path: Path, caplog:
 
 
 def test_the_default_folder_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An earlier version, or a wide umask, may have left it open."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     (tmp_path / "skyward").mkdir(mode=0o755)
     Ledger(default_url({})).close()
@@ -344,7 +316,6 @@ def test_a_ledger_in_a_folder_that_others_can_write_is_refused(tmp_path: Path, m
 
 
 def test_a_transaction_that_a_signal_interrupts_keeps_no_lock(tmp_path: Path) -> None:
-    """The exception still exists while its handlers write, as after SIGTERM of a task."""
     with closing(Database(f"sqlite:///{tmp_path / 'ledger.db'}", lambda: NOON, 0.5)) as database:
 
         def interrupt(*_: object) -> None:

@@ -42,11 +42,7 @@ def end_all(meter: Meter) -> None:
         meter.end(instance_id)
 
 
-# ── the bill ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_machine_costs_its_price_for_each_hour() -> None:
-    """90 minutes at 2 USD an hour are 3 USD; the rate is that of the machines rented now."""
     clock = Clock()
     meter = Meter(clock)
     meter.start(machine("a", 2.0), at=clock())
@@ -57,7 +53,6 @@ def test_a_machine_costs_its_price_for_each_hour() -> None:
 
 
 def test_extras_are_counted_with_their_machine() -> None:
-    """This also holds if only a listing shows the machine. The on-demand cost includes them."""
     clock = Clock()
     meter = Meter(clock)
     disk = by_month("disk", 72.0, "a price page", "2026-11-22")  # 0.1 USD an hour
@@ -69,7 +64,6 @@ def test_extras_are_counted_with_their_machine() -> None:
 
 
 def test_a_machine_is_billed_from_its_request() -> None:
-    """This also holds if the meter learns of it later."""
     clock = Clock()
     meter = Meter(clock)
     asked_at = meter.now()
@@ -79,7 +73,6 @@ def test_a_machine_is_billed_from_its_request() -> None:
 
 
 def test_a_machine_that_is_gone_costs_nothing_more() -> None:
-    """After `end` its cost does not change, also after a second `end`."""
     clock = Clock()
     meter = Meter(clock)
     meter.start(machine("a", 1.0), clock())
@@ -101,7 +94,6 @@ def test_a_machine_that_is_gone_costs_nothing_more() -> None:
 
 
 def test_the_final_bill_is_returned_once() -> None:
-    """`final` returns the bill over all machines ever rented, with the savings of spot, and never a second one."""
     clock = Clock()
     meter = Meter(clock)
     meter.start(machine("a", 3.0, on_demand=9.0, is_spot=True), clock())
@@ -117,7 +109,6 @@ def test_the_final_bill_is_returned_once() -> None:
 
 
 def test_a_pool_without_machines_costs_nothing() -> None:
-    """Its bill is zero."""
     assert Meter(Clock()).final() == CostFinal(0.0, 0.0, 0.0, 0, 0, 0.0)
 
 
@@ -132,9 +123,6 @@ def test_a_pool_without_machines_costs_nothing() -> None:
     ],
 )
 def test_time_is_billed_as_the_provider_counts(increment: int, minimum: int, seconds: float, usd: str) -> None:
-    """At 3.60 USD an hour, which is 0.001 a second: begun seconds or minutes are billed in full, and at least the
-    minimum.
-    """
     clock = Clock()
     meter = Meter(clock, increment, minimum)
     meter.start(machine("a", 3.6), clock())
@@ -146,7 +134,6 @@ def test_time_is_billed_as_the_provider_counts(increment: int, minimum: int, sec
 
 
 def test_a_price_may_be_given() -> None:
-    """The price in the ledger counts, not that of the machine. A counted machine is not counted again."""
     clock = Clock()
     meter = Meter(clock)
     meter.start(machine("a", 2.0), clock(), Price(Decimal(5)))
@@ -156,7 +143,6 @@ def test_a_price_may_be_given() -> None:
 
 
 def test_a_machine_that_is_rented_again_is_billed_twice() -> None:
-    """A host keeps its name: both rentals count, and its buckets are those of the second."""
     clock = Clock()
     meter = Meter(clock)
     meter.start(machine("a", 1.0), clock())
@@ -171,11 +157,7 @@ def test_a_machine_that_is_rented_again_is_billed_twice() -> None:
     assert final.buckets == {"launching": 1.5}
 
 
-# ── projections ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_the_committed_cost_counts_each_machine_to_its_hard_end() -> None:
-    """A machine that is gone counts with its cost; one without a hard end, or past it, until now."""
     clock = Clock()
     meter = Meter(clock, increment_seconds=3600)
     for name in "abcd":
@@ -189,7 +171,6 @@ def test_the_committed_cost_counts_each_machine_to_its_hard_end() -> None:
 
 
 def test_a_projected_bill_counts_the_machines_that_are_rented_now() -> None:
-    """It includes the billing minimum and begun increments at that time. A time in the past counts as now."""
     clock = Clock()
     meter = Meter(clock, increment_seconds=60, minimum_seconds=600)
     meter.start(machine("a", 3.6), clock())
@@ -202,13 +183,7 @@ def test_a_projected_bill_counts_the_machines_that_are_rented_now() -> None:
     assert meter.projected(clock() + 1) == meter.total() == Decimal("1.44") + Decimal("0.6")
 
 
-# ── buckets ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_each_second_falls_into_the_bucket_of_its_phase() -> None:
-    """From the request until it is known to be gone, a machine is launching, bootstrapping, ready, lost or
-    terminating.
-    """
     clock = Clock()
     meter = Meter(clock)
     meter.start(machine("a", 1.0), clock())
@@ -224,7 +199,6 @@ def test_each_second_falls_into_the_bucket_of_its_phase() -> None:
 
 
 def test_a_machine_never_goes_back_to_an_earlier_phase() -> None:
-    """Late reports change nothing: a lost or terminating machine is not ready again, and `gone` is final."""
     clock = Clock()
     meter = Meter(clock)
     meter.start(machine("a", 1.0), clock())
@@ -243,7 +217,6 @@ def test_a_machine_never_goes_back_to_an_earlier_phase() -> None:
 
 
 def test_a_phase_may_have_begun_before_it_is_reported() -> None:
-    """The reported time counts, but never before the previous phase or after now."""
     clock = Clock()
     meter = Meter(clock)
     meter.start(machine("a", 1.0), clock())
@@ -256,7 +229,6 @@ def test_a_phase_may_have_begun_before_it_is_reported() -> None:
 
 
 def test_running_is_not_a_phase() -> None:
-    """The error names the right method."""
     with pytest.raises(ValueError, match="`ran`"):
         Meter(Clock()).enter("a", Bucket.RUNNING_CALLS)
 
@@ -273,9 +245,6 @@ def ready(slots: int = 4, price: float = 3.6) -> tuple[Clock, Meter]:
 
 
 def test_calls_take_one_slots_share_of_the_ready_time() -> None:
-    """A call of 40 s on one of four slots makes 10 s of running calls, and costs the price of one slot for 40 s. The
-    shares are that bucket's cost.
-    """
     _, meter = ready()
     shares = meter.ran("a", 40.0) + meter.ran("a", 60.0)
     assert meter.buckets() == {"a": NOTHING | {Bucket.RUNNING_CALLS: 25.0, Bucket.IDLE: 75.0}}
@@ -287,16 +256,12 @@ def test_calls_take_one_slots_share_of_the_ready_time() -> None:
 
 
 def test_running_time_never_exceeds_ready_time() -> None:
-    """Calls may report more than that."""
     _, meter = ready()
     meter.ran("a", 1000.0)
     assert meter.buckets() == {"a": NOTHING | {Bucket.RUNNING_CALLS: 100.0}}
 
 
 def test_the_time_of_running_calls_is_not_idle() -> None:
-    """The node's count is visible before the end of a call. It is not added to the call's own report, and does not
-    shrink.
-    """
     clock, meter = ready(slots=2)
     meter.seen_running("a", 90.0)
     meter.seen_running("a", 0.0)
@@ -308,7 +273,6 @@ def test_the_time_of_running_calls_is_not_idle() -> None:
 
 
 def test_calls_before_the_loss_of_a_node_count_as_running() -> None:
-    """A late report of a call counts as running; the time since the loss is lost."""
     clock, meter = ready(slots=1)
     meter.enter("a", Bucket.LOST)
     clock.seconds += 20

@@ -61,7 +61,6 @@ def test_a_name_without_a_pool_is_rented_for() -> None:
 
 
 def test_a_name_whose_pool_has_ended_is_free() -> None:
-    """Whatever its state says: the pool may have ended itself."""
     ended = replace(POOL, ended_at=NOON)
     for state in NameState:
         assert decide_claim(facts(in_state(state), ended), TERMS) == Rent(4)
@@ -81,7 +80,6 @@ def test_other_terms_are_refused_with_the_fields(state: NameState) -> None:
 
 @pytest.mark.parametrize("state", [NameState.OPENING, NameState.CLOSING])
 def test_a_pool_that_is_opened_or_closed_is_waited_for(state: NameState) -> None:
-    """Also by a process with other terms: the end of the opening shows whether they matter."""
     claim = decide_claim(facts(in_state(state), None), {"nodes": 3})
     assert isinstance(claim, Wait)
     assert claim.pool_id == "sky-1"
@@ -113,7 +111,6 @@ def test_another_client_does_not_stand_for_a_dead_opener(state: NameState) -> No
     ],
 )
 def test_how_long_a_client_lives(state: OwnerState, seconds: float, lives: bool) -> None:
-    """By its lease, as long as it is not known to be dead."""
     assert CLIENT.lives(NOON + timedelta(seconds=seconds), state) is lives
 
 
@@ -122,19 +119,16 @@ def test_a_client_that_has_left_does_not_live() -> None:
 
 
 def test_a_pool_whose_opener_has_died_is_joined_as_long_as_its_lease_lasts() -> None:
-    """The nodes live by their lease. No process is special after the opening."""
     assert isinstance(decide_claim(facts(states=DEAD, seconds=119), TERMS), Join)
     assert isinstance(decide_claim(facts(states=DEAD, seconds=121), TERMS), Rent)
 
 
 def test_a_pool_with_a_living_client_is_joined_although_its_lease_seems_to_be_over() -> None:
-    """The pool's lease was written with another clock."""
     bob = Client("b", "sky-1", BOB, NOON, NOON + timedelta(seconds=300))
     assert isinstance(decide_claim(facts(clients=(bob,), seconds=200, states={}), TERMS), Join)
 
 
 def test_the_lease_of_a_pool_has_the_allowance_for_the_clocks_of_machines() -> None:
-    """If the server's clock judges it."""
     for seconds, expected in ((120 + SKEW_SECONDS - 1, Join), (120 + SKEW_SECONDS + 1, Rent)):
         found = replace(facts(states=DEAD, seconds=seconds), lease_skew_seconds=SKEW_SECONDS)
         assert isinstance(decide_claim(found, TERMS), expected)
@@ -184,7 +178,6 @@ def test_the_last_client_is_the_one_beside_which_no_other_lives() -> None:
 def test_who_cannot_reach_a_pool_condemns_it_if_nobody_reaches_it(
     seconds: float, clients: tuple[Client, ...], expected: bool
 ) -> None:
-    """Client "a" gives up. A client that lives counts only while the pool's own lease does: it renews that, too."""
     found = replace(facts(clients=clients, seconds=seconds), lease_skew_seconds=SKEW_SECONDS)
     assert may_be_condemned(found, "a") is expected
 
@@ -203,10 +196,6 @@ def test_who_cannot_reach_a_pool_condemns_it_if_nobody_reaches_it(
 def test_who_may_come_back_after_an_outage_of_the_ledger(
     other: Client, states: Mapping[Owner, OwnerState], expected: bool
 ) -> None:
-    """At second 200, after 100 s without the ledger: a row that has run out in this time, and whose process may live.
-
-    If another client lives for certain, no process has to be waited for: the caller is not the last one.
-    """
     found = facts(clients=(CLIENT, other), seconds=200.0, states=states)
     assert may_come_back(found, "a", 100.0) is expected
 

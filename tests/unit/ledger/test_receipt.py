@@ -70,9 +70,7 @@ def intend(
 
 
 def of_an_afternoon(ledger: Ledger, clock: Clock) -> dict[str, Any]:
-    """The receipt of a pool with four resources: a machine that ended, one that may still run, one that is no machine,
-    and one that was never created.
-    """
+    """The receipt of a pool with four resources"""
     gone, left, key = (
         intend(ledger, "p-0"),
         intend(ledger, "p-1", Price(Decimal("0.5"))),
@@ -98,9 +96,6 @@ def of_an_afternoon(ledger: Ledger, clock: Clock) -> dict[str, Any]:
 
 
 def test_a_receipt_has_the_state_of_each_resource(ledger: Ledger, clock: Clock) -> None:
-    """Each resource has its times, its evidence, its seconds and its price; a resource that is not known to be gone is
-    listed as left.
-    """
     found = of_an_afternoon(ledger, clock)
     assert (found["pool_id"], found["owner"], found["provider"], found["account"]) == ("p", "ada@laptop", "verda", None)
     assert (found["created_at"], found["ended_at"]) == ("2026-11-21T12:00:00+00:00", "2026-11-21T12:51:00+00:00")
@@ -140,7 +135,6 @@ def test_a_receipt_has_the_state_of_each_resource(ledger: Ledger, clock: Clock) 
 
 
 def test_a_receipt_adds_up(ledger: Ledger, clock: Clock) -> None:
-    """The costs of the resources, of the buckets and of the pool's row are one sum, and so are the savings."""
     found = of_an_afternoon(ledger, clock)
     (row,) = ledger.cost_rows(CostBy.POOL, pool_id="p")
     assert found["total_cost_usd"] == float(row.cost_usd) == 1.288889
@@ -157,9 +151,6 @@ def test_a_receipt_adds_up(ledger: Ledger, clock: Clock) -> None:
 
 
 def test_a_receipt_has_a_line_for_each_extra(ledger: Ledger, clock: Clock) -> None:
-    """Each extra is a line, with the source of its price. The lines of a resource add up to its cost, and those of all
-    resources to the bill.
-    """
     disk = Extra(name="disk", usd_per_hour=0.25, source="a page", checked="2026-11-22")
     address = Extra(name="public IPv4", usd_per_hour=0.1, source="another page", checked="2026-11-21")
     gone = intend(ledger, "p-0", Price(Decimal("1.35"), Decimal("2.35"), is_spot=True, extras=(disk, address)))
@@ -187,7 +178,6 @@ def test_a_receipt_is_json(ledger: Ledger, clock: Clock) -> None:
 
 
 def test_a_live_pool_has_a_receipt(ledger: Ledger) -> None:
-    """A pool that has rented nothing yet has a receipt without an end."""
     found = receipt(ledger, "p")
     assert (found["ended_at"], found["resources"], found["left"], found["total_cost_usd"], found["saved_usd"]) == (
         None,
@@ -202,9 +192,6 @@ def test_a_live_pool_has_a_receipt(ledger: Ledger) -> None:
 def test_a_receipt_leaves_out_an_entry_that_cannot_be_read(
     ledger: Ledger, tmp_path: Path, column: str, total_usd: float
 ) -> None:
-    """Its cost counts, if that can be read. The caller gets the error of each row, and none of other pools. A caller
-    that gives no list for errors gets no receipt.
-    """
     whole, damaged = intend(ledger, "p-0", Price(Decimal(36))), intend(ledger, "p-1", Price(Decimal(36)))
     other = intend(ledger, "elsewhere", pool_id="other")
     ledger.note_all({whole: {Bucket.IDLE: 100.0}, damaged: {Bucket.IDLE: 50.0}})
@@ -222,15 +209,11 @@ def test_a_receipt_leaves_out_an_entry_that_cannot_be_read(
 
 
 def test_an_unknown_pool_has_no_receipt(ledger: Ledger) -> None:
-    """The error names the ledger and the pool."""
     with pytest.raises(LedgerConflict, match="no pool 'q'"):
         receipt(ledger, "q")
 
 
 def test_the_meters_bill_is_the_ledgers(ledger: Ledger, clock: Clock) -> None:
-    """The meter's bill for random machines equals the ledger's bill of the recorded seconds to the micro-dollar, bucket
-    by bucket.
-    """
     meter = Meter(clock.monotonic)
     prices = [
         Price(Decimal("0.333333"), Decimal("1.1"), is_spot=True),

@@ -114,7 +114,6 @@ def ledger(clock: Clock, tmp_path: Path) -> Iterator[Ledger]:
 
 
 def test_two_pools_at_once_end_when_the_run_has_spent_its_limit(clock: Clock, ledger: Ledger) -> None:
-    """One ends before the other, which gets what the first has left for the end of its machines."""
     run = Run(clock, ledger, "10")
     for _ in range(2):
         run.pool(max_cost=10.0).launch()
@@ -127,9 +126,6 @@ def test_two_pools_at_once_end_when_the_run_has_spent_its_limit(clock: Clock, le
 
 
 def test_a_pool_gets_the_rest_if_it_is_less_than_usual(clock: Clock, ledger: Ledger) -> None:
-    """Usually 360 s are reserved at first. What is left pays for 140 s: its own clock ends the machine before, also
-    if its owner says nothing. What another pool gives back makes it longer.
-    """
     run = Run(clock, ledger, "5")
     first, second = run.pool(max_cost=5.0), run.pool(max_cost=5.0)
     assert first.launch().lifetime_seconds == pytest.approx(324.0)
@@ -148,7 +144,6 @@ def test_a_pool_gets_the_rest_if_it_is_less_than_usual(clock: Clock, ledger: Led
 
 
 def test_too_little_for_a_minute_is_refused_and_nothing_has_changed(clock: Clock, ledger: Ledger) -> None:
-    """The end of a machine counts too."""
     run = Run(clock, ledger, "4.2")
     run.pool().launch()
     assert run.left == Decimal("0.6")
@@ -159,7 +154,6 @@ def test_too_little_for_a_minute_is_refused_and_nothing_has_changed(clock: Clock
 
 
 def test_machines_begin_to_end_early_enough(clock: Clock, ledger: Ledger) -> None:
-    """A provider that needs a minute bills it."""
     run = Run(clock, ledger, "2")
     pool = run.pool()
     assert pool.launch(ending_seconds=60.0).lifetime_seconds == pytest.approx(126.0)
@@ -168,7 +162,6 @@ def test_machines_begin_to_end_early_enough(clock: Clock, ledger: Ledger) -> Non
 
 
 def test_an_open_pool_gets_no_machine_that_the_run_does_not_pay_for(clock: Clock, ledger: Ledger) -> None:
-    """The machines that it has keep their time."""
     run = Run(clock, ledger, "5")
     pool = run.pool()
     pool.launch()
@@ -179,7 +172,6 @@ def test_an_open_pool_gets_no_machine_that_the_run_does_not_pay_for(clock: Clock
 
 
 def test_the_parts_of_a_launch_share_the_rest(clock: Clock, ledger: Ledger) -> None:
-    """The second part finds its money, although a pool of the same run has asked in between."""
     run = Run(clock, ledger, "2")
     pool = run.pool()
     first = pool.limit.commit(1, CENT, along=[(1, CENT)])
@@ -190,7 +182,6 @@ def test_the_parts_of_a_launch_share_the_rest(clock: Clock, ledger: Ledger) -> N
 
 
 def test_a_pool_draws_on_its_budget_too(clock: Clock, ledger: Ledger) -> None:
-    """An account of a budget pays for the usual time, or refuses. The error names it."""
     ledger.set_account(Account("team", Decimal(4), Period.MONTH))
     run = Run(clock, ledger, "5")
     run.pool(account="team").launch()
@@ -227,7 +218,6 @@ def test_a_pool_may_be_detached_within_the_limit_of_its_run(clock: Clock, ledger
 
 
 def test_a_small_hard_end_keeps_no_more_than_that(clock: Clock, ledger: Ledger) -> None:
-    """A step with a max_cost of its own reserves no more of the run than it may spend."""
     run = Run(clock, ledger, "5")
     step = run.pool(max_cost=1.0)
     step.launch()

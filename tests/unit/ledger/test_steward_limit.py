@@ -34,7 +34,6 @@ def adopted(clock: Clock, horizon: float, machines: int = 1, max_cost: float = 1
 
 
 def test_machines_live_as_long_as_with_the_steward_before() -> None:
-    """Ten dollars are a thousand seconds of one machine, less the second for its end."""
     clock = Clock()
     meter, first = limit_of(clock, 10.0)
     commitment = first.commit(1, PRICE, ending_seconds=1.0)
@@ -64,7 +63,6 @@ def test_machines_live_no_longer_than_their_tags_say() -> None:
 
 
 def test_a_launch_without_an_answer_keeps_its_money() -> None:
-    """Its machine may live to its hard end."""
     clock = Clock()
     meter, limit = limit_of(clock, 10.0)
     meter.start(machine("m-0"), 1000.0, PRICE)
@@ -88,7 +86,6 @@ def test_machines_without_a_limit_have_no_end() -> None:
 
 
 def test_a_steward_that_is_not_certain_says_nothing_to_nodes() -> None:
-    """Its own money has run out; another process may have paid."""
     clock = Clock()
     meter, limit = limit_of(clock, 1.0, keeps=False)
     commitment = limit.commit(1, PRICE)
@@ -104,7 +101,6 @@ def ledger(tmp_path: object) -> Ledger:
 
 
 def test_the_account_pays_by_what_is_reserved_and_then_more(ledger: Ledger) -> None:
-    """At the end it has paid the cost, once."""
     clock = Clock()
     with ledger:
         ledger.set_account(Account(TEAM, Decimal(100), Period.RUN))
@@ -138,7 +134,6 @@ def test_the_account_pays_by_what_is_reserved_and_then_more(ledger: Ledger) -> N
 def test_an_interval_is_paid_once_although_the_steward_was_stopped_before_it_wrote(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process has become the steward between the bill and its payment."""
     clock = Clock()
     with ledger:
         ledger.set_account(Account(TEAM, Decimal(100), Period.RUN))
