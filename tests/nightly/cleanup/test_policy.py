@@ -24,8 +24,8 @@ from tests.cleanup.pools import (
 )
 from tests.conftest import examples
 from tests.fakes import FakeProvider
-from tests.unit.cleanup.test_policy import machine_ids
 
+machine_ids = st.sampled_from([f"m{number}" for number in range(8)])
 owners = st.sampled_from([HERE, DEAD, ELSEWHERE])
 offsets = st.integers(-200, 200)
 moments = st.one_of(st.none(), st.integers(-200, 0).map(lambda seconds: START + timedelta(seconds=seconds)))

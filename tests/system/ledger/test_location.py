@@ -1,5 +1,6 @@
 """The default place of the ledger, and the behaviour if it is not writable."""
 
+import logging
 import os
 import pwd
 from pathlib import Path
@@ -57,7 +58,17 @@ def test_a_budget_needs_a_ledger_that_lasts(read_only: Path) -> None:
         pass
 
 
-def test_the_usual_place_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert default_url({"SKYWARD_LEDGER": "sqlite:////x.db"}) == "sqlite:////x.db"
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "not/there/yet"))
-    assert default_url({}) == f"sqlite:///{tmp_path}/not/there/yet/skyward/ledger.db"
+def test_a_read_only_home_has_its_ledger_in_the_runtime_folder(
+    read_only: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        caplog.at_level(logging.WARNING, logger="skyward"),
+        sky.ComputePool(provider=sky.Local(), display="quiet") as pool,
+    ):
+        assert sky.compute(abs)(-2) >> pool == 2
+    assert any(
+        "may not be written to: the ledger is in" in message and "SKYWARD_LEDGER=" in message
+        for message in caplog.messages
+    )
+    assert default_url() == f"sqlite:///{read_only}/skyward/ledger/ledger.db"
+    assert (read_only / "skyward/ledger/ledger.db").is_file()

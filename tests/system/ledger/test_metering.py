@@ -18,9 +18,10 @@ from skyward_core.engine.futures import CallFuture
 from skyward_core.ledger.metering import PHASES, Meter, cost_by_bucket
 from skyward_core.ledger.rows import BILLING_ROUNDING, Bucket, Price
 from tests.conftest import RecordedEvents, shared, wait_until
-from tests.unit.ledger.test_metering import Clock, bill, machine, ready
+from tests.ledger.fixtures import MeterClock, machine
+from tests.unit.ledger.test_metering import bill, ready
 
-type Step = Callable[[Clock, Meter, str], object]
+type Step = Callable[[MeterClock, Meter, str], object]
 
 NAMES = st.sampled_from("ab")
 SECONDS = st.floats(0, 5000, allow_nan=False)
@@ -47,7 +48,7 @@ PRICES = st.decimals(0, 100, places=6)
 def test_every_second_is_in_one_bucket_and_billed(
     steps: list[tuple[str, Step]], price: Decimal, on_demand: Decimal, increment: int, minimum: int
 ) -> None:
-    clock = Clock()
+    clock = MeterClock()
     meter = Meter(clock)
     paid = Price(price, on_demand, increment_seconds=increment, minimum_seconds=minimum)
     lives: dict[str, tuple[float, float | None]] = {"a": (1000.0, None), "b": (1003.0005, None)}

@@ -9,10 +9,9 @@ import pytest
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import CostBy
 from skyward_core.ledger.schema import MIGRATIONS
+from tests.ledger.fixtures import NOON, TRAIN, Clock, bill, pay
 from tests.ledger.write import WRITTEN, write
-from tests.system.ledger.test_ledger import TRAIN, bill, pay
 from tests.system.ledger.test_schema import schema, versions
-from tests.unit.ledger.test_ledger import NOON, Clock
 
 DUMPS = sorted(WRITTEN.glob("version_*.sql"))
 
