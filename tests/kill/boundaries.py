@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import signal
 import struct
 import sys
 import threading
-from collections.abc import Generator
+import traceback
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import httpx
 
@@ -98,6 +101,27 @@ class Boundaries:
 
         Database.write = writing  # type: ignore[method-assign]
         wire.transport = lambda: _Wire(transport(), self)
+
+
+def run_in_fork(boundaries: Boundaries, folder: Path, work: Callable[[], object], seconds: int) -> NoReturn:
+    """Run a function in this fork, which ends with it. Write the boundaries that it has passed, or its error."""
+    status = 1
+    try:
+        signal.alarm(seconds)
+        boundaries.install()
+        work()
+        (folder / "passed").write_text(json.dumps(boundaries.passed))
+        status = 0
+    except BaseException:
+        (folder / "crash").write_text(traceback.format_exc())
+    finally:
+        os._exit(status)
+
+
+def signal_of(pid: int) -> int:
+    """Wait for the end of a fork; return 0, the signal that ended it, or minus its exit status."""
+    _, status = os.waitpid(pid, 0)
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else -os.WEXITSTATUS(status)
 
 
 class _Wire(httpx.BaseTransport):

@@ -23,7 +23,6 @@ class Seen:
 
     machines: tuple[dict[str, Any], ...]
     requests: tuple[dict[str, Any], ...]
-    customers: int = 0
 
     def billed(self, pool_id: str | None = None) -> set[str]:
         """Ids of the machines that are billed now."""
@@ -97,7 +96,7 @@ class RunningService:
     def look(self) -> Seen:
         """Return what the console shows, after the requests of killed clients have been processed."""
         seen = self._ask("GET", "/admin/console")
-        return Seen(tuple(seen["machines"]), tuple(seen["requests"]), seen["customers"])
+        return Seen(tuple(seen["machines"]), tuple(seen["requests"]))
 
     def break_down(self, **faults: Any) -> None:
         """Set these faults (`service.Faults`), and no others, from now on."""

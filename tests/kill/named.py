@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.kill import driver, worker
-from tests.kill.boundaries import Boundaries
+from tests.kill.boundaries import Boundaries, run_in_fork, signal_of
 from tests.kill.console import RunningService
 from tests.kill.provider import PromptRental
 
@@ -59,13 +58,9 @@ class Stage:
         self._folder = folder
         self._stayers: list[tuple[int, int]] = []
 
-    # ── processes ────────────────────────────────────────────────────────────────────────────────────────────────────
-
     def fork(self, work: Callable[[], object], kill_at: int = 0) -> int:
         """Run a function in a process that dies at a boundary; return the signal that ended it, or minus its status."""
-        pid = self._start(work, kill_at)
-        _, status = os.waitpid(pid, 0)
-        return os.WTERMSIG(status) if os.WIFSIGNALED(status) else -os.WEXITSTATUS(status)
+        return signal_of(self._start(work, kill_at))
 
     def _start(self, work: Callable[[], object], kill_at: int = 0) -> int:
         assert threading.active_count() == 1, threading.enumerate()
@@ -73,18 +68,8 @@ class Stage:
         self.boundaries.arm(kill_at)
         if pid := os.fork():
             return pid
-        status = 1
-        try:
-            signal.alarm(CHILD_SECONDS)
-            self.boundaries.install()
-            with driver.no_reaper():
-                work()
-            (self._folder / "passed").write_text(json.dumps(self.boundaries.passed))
-            status = 0
-        except BaseException:
-            (self._folder / "crash").write_text(traceback.format_exc())
-        finally:
-            os._exit(status)
+        with driver.no_reaper():
+            run_in_fork(self.boundaries, self._folder, work, CHILD_SECONDS)
 
     def pool(self, keep_warm: float = 0.0, nodes: int | tuple[int, int] = 1) -> Any:
         """Return the pool of the name, not yet open."""
@@ -131,8 +116,6 @@ class Stage:
             os.waitpid(pid, 0)
         self._stayers.clear()
 
-    # ── what is there ────────────────────────────────────────────────────────────────────────────────────────────────
-
     def ledger(self) -> Any:
         from skyward_core.ledger.ledger import Ledger
 
@@ -171,9 +154,6 @@ def _runs(pid: int) -> bool:
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
     return False
-
-
-# ── scenarios ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _use(stage: Stage, keep_warm: float = 0.0) -> None:
@@ -255,9 +235,6 @@ SCENARIOS: Sequence[Scenario] = (
     Scenario("it grows, and leaves as the last", lambda stage: None, _grow, nodes=ELASTIC),
     Scenario("it grows and shrinks, and leaves as the last", lambda stage: None, _grow_and_shrink, nodes=ELASTIC),
 )
-
-
-# ── points ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def points(stage: Stage, scenario: Scenario, every: int) -> Iterator[Point]:

@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import datetime
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -26,7 +27,7 @@ def main(folder: Path, safeguard: str, *numbers: int) -> None:
         try:
             _prepare(service)
             for point in {"sweep": _swept, "faults": _faulty, "reaper": _reaped}[safeguard](service, folder, *numbers):
-                print(json.dumps(point.to_json()), flush=True)
+                print(json.dumps(asdict(point)), flush=True)
         finally:
             put_back()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -281,9 +282,10 @@ def test_the_account_pays_by_what_is_reserved_and_then_more(clock: MeterClock, l
 
 
 def test_an_interval_is_paid_once_although_the_steward_was_stopped_before_it_wrote(
-    clock: MeterClock, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+    clock: MeterClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process has become the steward between the bill and its payment."""
+    ledger = Ledger(f"sqlite:///{tmp_path}/named.db")
     ledger.set_account(Account(TEAM, Decimal(100), Period.RUN))
     epoch = opened_by_name(ledger)
     claim(ledger, "b")
@@ -308,3 +310,4 @@ def test_an_interval_is_paid_once_although_the_steward_was_stopped_before_it_wro
     with pytest.raises(NotSteward):
         limit.pay_for(60)
     assert ledger.settled_usd("sky-a", TEAM) == meter.total() == Decimal(10)
+    ledger.close()
