@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from skyward_core.cleanup import reaper as reaper_module
 from skyward_core.cleanup.reaper import ReaperInput
 from tests.cleanup.reaping_provider import SECRET, FolderProvider, Pool
 from tests.conftest import wait_until
 from tests.system.cleanup.test_reaper import (  # noqa: F401 - fixtures
     DRIVER,
     ROOT,
-    StandIn,
     Start,
     driving,
     is_gone,
@@ -25,20 +25,6 @@ from tests.system.cleanup.test_reaper import (  # noqa: F401 - fixtures
     pool,
     start,
 )
-
-
-@pytest.mark.parametrize("kill", [os.kill, os.killpg], ids=["the process", "its whole group"])
-def test_the_machines_of_a_killed_driver_end(tmp_path: Path, kill: Callable[[int, int], None]) -> None:
-    with driving(tmp_path) as (driver, reaper):
-        pool = Pool(tmp_path)
-        assert len(pool.living()) == 2
-        kill(driver.pid, signal.SIGKILL)
-        wait_until(pool.is_ended, "the machines to end")
-        wait_until(lambda: is_gone(reaper), "the reaper to go")
-    assert [line.split(" ", 2)[1:] for line in log_text().splitlines() if "machines" in line] == [
-        [pool.pool_id, "its process is gone: ending its machines"],
-        [pool.pool_id, "its machines are gone"],
-    ]
 
 
 def test_machines_end_although_a_fork_keeps_the_pipe_open(tmp_path: Path) -> None:
@@ -67,14 +53,6 @@ def test_a_driver_that_ends_normally_prints_no_warning(tmp_path: Path) -> None:
     )
     assert run.stderr == ""
     wait_until(Pool(tmp_path).is_ended, "the machines to end")
-
-
-def test_a_pool_that_lives_by_its_lease_stays_without_a_ledger(tmp_path: Path) -> None:
-    with driving(tmp_path, more="reaper.live_by_lease()") as (driver, reaper):
-        (tmp_path / "ledger.db").write_bytes(b"no database " * 100)
-        driver.kill()
-        wait_until(lambda: is_gone(reaper), "the reaper to go")
-    assert len(Pool(tmp_path).living()) == 2
 
 
 def test_a_reaper_left_to_finish_alone_ends_the_pool(pool: Pool, start: Start) -> None:
@@ -194,17 +172,39 @@ def test_an_outage_of_one_provider_does_not_delay_another(pool: Pool, tmp_path: 
     (down / "is-down").unlink()
 
 
-def test_after_half_an_hour_the_reaper_exits(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in = StandIn(pool)
-    assert stand_in.run("raise ConnectionError('503')", monkeypatch) == 1
-    pauses = [float(line) for line in stand_in.lines("pauses")]
-    assert max(pauses) == 30
-    assert 1800 < sum(pauses) < 1900
-    assert "`skyward sweep` tries again" in log_text().splitlines()[-1]
-    assert pool.entry().ended_at is None
+def test_a_request_never_blocks_and_never_raises(pool: Pool, start: Start) -> None:
+    reaper = start(pool.reaper_input(providers=b""))
+    os.kill(reaper.pid, signal.SIGSTOP)
+    began = time.perf_counter()
+    for _ in range(10_000):  # more than a pipe holds
+        reaper.terminate_now()
+    assert time.perf_counter() - began < 5
+    os.kill(reaper.pid, signal.SIGKILL)
+    wait_until(lambda: not reaper.is_alive, "the reaper to be gone")
+    reaper.terminate_now()
+    reaper.leave()
+    with open(pool.folder / "stranger", "w+b", buffering=0) as stranger:
+        reaper.terminate_now()
+        reaper.leave()
+        assert stranger.read() == b""
 
 
 def test_an_input_larger_than_a_pipe_arrives(pool: Pool, start: Start) -> None:
     reaper = start(pool.reaper_input(path=(*sys.path, *(f"/nowhere/{number}" for number in range(20_000)))))
     reaper.terminate_now()
     wait_until(pool.is_ended, "the machines to end")
+
+
+@pytest.mark.parametrize("program", ["exit 1", "exec sleep 600"], ids=["dies at once", "is deaf"])
+def test_a_reaper_that_does_not_read_its_input_is_not_alive(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Start, program: str
+) -> None:
+    """The input is larger than a pipe holds: `start` returns. A deaf one would be alive for the pool, and is killed."""
+    script = tmp_path / "script"
+    script.write_text(f"#!/bin/sh\n{program}\n")
+    script.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(script))
+    monkeypatch.setattr(reaper_module, "SEND_SECONDS", 0.05)
+    reaper = start(pool.reaper_input(providers=b"x" * 1_000_000))
+    assert not reaper.is_alive
+    assert program == "exit 1" or not Path(f"/proc/{reaper.pid}").exists()

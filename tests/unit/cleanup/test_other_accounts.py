@@ -17,11 +17,12 @@ from skyward_core.cleanup.release import release
 from skyward_core.cleanup.sweep import sweep
 from skyward_core.errors import CredentialsError
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.ledger.rows import ResourceKind, ResourceRequest
 from skyward_core.machines.owner import Owner
 from tests.cleanup.pools import DEAD, ELSEWHERE, CloudProvider, Time, World
+from tests.ledger.fixtures import open_pool, resource_request
 
 POOL = "sky-1"
+LONG_AGO = datetime(2026, 11, 21, tzinfo=UTC)
 
 
 class Quiet(sky.Provider):
@@ -48,16 +49,9 @@ class Quiet(sky.Provider):
 @pytest.fixture
 def ledger(tmp_path: Path) -> Iterator[Ledger]:
     """A ledger with a dead pool that has one machine in the account "theirs"."""
-    now = datetime.now(UTC)
     with Ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:
-        dead = replace(Owner.here(), started="1")
-        ledger.open_pool(
-            POOL, owner=dead, provider=Quiet().to_json(), spec_json="{}", lease_expires_at=now - timedelta(hours=1)
-        )
-        intent = ledger.intend(
-            POOL, ResourceRequest(ResourceKind.INSTANCE, "quiet", "r", f"{POOL}-0", f"{POOL}-1-0", {}, now)
-        )
-        ledger.bind(intent, "i-1")
+        open_pool(ledger, POOL, DEAD, provider=Quiet().to_json(), lease_expires_at=LONG_AGO)
+        ledger.bind(ledger.intend(POOL, replace(resource_request(POOL, POOL), provider="quiet")), "i-1")
         ledger.turn_to(POOL, Quiet().to_json(), "theirs")
         yield ledger
 
@@ -81,7 +75,7 @@ def test_a_sweep_with_other_credentials_leaves_the_entry_open(ledger: Ledger) ->
     assert states(ledger) == (True, False)
 
 
-def test_a_pool_is_not_stopped_with_other_credentials(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_is_not_stopped_with_other_credentials(ledger: Ledger) -> None:
     ours = Quiet().of("ours")
     with pytest.raises(CredentialsError, match="'theirs'"):
         release(POOL, ledger=ledger, credentials=ours)
@@ -123,16 +117,11 @@ def rotated(tmp_path: Path, owner: Owner, *, lease_seconds: float, lives_by_leas
     provider = Keyed(folder=str(tmp_path))
     ledger = Ledger(f"sqlite:///{tmp_path / 'keyed.db'}")
     now = datetime.now(UTC)
-    ledger.open_pool(
-        POOL,
-        owner=owner,
-        provider=provider.to_json(),
-        spec_json="{}",
-        lease_expires_at=now + timedelta(seconds=lease_seconds),
-    )
+    expires_at = now + timedelta(seconds=lease_seconds)
+    open_pool(ledger, POOL, owner, provider=provider.to_json(), lease_expires_at=expires_at)
     ledger.turn_to(POOL, provider.to_json(), "old")
     if lives_by_lease:
-        ledger.live_by_lease(POOL, now + timedelta(seconds=lease_seconds))
+        ledger.live_by_lease(POOL, expires_at)
     world = World(ledger, provider, Time())
     world.rent(POOL, owner=owner)
     provider._key = "new"

@@ -10,9 +10,9 @@ from pydantic import PrivateAttr
 from skyward_core import Instance
 from skyward_core.cleanup.policy import Action
 from skyward_core.cleanup.sweep import sweep
-from skyward_core.errors import LedgerError, ProviderFailed
+from skyward_core.errors import ProviderFailed
 from skyward_core.ledger.ledger import Ledger
-from tests.cleanup.pools import ELSEWHERE, HERE, CloudProvider, FailingLedger, LaggingProvider, Time, World, of_kind
+from tests.cleanup.pools import ELSEWHERE, HERE, CloudProvider, LaggingProvider, Time, World, of_kind
 
 
 def actions(report: Any) -> list[tuple[str, str]]:
@@ -133,26 +133,3 @@ def test_a_sweep_that_cannot_remove_what_outlives_pools_ends_machines(
         ("pruning", "", "503")
     ]
     assert (report.pruned, str(report.failures[0])) == ((), "pruning: 503")
-
-
-def test_a_ledger_that_cannot_be_written_to_ends_nothing_of_its_pools(world: World) -> None:
-    """The other pools are not tried, because each would wait as long."""
-    for number in range(3):
-        world.rent(world.pool(f"sky-{number}"))
-    world.launch("sky-stranger")
-    world.hands.go(1000)
-    failing: Any = FailingLedger(world.ledger, ["condemn_all"])
-    report = sweep(failing, [world.provider], is_dry_run=False, **world.hands.keywords)
-    assert len(report.failures) == 1
-    assert [finding.pool_id for finding in report.ended] == ["sky-stranger"]
-    assert {instance.pool_id for instance in world.provider.instances()} == {"sky-0", "sky-1", "sky-2"}
-
-
-def test_a_ledger_that_cannot_be_read_ends_nothing(world: World) -> None:
-    """Without the ledger every live pool would be unknown."""
-    failing: Any = FailingLedger(world.ledger, ["open_intents"])
-    world.launch("sky-stranger")
-    world.hands.go(1000)
-    with pytest.raises(LedgerError):
-        sweep(failing, [world.provider], is_dry_run=False, **world.hands.keywords)
-    assert world.provider.machines.terminated == []
