@@ -7,8 +7,7 @@
                                           the same token returns the same machines
     GET    /machines?tag=NAME:VALUE&page=N  -> {machines, next}; without a tag all machines
     DELETE /machines/ID                   404: it is gone, or never existed
-    DELETE /machines?id=A&id=B            -> {left, unknown}: ids that could not be ended, ids that are gone or
-                                          never existed
+    DELETE /machines?id=A&id=B            ends all of them
     POST   /machines/ID/shutdown          the machine ends itself
 
     GET    /admin/console                 all machines with their ends, and every request; waits until no customer
@@ -216,7 +215,7 @@ class Rental:
                 self._end_or_pretend(self._machines[machine_id])
         if is_single and unknown:
             return Answer(HTTPStatus.NOT_FOUND, {"error": f"{unknown[0]} is gone, or never was"})
-        return Answer(body={"left": [], "unknown": unknown})
+        return Answer()
 
     def _end_or_pretend(self, machine: Machine) -> None:
         if self.faults.ignore_terminations:
