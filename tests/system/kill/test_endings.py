@@ -7,11 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
 
 import pytest
 
@@ -24,6 +22,7 @@ DEADLINE_SECONDS = 60.0
 OPEN_SECONDS = 90.0
 """For a program to reach its point, on a busy machine."""
 INTERRUPTED = -signal.SIGINT
+COMES = "the program to come to its point"
 
 CALLS = """
 with pool() as p:
@@ -34,15 +33,18 @@ pytestmark = [pytest.mark.timeout(300)]
 
 
 class Program:
-    """A script in its own process and session, with its own ledger, reaper's log and provider."""
+    """A script in its own process and session, with its own ledger, reaper's log and provider.
+
+    Its nodes are processes of this machine, and its bill is a folder of files that outlives them (`billed.py`): a
+    machine lives as long as either exists.
+    """
 
     def __init__(self, home: Path) -> None:
-        self.home = home
-        self.bill = home / "billed"
-        self.bill.mkdir()
+        self.home, self.bill, self.ledger_file = home, home / "billed", home / "ledger.db"
+        self.ledger_url = f"sqlite:///{self.ledger_file}"
+        self._state = home / "state"
         self._process: subprocess.Popen[str] | None = None
-        self._said: dict[str, list[str]] = {"stdout": [], "stderr": []}
-        self._readers: list[threading.Thread] = []
+        self.bill.mkdir()
 
     def start(self, text: str) -> Program:
         """Run the script; `ending_scripts.py` has the names that it can use."""
@@ -52,51 +54,37 @@ class Program:
             "ENDINGS_HOME": str(self.home),
             "PYTHONPATH": str(ROOT),
             "SKYWARD_LEDGER": self.ledger_url,
-            "XDG_STATE_HOME": str(self.home / "state"),
+            "XDG_STATE_HOME": str(self._state),
         }
-        self._process = subprocess.Popen(
-            [sys.executable, str(script)],
-            cwd=self.home,
-            env=environ,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        for stream, name in ((self._process.stdout, "stdout"), (self._process.stderr, "stderr")):
-            reader = threading.Thread(target=_read, args=(stream, self._said[name]), daemon=True)
-            reader.start()
-            self._readers.append(reader)
+        with (self.home / "stdout").open("w") as stdout, (self.home / "stderr").open("w") as stderr:
+            pipes = {"stdin": subprocess.PIPE, "stdout": stdout, "stderr": stderr}
+            command = [sys.executable, str(script)]
+            self._process = subprocess.Popen(
+                command, cwd=self.home, env=environ, text=True, start_new_session=True, **pipes
+            )
         return self
 
     @property
-    def ledger_url(self) -> str:
-        return f"sqlite:///{self.ledger_file}"
-
-    @property
-    def ledger_file(self) -> Path:
-        return self.home / "ledger.db"
+    def process(self) -> subprocess.Popen[str]:
+        assert self._process is not None
+        return self._process
 
     @property
     def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
+        return self.process.pid
 
     @property
     def stdout(self) -> str:
-        return "".join(self._said["stdout"])
+        return (self.home / "stdout").read_text()
 
     @property
     def stderr(self) -> str:
-        return "".join(self._said["stderr"])
+        return (self.home / "stderr").read_text()
 
     @property
     def reaper_log(self) -> str:
         """The reaper's log; "" if the reaper had nothing to do."""
-        log = self.home / "state" / "skyward" / "reaper.log"
+        log = self._state / "skyward" / "reaper.log"
         return log.read_text() if log.exists() else ""
 
     def has_said(self, word: str) -> bool:
@@ -116,99 +104,69 @@ class Program:
 
     def go_on(self) -> None:
         """Answer its `input()`."""
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
 
     def status(self, seconds: float = DEADLINE_SECONDS) -> int:
         """Wait until the program has ended; return its exit status."""
-        assert self._process is not None
-        process = self._process
-        self.wait_for(lambda: process.poll() is not None, "the program to end", seconds)
-        for reader in self._readers:
-            reader.join()
-        return process.returncode
+        self.wait_for(lambda: self.process.poll() is not None, "the program to end", seconds)
+        return self.process.returncode
 
     def wait_for(self, condition: Callable[[], object], what: str, seconds: float = DEADLINE_SECONDS) -> None:
-        """Wait until the condition holds."""
+        """Wait until the condition holds, else fail with all output; also if the program ends before its point."""
         deadline = time.monotonic() + seconds
         while not condition():
-            is_over = (
-                self._process is not None
-                and self._process.poll() is not None
-                and what.startswith("the program to come")
-            )
+            is_over = what == COMES and self.process.poll() is not None
             if is_over or time.monotonic() > deadline:
-                pytest.fail(
-                    f"waited {seconds} s for {what}\n{self.stdout}\n{self.stderr}\n{self.reaper_log}\nliving: {self.living()}"
-                )
+                said = f"{self.stdout}\n{self.stderr}\n{self.reaper_log}\nliving: {self.living()}"
+                pytest.fail(f"waited {seconds} s for {what}\n{said}")
             time.sleep(0.01)
 
     def come_to(self, condition: Callable[[], object]) -> Program:
         """Wait until the program has reached the point that the test needs."""
-        self.wait_for(condition, "the program to come to its point", OPEN_SECONDS)
+        self.wait_for(condition, COMES, OPEN_SECONDS)
         return self
+
+    def _pids(self) -> set[int]:
+        return {pid for pid, home in processes_by_tag("XDG_STATE_HOME") if home == str(self._state)}
 
     def living(self) -> list[str]:
         """The machines on the bill, and the processes that live: nodes, reapers, the program itself."""
-        mine = str(self.home / "state")
-        return sorted(file.name for file in self.bill.glob("local-*")) + [
-            f"process {pid}" for pid, home in processes_by_tag("XDG_STATE_HOME") if home == mine
-        ]
+        billed = sorted(file.name for file in self.bill.glob("local-*"))
+        return billed + [f"process {pid}" for pid in sorted(self._pids())]
 
-    def nodes(self) -> list[int]:
+    def nodes(self) -> set[int]:
         """The processes of its nodes."""
-        mine = str(self.home / "state")
-        return sorted(
-            {pid for pid, home in processes_by_tag("XDG_STATE_HOME") if home == mine}
-            & {pid for pid, _ in processes_by_tag("SKYWARD_INSTANCE_ID")}
-        )
+        return self._pids() & {pid for pid, _ in processes_by_tag("SKYWARD_INSTANCE_ID")}
 
     def leaves_nothing(self) -> None:
         """Wait until no machine, process or reaper is left; the ledger then has nothing open."""
         self.wait_for(lambda: not self.living(), "everything to be gone")
         with Ledger(self.ledger_url) as ledger:
-            assert [entry.ended_at for entry in ledger.pools(include_ended=True) if entry.ended_at is None] == []
+            assert ledger.pools() == []
             assert ledger.open_intents() == []
 
     def machines(self) -> list[str]:
         """Return the ids of all machines that the ledger has ever recorded."""
         with Ledger(self.ledger_url) as ledger:
-            return [
-                intent.cloud_id
-                for entry in ledger.pools(include_ended=True)
-                for intent in ledger.intents(pool_id=entry.id)
-                if intent.cloud_id is not None
-            ]
+            return [intent.cloud_id for intent in ledger.intents() if intent.cloud_id is not None]
 
     def is_clean(self) -> bool:
         """Return whether the machines have left no folder after their termination."""
-        places = [self.home / "state" / "skyward" / "nodes" / instance_id for instance_id in self.machines()]
-        return not any(place.exists() for place in places)
+        return not any((self._state / "skyward" / "nodes" / machine).exists() for machine in self.machines())
 
     def close(self) -> None:
         """End what a failed test has left."""
         if self._process is not None:
             for file in self.bill.iterdir():
                 file.unlink(missing_ok=True)  # a living reaper finds nothing to do
-            mine = str(self.home / "state")
-            for pid, home in processes_by_tag("XDG_STATE_HOME"):
-                if home == mine:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+            for pid in self._pids():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             self._process.kill()
-            self._process.wait()
-            for reader in self._readers:
-                reader.join()
-            for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
-                assert stream is not None
-                with contextlib.suppress(BrokenPipeError):
-                    stream.close()
-
-
-def _read(stream: IO[str], into: list[str]) -> None:
-    into.extend(iter(stream.readline, ""))
+            with contextlib.suppress(BrokenPipeError):
+                self._process.communicate()
 
 
 @pytest.fixture

