@@ -90,7 +90,7 @@ class LaggingProvider(CloudProvider):
 
 
 class FolderProvider(Provider):
-    """Machines are files in a folder, which any process may list"""
+    """Machines are files in a folder, which any process may list. `log` has a line for each termination."""
 
     name: ClassVar[str] = "folder"
     folder: str

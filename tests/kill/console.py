@@ -1,4 +1,4 @@
-"""The operator's side of the rental service, for tests"""
+"""The operator's side of the rental service: it starts the service, sets its faults, and reads its full state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The state that the console shows"""
+    """The state that the console shows: every machine ever created, and every request."""
 
     machines: tuple[dict[str, Any], ...]
     requests: tuple[dict[str, Any], ...]

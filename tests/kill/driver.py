@@ -1,4 +1,8 @@
-"""The process that is killed"""
+"""The process that is killed: it opens a pool on the rental service, loses and replaces nodes, and ends the pool.
+
+Everything that spends money is real. Stand-ins replace the nodes, their Dask cluster, and the reaper, unless that is
+tested.
+"""
 
 from __future__ import annotations
 
@@ -270,7 +274,7 @@ def _beat(scenario: Scenario, opened: Any) -> None:
 
 
 class Operator:
-    """The service's operator, for a forked process"""
+    """The service's operator, for a forked process: a new connection for each request, so that none is shared."""
 
     def __init__(self, url: str) -> None:
         self._place = urlsplit(url).netloc

@@ -1,4 +1,4 @@
-"""One point"""
+"""One point: a driver is killed at a boundary, one safeguard recovers, and what is alive is judged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TOLERANCE_SECONDS = 2.0
 """Allowed difference between the service's clock and the ledger's, which are read at different moments on a busy
 machine.
 """
-LONG = timedelta(days=1)
+AGE, DAY_SECONDS = timedelta(hours=2), 86400.0
 
 
 class Killed(StrEnum):
@@ -58,7 +58,9 @@ class Safeguard(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The result of one point."""
+    """The result of one point: machines of the pool that were billed after the kill, and that live after the safeguard
+    and should not.
+    """
 
     scenario: str
     boundary: int
@@ -73,7 +75,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """Pools and machines of other users, which must not change"""
+    """Pools and machines of other users, which must not change: the service's records of them, and their ledger."""
 
     machines: Sequence[dict[str, Any]]
     ledger: Path
@@ -83,7 +85,7 @@ class Others:
 
 @dataclass(slots=True)
 class Round:
-    """A worker's tools"""
+    """A worker's tools. The processes to kill are forks of this one, which must have one thread."""
 
     service: RunningService
     folder: Path
@@ -126,7 +128,7 @@ class Round:
         return replace(point, **{"alive": alive, "problems": tuple(problems + more), **changes})
 
     def points(self, scenario: Scenario) -> Iterator[Point]:
-        """Yield the points of a scenario"""
+        """Yield the points of a scenario; some also with other safeguards, or with their process killed in turn."""
         yield self.unharmed(scenario)
         for boundary in self._boundaries():
             if (point := self.swept(scenario, boundary)) is None:
@@ -152,7 +154,7 @@ class Round:
         return sorted({boundary for its in alike.values() for boundary in (its[0], its[len(its) // 2], its[-1])})
 
     def _killed_in_turn(self, scenario: Scenario, boundary: int, killed: Killed) -> Iterator[Point]:
-        """Kill the driver, then the recovering process"""
+        """Kill the driver, then the recovering process: at its first, its last, and some other boundaries."""
         provider, point, is_dead = self._kill(scenario, boundary, Safeguard.SWEEP, killed)
         if not is_dead or point is None:
             yield from _some(point)
@@ -220,7 +222,7 @@ class Round:
         return self._judged(point, provider, problems + self._recover(provider, Safeguard.SWEEP), alive=alive)
 
     def faulty(self, scenario: Scenario) -> Iterator[Point]:
-        """Yield two points of a scenario"""
+        """Yield a point where the pool closes, and one where the driver is killed just before that."""
         yield self.unharmed(scenario)
         yield from _some(self.swept(replace(scenario, ends=Ends.KILLED), NEVER))
 
@@ -308,56 +310,23 @@ class Round:
         is not in the ledger.
         """
         from skyward_core.ledger.ledger import Ledger
-        from skyward_core.ledger.rows import Account, Period, Price, ResourceKind, ResourceRequest
-        from skyward_core.machines.offers import Requirements
+        from skyward_core.ledger.rows import Account, Period
         from skyward_core.machines.owner import Owner
+        from tests.cleanup.pools import Time, World
 
-        here = Owner.here()
         elsewhere = Owner("another", "elsewhere", "another-boot", "1", 4242, "17")
         clock = self.service.clock.utc
         with Ledger(f"sqlite:///{path}", clock=clock) as ledger:
             ledger.set_account(Account(driver.ACCOUNT, Decimal(1000), Period.RUN))
-            for pool_id, owner, is_written in (
-                ("sky-mine", here, True),
-                ("sky-theirs", elsewhere, True),
-                ("sky-strange", elsewhere, False),
-            ):
-                tags = {
-                    "skyward-pool": pool_id,
-                    "skyward-rank": "0",
-                    "skyward-launch": f"{pool_id}-1",
-                    "skyward-owner": owner.name,
-                    "skyward-process": owner.process,
-                    "skyward-created": str(int(clock().timestamp()) - 7200),
-                }
-                machines = provider.launch(provider.offers(Requirements())[0], 2, tags, "")
-                if is_written:
-                    ledger.open_pool(
-                        pool_id,
-                        owner=owner,
-                        provider=provider.to_json(),
-                        spec_json="{}",
-                        lease_expires_at=clock() + LONG,
-                    )
-                    requests = [
-                        ResourceRequest(
-                            kind=ResourceKind.INSTANCE,
-                            provider=provider.name,
-                            region="here-1",
-                            name=f"{pool_id}-{rank}",
-                            token=f"{pool_id}-1-{rank}",
-                            tags=tags | {"skyward-rank": str(rank)},
-                            expires_at=clock() + LONG,
-                            price=Price(Decimal("3.6")),
-                        )
-                        for rank in range(2)
-                    ]
-                    intents = ledger.intend_all(pool_id, requests)
-                    ledger.bind_all({intent.id: machine.id for intent, machine in zip(intents, machines, strict=True)})
+            hands = Time()
+            hands.now = clock() - AGE
+            world = World(ledger, provider, hands)
+            for pool_id, owner in (("sky-mine", Owner.here()), ("sky-theirs", elsewhere)):
+                world.rent(world.pool(pool_id, owner, lease_seconds=DAY_SECONDS), 2, 0, owner)
+            world.launch("sky-strange", 2, 0, elsewhere)
         seen = self.service.look()
-        return Others(
-            seen.machines, path, frozenset({"sky-mine", "sky-theirs", "sky-strange"}), frozenset(seen.billed())
-        )
+        pools = frozenset({"sky-mine", "sky-theirs", "sky-strange"})
+        return Others(seen.machines, path, pools, frozenset(seen.billed()))
 
     @property
     def _path(self) -> Path:

@@ -65,7 +65,7 @@ prices = st.builds(
 
 @dataclass
 class World:
-    """The real machines"""
+    """The real machines: each ends at the end that it has received. The client may be dead."""
 
     it: Pool
     limit: Decimal

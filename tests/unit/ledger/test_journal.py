@@ -1,4 +1,4 @@
-"""The pool's journal in the ledger"""
+"""The pool's journal in the ledger: committed before each request; it never delays the end of machines."""
 
 from __future__ import annotations
 

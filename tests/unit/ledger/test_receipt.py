@@ -43,7 +43,7 @@ def intend(
 
 
 def of_an_afternoon(ledger: Ledger, clock: Clock) -> dict[str, Any]:
-    """The receipt of a pool with four resources"""
+    """The receipt of a machine that ended, one that may still run, one that never came, and a thing that is none."""
     gone, left = intend(ledger, "p-0"), intend(ledger, "p-1", Price(Decimal("0.5")))
     key = intend(ledger, "key", Price(), ResourceKind.OTHER)
     never = intend(ledger, "p-2")
