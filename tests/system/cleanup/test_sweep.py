@@ -106,7 +106,9 @@ def test_a_machine_is_in_the_listing_of_the_settings_of_its_pool(ledger: Ledger,
     assert report.failures == ()
     other = cloud(tmp_path / "other", Machines(), 4.0)
     World(ledger, other, hands).launch(world.pool("sky-2"))
-    (left,) = sweep(ledger, [other, its], is_dry_run=False, **hands.keywords).findings
+    view = survey.take_survey(ledger, [other, its])
+    (left,) = view.left
+    assert [listing.machines for listing in view.listings] == [[], []]
     assert (left.action, left.pool_id, left.resource_ids) == (Action.LEAVE, "sky-2", ("fake-0",))
     assert "other settings of the provider" in left.reason
 
