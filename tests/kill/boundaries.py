@@ -51,7 +51,6 @@ class Boundaries:
         """Phase and label of each boundary, in the process that reached it."""
 
     def close(self) -> None:
-        """Release the memory."""
         self._memory.close()
 
     def arm(self, kill_at: int) -> None:
@@ -62,21 +61,17 @@ class Boundaries:
 
     @property
     def count(self) -> int:
-        """How many boundaries were reached."""
         return int(_SHAPE.unpack(self._memory[:])[0])
 
     @property
     def phase(self) -> Phase:
-        """The phase of the pool."""
         return PHASES[_SHAPE.unpack(self._memory[:])[1]]
 
     def enter(self, phase: Phase) -> None:
-        """Record that the pool has reached this phase."""
         with self._lock:
             self._memory[:] = _SHAPE.pack(self.count, PHASES.index(phase))
 
     def reach(self, label: str) -> None:
-        """Count one boundary."""
         with self._lock:
             phase = _next(self.phase, label)
             self._memory[:] = _SHAPE.pack(self.count + 1, PHASES.index(phase))

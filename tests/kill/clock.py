@@ -41,33 +41,26 @@ class SharedClock:
         self.close()
 
     def close(self) -> None:
-        """Close the file."""
         self._memory.close()
 
     @property
     def offset_seconds(self) -> float:
-        """How far the clock has been advanced."""
         return float(_SHAPE.unpack(self._memory[:])[0])
 
     def advance(self, seconds: float) -> None:
-        """Advance the clock."""
         with self._lock:
             self._memory[:] = _SHAPE.pack(self.offset_seconds + seconds)
 
     def reset(self, offset_seconds: float = 0.0) -> None:
-        """Set the clock back to real time plus this offset."""
         self._memory[:] = _SHAPE.pack(offset_seconds)
 
     def monotonic(self) -> float:
-        """Seconds, as `time.monotonic` counts them."""
         return _real_monotonic() + self.offset_seconds
 
     def time(self) -> float:
-        """Seconds since 1970."""
         return _real_time() + self.offset_seconds
 
     def utc(self) -> datetime:
-        """The time of day, in UTC."""
         return datetime.fromtimestamp(self.time(), UTC)
 
     def sleep(self, seconds: float) -> None:

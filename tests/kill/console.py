@@ -25,7 +25,6 @@ class Seen:
     requests: tuple[dict[str, Any], ...]
 
     def billed(self, pool_id: str | None = None) -> set[str]:
-        """Ids of the machines that are billed now."""
         return {
             machine["id"]
             for machine in self.machines
@@ -33,7 +32,6 @@ class Seen:
         }
 
     def of(self, pool_id: str) -> list[dict[str, Any]]:
-        """All machines that a pool ever had."""
         return [machine for machine in self.machines if machine["tags"].get("skyward-pool") == pool_id]
 
     def touched(self) -> set[str]:
@@ -46,7 +44,6 @@ class Seen:
         }
 
     def count(self, verb: str) -> int:
-        """How often a request was made."""
         return sum(request["verb"] == verb for request in self.requests)
 
 
@@ -79,7 +76,6 @@ class RunningService:
         self.close()
 
     def close(self) -> None:
-        """End the service."""
         self._connection.close()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -90,7 +86,6 @@ class RunningService:
 
     @property
     def pid(self) -> int:
-        """Its process."""
         return self._process.pid
 
     def look(self) -> Seen:
@@ -118,7 +113,6 @@ class RunningService:
         self._ask("POST", "/admin/restore", {})
 
     def shut_down(self, machine_id: str) -> None:
-        """Do what a machine does that ends itself."""
         self._ask("POST", f"/machines/{machine_id}/shutdown")
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:

@@ -72,7 +72,6 @@ class Scenario:
         return f"scenario {self.number}: {', '.join(f'{name}={value}' for name, value in settings.items())}"
 
     def provider(self, url: str) -> HttpRental:
-        """Return the provider to rent from."""
         hangs = any(name.startswith("hangs") for name in (*self.faults, *self.late_faults))
         return KINDS[self.kind](url=url, timeout_seconds=0.2 if hangs else 10.0)
 
@@ -190,7 +189,6 @@ machines are gone. A later sweep sees them.
 
 
 def drive(scenario: Scenario, url: str, boundaries: Boundaries, clock: SharedClock) -> None:
-    """Run a scenario to its end."""
     from skyward_core.errors import SkywardError
     from skyward_core.pool import ComputePool
     from skyward_core.spec import PoolSpec
@@ -262,7 +260,6 @@ def _work(scenario: Scenario, pool: Any, boundaries: Boundaries, clock: SharedCl
 
 
 def _beat(scenario: Scenario, opened: Any) -> None:
-    """Run what a pool's clock does every few seconds."""
     opened._bookkeeping.journal.renew()
     opened._bookkeeping.journal.note()
     opened._limits.check_money()
@@ -280,11 +277,9 @@ class Operator:
         self._place = urlsplit(url).netloc
 
     def break_down(self, **faults: Any) -> None:
-        """Set these faults, and no others, from now on."""
         self._ask("/admin/faults", faults)
 
     def shut_down(self, machine_id: str) -> None:
-        """End a machine as if by itself."""
         self._ask(f"/machines/{machine_id}/shutdown", {})
 
     def _ask(self, path: str, body: Mapping[str, Any]) -> None:
@@ -329,7 +324,6 @@ def prepare_process() -> None:
 
 @contextmanager
 def no_reaper() -> Generator[None]:
-    """Open pools without a reaper."""
     from skyward_core.session import session_reaper
 
     reaper = session_reaper.Reaper
@@ -350,7 +344,6 @@ class _NoReaper:
         return cls()
 
     def __getattr__(self, verb: str) -> Callable[..., None]:
-        """Ignores all that it receives."""
         return lambda *_, **__: None
 
 

@@ -76,12 +76,10 @@ def run(
 
 
 def is_kill(point: dict[str, Any]) -> bool:
-    """Return whether a process was killed."""
     return point["killed"] != "none"
 
 
 def wrong(points: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the problems, a line for each point."""
     return [
         f"{point['scenario']}; killed: {point['killed']} at {point['boundary']}/{point['then']} ({point['phase']}); safeguard: {point['safeguard']}: {'; '.join(point['problems'])}"
         for point in points

@@ -72,7 +72,6 @@ class Stage:
             run_in_fork(self.boundaries, self._folder, work, CHILD_SECONDS)
 
     def pool(self, keep_warm: float = 0.0, nodes: int | tuple[int, int] = 1) -> Any:
-        """Return the pool of the name, not yet open."""
         from skyward_core.pool import ComputePool
 
         return ComputePool(
@@ -108,7 +107,6 @@ class Stage:
                 time.sleep(0.002)
 
     def end(self) -> None:
-        """End the processes that stay."""
         for pid, go in self._stayers:
             os.close(go)
             with suppress(ProcessLookupError):
@@ -122,7 +120,6 @@ class Stage:
         return Ledger(self.url, clock=self.service.clock.utc)
 
     def clear(self) -> None:
-        """Delete all machines and all rows."""
         self.service.reset()
         with self.ledger() as ledger, ledger._database.write() as connection:
             for table in ("clients", "names", "leases", "calls", "attempts", "resources", "shares", "pools"):
@@ -134,7 +131,6 @@ class Stage:
         return path.read_text()[-1500:] if path.exists() else ""
 
     def passed(self) -> list[str]:
-        """The boundaries that the last process has reached."""
         return [label for _, label in json.loads((self._folder / "passed").read_text())]
 
     def let_leases_end(self) -> set[str]:
@@ -302,7 +298,6 @@ def _open_next(stage: Stage, scenario: Scenario) -> None:
 
 
 def main(folder: Path, url: str, every: int, first: int = 0) -> None:
-    """Run all scenarios on this ledger."""
     os.environ |= {f"XDG_{kind}_HOME": str(folder / kind.lower()) for kind in ("CACHE", "CONFIG", "STATE")}
     os.environ["SKYWARD_LEDGER"] = url
     with RunningService(folder / "service") as service:

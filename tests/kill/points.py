@@ -147,7 +147,6 @@ class Round:
                     pass
 
     def _boundaries(self) -> list[int]:
-        """Return the boundaries of the previous run."""
         alike: dict[tuple[str, str], list[int]] = {}
         for boundary, passed in enumerate(json.loads((self.folder / "passed").read_text()), 1):
             alike.setdefault(tuple(passed), []).append(boundary)
@@ -342,7 +341,6 @@ class Round:
         return len(self.service.look().billed() - self._others(provider).ids)
 
     def _recover(self, provider: HttpRental, safeguard: Safeguard) -> list[str]:
-        """Sweep until there is nothing to do, a minute apart."""
         problems: list[str] = []
         live = self._live(provider)
         if live:
@@ -360,7 +358,6 @@ class Round:
         return problems + self._sweeps_idly(provider)
 
     def _live(self, provider: HttpRental) -> set[str]:
-        """Machines of a pool that lives on by its lease."""
         with self._ledger() as ledger:
             entries = [
                 entry
@@ -490,7 +487,6 @@ def _audit_machine(machine: dict[str, Any], intent: Any) -> Iterator[str]:
 
 
 def _children() -> set[int]:
-    """This process's children, including adopted ones."""
     me = os.getpid()
     return set(map(int, Path(f"/proc/{me}/task/{me}/children").read_text().split()))
 

@@ -80,7 +80,6 @@ printf "POST /machines/%s/shutdown HTTP/1.1\\r\\n\\r\\n" "$SKYWARD_INSTANCE_ID" 
         )
 
     def _body_of(self, answer: httpx.Response) -> Any:
-        """Return the service's answer."""
         if answer.status_code == HTTPStatus.CONFLICT and answer.json().get("code") == "capacity":
             raise NoCapacity(f"{self.url}: {answer.json()['error']}")
         return answer.raise_for_status().json()

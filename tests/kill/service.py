@@ -254,12 +254,10 @@ class Rental:
         return verb != "shutdown" and self.faults.verb in ("", verb)
 
     def break_down(self, fields: dict[str, Any]) -> None:
-        """Set these faults, and no others, from now on."""
         self.faults = Faults(**fields)
         self._errors_until = self._now() + self.faults.error_seconds if self.faults.error_seconds else 0.0
 
     def console(self) -> dict[str, Any]:
-        """Return the whole state."""
         return {
             "machines": [{**asdict(machine), "is_billed": machine.is_billed} for machine in self._machines.values()],
             "requests": self._requests,
@@ -279,7 +277,6 @@ class Rental:
             Path(machine.directory).mkdir(exist_ok=True)
 
     def save(self) -> None:
-        """Save the whole state, for `restore`."""
         self._saved = copy.deepcopy((self.faults, self._errors_until, self._machines, self._by_token, self._requests))
 
     def restore(self) -> None:
@@ -307,7 +304,6 @@ def verb_of(method: str, path: str) -> str:
 
 
 def _shown(machine: Machine) -> dict[str, Any]:
-    """Return what a customer sees of a machine."""
     names = ("id", "type", "is_spot", "price_per_hour", "rank", "tags", "directory", "state")
     return {name: getattr(machine, name) for name in names}
 
@@ -415,7 +411,6 @@ async def _end_of_stdin() -> None:
 
 
 def main(folder: Path) -> None:
-    """Serve until stdin ends."""
     with SharedClock(folder / "clock") as clock, contextlib.suppress(KeyboardInterrupt):
         asyncio.run(Server(Rental(folder, clock.time)).serve(_end_of_stdin, lambda port: print(port, flush=True)))
 

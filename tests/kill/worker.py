@@ -19,7 +19,6 @@ from tests.kill.console import RunningService
 
 
 def main(folder: Path, safeguard: str, *numbers: int) -> None:
-    """Run points with this safeguard."""
     os.environ |= {f"XDG_{kind}_HOME": str(folder / kind.lower()) for kind in ("CACHE", "CONFIG", "STATE")}
     os.environ["SKYWARD_LEDGER"] = f"sqlite:///{folder / 'ledger.db'}"
     with RunningService(folder / "service") as service:
@@ -70,7 +69,6 @@ def _reaped(service: RunningService, folder: Path, wanted: int) -> Iterator[Any]
 
 
 def _prepare(service: RunningService) -> None:
-    """Load everything once, for all forks."""
     logging.getLogger("skyward").addHandler(logging.NullHandler())
     logging.getLogger("skyward").propagate = False
     from skyward_core.ledger import database

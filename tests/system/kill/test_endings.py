@@ -97,13 +97,11 @@ class Program:
         return (self.bill / f"{fault}.met").exists()
 
     def lay(self, *faults: str) -> Program:
-        """Install faults in the provider."""
         for fault in faults:
             (self.bill / fault).touch()
         return self
 
     def go_on(self) -> None:
-        """Answer its `input()`."""
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
@@ -137,7 +135,6 @@ class Program:
         return billed + [f"process {pid}" for pid in sorted(self._pids())]
 
     def nodes(self) -> set[int]:
-        """The processes of its nodes."""
         return self._pids() & {pid for pid, _ in processes_by_tag("SKYWARD_INSTANCE_ID")}
 
     def leaves_nothing(self) -> None:
@@ -157,7 +154,6 @@ class Program:
         return not any((self._state / "skyward" / "nodes" / machine).exists() for machine in self.machines())
 
     def close(self) -> None:
-        """End what a failed test has left."""
         if self._process is not None:
             for file in self.bill.iterdir():
                 file.unlink(missing_ok=True)  # a living reaper finds nothing to do
@@ -171,7 +167,6 @@ class Program:
 
 @pytest.fixture
 def program(tmp_path: Path) -> Iterator[Program]:
-    """A program that was not started yet."""
     made = Program(tmp_path)
     with contextlib.closing(made):
         yield made
