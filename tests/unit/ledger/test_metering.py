@@ -1,5 +1,6 @@
 """The bill is price times time, by a clock that the test sets; and each second has one bucket."""
 
+import pickle
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 from decimal import Decimal
@@ -13,6 +14,8 @@ from skyward_core.ledger.adopted_time import metered_of
 from skyward_core.ledger.metering import PHASES, Meter
 from skyward_core.ledger.rows import Bucket, Intent, Price, ResourceKind
 from skyward_core.machines.offers import by_month
+from skyward_core.worker.streams import ReportedOutcomes
+from skyward_core.worker.wire import Outcome, OutcomeKind
 from tests.ledger.fixtures import NOON, MeterClock, machine
 
 NOTHING = dict.fromkeys(Bucket, 0.0)
@@ -282,3 +285,10 @@ def test_an_adopted_machine_that_is_gone_costs_what_was_recorded() -> None:
     clock, meter = adopted(recorded(RECORDED, gone_at=NOON + timedelta(seconds=100)), 500)
     clock.go(100)
     assert (meter.total(), meter.rented()) == (Decimal("1.00"), set())
+
+
+def test_the_result_of_a_batch_replaces_lost_reports() -> None:
+    """It has the same outcomes, and the duration of each call."""
+    returned = ReportedOutcomes({"c": Outcome("c", OutcomeKind.RESULT, seconds=2.0)}, 0, "i-1")
+    back = pickle.loads(pickle.dumps(returned))
+    assert (back.node, back.instance_id, back["c"].seconds) == (0, "i-1", 2.0)
