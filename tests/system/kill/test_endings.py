@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,6 +45,8 @@ class Program:
         self.ledger_url = f"sqlite:///{self.ledger_file}"
         self._state = home / "state"
         self._process: subprocess.Popen[str] | None = None
+        self._readers: list[threading.Thread] = []
+        self._stdout, self._stderr = list[str](), list[str]()
         self.bill.mkdir()
 
     def start(self, text: str) -> Program:
@@ -56,12 +59,15 @@ class Program:
             "SKYWARD_LEDGER": self.ledger_url,
             "XDG_STATE_HOME": str(self._state),
         }
-        with (self.home / "stdout").open("w") as stdout, (self.home / "stderr").open("w") as stderr:
-            pipes = {"stdin": subprocess.PIPE, "stdout": stdout, "stderr": stderr}
-            command = [sys.executable, str(script)]
-            self._process = subprocess.Popen(
-                command, cwd=self.home, env=environ, text=True, start_new_session=True, **pipes
-            )
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)  # a full disk must not stop the output
+        command = [sys.executable, str(script)]
+        self._process = subprocess.Popen(
+            command, cwd=self.home, env=environ, text=True, start_new_session=True, **pipes
+        )
+        for stream, lines in ((self._process.stdout, self._stdout), (self._process.stderr, self._stderr)):
+            assert stream is not None
+            self._readers.append(threading.Thread(target=lines.extend, args=(iter(stream.readline, ""),), daemon=True))
+            self._readers[-1].start()
         return self
 
     @property
@@ -75,11 +81,11 @@ class Program:
 
     @property
     def stdout(self) -> str:
-        return (self.home / "stdout").read_text()
+        return "".join(self._stdout)
 
     @property
     def stderr(self) -> str:
-        return (self.home / "stderr").read_text()
+        return "".join(self._stderr)
 
     @property
     def reaper_log(self) -> str:
@@ -109,6 +115,8 @@ class Program:
     def status(self, seconds: float = DEADLINE_SECONDS) -> int:
         """Wait until the program has ended; return its exit status."""
         self.wait_for(lambda: self.process.poll() is not None, "the program to end", seconds)
+        for reader in self._readers:
+            reader.join()
         return self.process.returncode
 
     def wait_for(self, condition: Callable[[], object], what: str, seconds: float = DEADLINE_SECONDS) -> None:
@@ -161,8 +169,13 @@ class Program:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self._process.kill()
-            with contextlib.suppress(BrokenPipeError):
-                self._process.communicate()
+            self._process.wait()
+            for reader in self._readers:
+                reader.join()
+            for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+                assert stream is not None
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
 
 
 @pytest.fixture
