@@ -6,11 +6,7 @@ from pathlib import Path
 import pytest
 
 from skyward_core.ledger.ledger import Ledger
-from tests.cleanup.pools import (
-    CloudProvider,
-    Time,
-    World,
-)
+from tests.cleanup.pools import CloudProvider, Time, World
 
 
 @pytest.fixture

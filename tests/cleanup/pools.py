@@ -16,15 +16,9 @@ from skyward_core.errors import LedgerError
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Intent, PoolEntry, Price, ResourceKind, ResourceRequest
 from skyward_core.machines.owner import Owner, OwnerState
-from skyward_core.providers.base import (
-    CREATED_TAG,
-    LAUNCH_TAG,
-    OWNER_TAG,
-    POOL_TAG,
-    PROCESS_TAG,
-    RANK_TAG,
-)
+from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG
 from tests.fakes import FakeProvider
+from tests.ledger.fixtures import open_pool
 
 ROOT = Path(__file__).parents[2]
 START = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
@@ -60,9 +54,7 @@ class Time:
 
 
 class CloudProvider(FakeProvider):
-    """A cloud. Every process sees its machines, and a creating call may still be in progress when its caller is
-    dead.
-    """
+    """A cloud."""
 
     name: ClassVar[str] = "cloud"
     is_here: ClassVar[bool] = False
@@ -98,15 +90,12 @@ class LaggingProvider(CloudProvider):
 
 
 class FolderProvider(Provider):
-    """Machines are files in a folder, which any process may list: a cloud for several processes.
-
-    The folder `log` has a line for each termination.
-    """
+    """Machines are files in a folder, which any process may list. `log` has a line for each termination."""
 
     name: ClassVar[str] = "folder"
     folder: str
 
-    def launch(self, offer: Offer | None, count: int, tags: Mapping[str, str], startup: str) -> list[Instance]:
+    def launch(self, offer: Offer | None, count: int, tags: Mapping[str, str], startup: str = "") -> list[Instance]:
         first = int(tags[RANK_TAG])
         return [self._start({**tags, RANK_TAG: str(rank)}) for rank in range(first, first + count)]
 
@@ -167,14 +156,8 @@ class World:
         self, pool_id: str = "sky-1", owner: Owner = DEAD, lease_seconds: float = 120, account: str | None = None
     ) -> str:
         expires = self.hands.now + timedelta(seconds=lease_seconds)
-        self.ledger.open_pool(
-            pool_id,
-            owner=owner,
-            provider=self.provider.to_json(),
-            spec_json="{}",
-            lease_expires_at=expires,
-            account=account,
-        )
+        provider = self.provider.to_json()
+        open_pool(self.ledger, pool_id, owner, provider=provider, lease_expires_at=expires, account=account)
         return pool_id
 
     def intend(self, pool_id: str, nodes: int = 1, first: int = 0, owner: Owner = DEAD) -> list[Intent]:
@@ -240,15 +223,8 @@ def life(its: Intent, now: datetime) -> float:
 
 
 def entry(pool_id: str = "sky-1", owner: Owner = DEAD, lease_seconds: float = 100, **fields: Any) -> PoolEntry:
-    return PoolEntry(
-        pool_id,
-        owner,
-        {"name": "cloud"},
-        "{}",
-        START - timedelta(hours=1),
-        START + timedelta(seconds=lease_seconds),
-        **fields,
-    )
+    opened, expires = START - timedelta(hours=1), START + timedelta(seconds=lease_seconds)
+    return PoolEntry(pool_id, owner, {"name": "cloud"}, "{}", opened, expires, **fields)
 
 
 def intent(

@@ -1,3 +1,1 @@
-"""Kill -9 at every boundary: a fake rental service over HTTP, its provider, generated kill points, and a check of what
-is alive after each.
-"""
+"""Kill -9 at every boundary: a fake rental service, its provider, kill points, and a check of what is alive after."""

@@ -1,7 +1,4 @@
-"""`python -m tests.kill [--points N] [--reaped N] [--seed N]`: kill at generated points and print the matrix.
-
-The exit code is 1 if a machine was left or a point has a problem.
-"""
+"""`python -m tests.kill [--points N] [--reaped N] [--seed N]`"""
 
 from __future__ import annotations
 

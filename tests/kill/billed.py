@@ -1,9 +1,4 @@
-"""A provider whose nodes are real processes of this machine, each with a file as its bill.
-
-The bill goes on when the processes are dead, until the machine is terminated. Faults are files in its folder, which the
-test creates. Each makes one call hang for ever and is then renamed to `NAME.met`. While the file `is-down` exists,
-every call fails.
-"""
+"""A provider whose nodes are real processes of this machine, each with a file as its bill."""
 
 from __future__ import annotations
 

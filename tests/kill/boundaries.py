@@ -1,21 +1,20 @@
-"""Boundaries at which a process may be killed.
-
-They are before, inside and after each transaction that writes to the ledger, and before, during and after each request
-to the provider.
-"""
+"""Boundaries at which a process may be killed."""
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import signal
 import struct
 import sys
 import threading
-from collections.abc import Generator
+import traceback
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import httpx
 
@@ -42,10 +41,7 @@ PHASES = list(Phase)
 
 
 class Boundaries:
-    """Counts the boundaries that a process reaches, and kills it at the one for which it is armed.
-
-    The count outlives the process, so that its parent can read it.
-    """
+    """Counts the boundaries that a process reaches, and kills it at the one for which it is armed."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, _SHAPE.size)  # shared with every fork
@@ -55,7 +51,6 @@ class Boundaries:
         """Phase and label of each boundary, in the process that reached it."""
 
     def close(self) -> None:
-        """Release the memory."""
         self._memory.close()
 
     def arm(self, kill_at: int) -> None:
@@ -66,21 +61,17 @@ class Boundaries:
 
     @property
     def count(self) -> int:
-        """How many boundaries were reached."""
         return int(_SHAPE.unpack(self._memory[:])[0])
 
     @property
     def phase(self) -> Phase:
-        """The phase of the pool."""
         return PHASES[_SHAPE.unpack(self._memory[:])[1]]
 
     def enter(self, phase: Phase) -> None:
-        """Record that the pool has reached this phase."""
         with self._lock:
             self._memory[:] = _SHAPE.pack(self.count, PHASES.index(phase))
 
     def reach(self, label: str) -> None:
-        """Count one boundary."""
         with self._lock:
             phase = _next(self.phase, label)
             self._memory[:] = _SHAPE.pack(self.count + 1, PHASES.index(phase))
@@ -105,6 +96,27 @@ class Boundaries:
 
         Database.write = writing  # type: ignore[method-assign]
         wire.transport = lambda: _Wire(transport(), self)
+
+
+def run_in_fork(boundaries: Boundaries, folder: Path, work: Callable[[], object], seconds: int) -> NoReturn:
+    """Run a function in this fork, which ends with it. Write the boundaries that it has passed, or its error."""
+    status = 1
+    try:
+        signal.alarm(seconds)
+        boundaries.install()
+        work()
+        (folder / "passed").write_text(json.dumps(boundaries.passed))
+        status = 0
+    except BaseException:
+        (folder / "crash").write_text(traceback.format_exc())
+    finally:
+        os._exit(status)
+
+
+def signal_of(pid: int) -> int:
+    """Wait for the end of a fork; return 0, the signal that ended it, or minus its exit status."""
+    _, status = os.waitpid(pid, 0)
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else -os.WEXITSTATUS(status)
 
 
 class _Wire(httpx.BaseTransport):
@@ -138,10 +150,7 @@ def _verb_above() -> str:
 
 
 def _next(phase: Phase, label: str) -> Phase:
-    """The phase of the pool at this boundary.
-
-    A replacement is one phase, with all that it requests and ends.
-    """
+    """The phase of the pool at this boundary. A replacement is one phase, with all that it requests and ends."""
     if phase is Phase.REPLACING:
         return phase
     match label:

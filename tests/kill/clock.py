@@ -25,10 +25,7 @@ advance it.
 
 
 class SharedClock:
-    """Real time and the offset in a file, which is created if it does not exist.
-
-    It is safe to use from several threads and across a fork; `close` it after use.
-    """
+    """Real time and the offset in a file, which is created if it does not exist."""
 
     def __init__(self, path: Path) -> None:
         if not path.exists():
@@ -44,33 +41,26 @@ class SharedClock:
         self.close()
 
     def close(self) -> None:
-        """Close the file."""
         self._memory.close()
 
     @property
     def offset_seconds(self) -> float:
-        """How far the clock has been advanced."""
         return float(_SHAPE.unpack(self._memory[:])[0])
 
     def advance(self, seconds: float) -> None:
-        """Advance the clock."""
         with self._lock:
             self._memory[:] = _SHAPE.pack(self.offset_seconds + seconds)
 
     def reset(self, offset_seconds: float = 0.0) -> None:
-        """Set the clock back to real time plus this offset."""
         self._memory[:] = _SHAPE.pack(offset_seconds)
 
     def monotonic(self) -> float:
-        """Seconds, as `time.monotonic` counts them."""
         return _real_monotonic() + self.offset_seconds
 
     def time(self) -> float:
-        """Seconds since 1970."""
         return _real_time() + self.offset_seconds
 
     def utc(self) -> datetime:
-        """The time of day, in UTC."""
         return datetime.fromtimestamp(self.time(), UTC)
 
     def sleep(self, seconds: float) -> None:
@@ -82,10 +72,7 @@ class SharedClock:
             _real_sleep(0)
 
     def take_over(self) -> Callable[[], None]:
-        """Make this the clock of the whole process; returns what restores the old one.
-
-        Call this before importing the code under test, because it binds the functions of `time` at its import.
-        """
+        """Make this the clock of the whole process; returns what restores the old one."""
         time.monotonic, time.time, time.sleep = self.monotonic, self.time, self.sleep
 
         def put_back() -> None:

@@ -1,6 +1,4 @@
-"""The operator's side of the rental service, for tests: it starts the service in a process, sets its faults, and reads
-its full state.
-"""
+"""The operator's side of the rental service: it starts the service, sets its faults, and reads its full state."""
 
 from __future__ import annotations
 
@@ -21,17 +19,12 @@ REPOSITORY = Path(__file__).parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The state that the console shows: every machine ever created, and every request.
-
-    `customers`: how many were still connected, killed or hung.
-    """
+    """The state that the console shows: every machine ever created, and every request."""
 
     machines: tuple[dict[str, Any], ...]
     requests: tuple[dict[str, Any], ...]
-    customers: int = 0
 
     def billed(self, pool_id: str | None = None) -> set[str]:
-        """Ids of the machines that are billed now."""
         return {
             machine["id"]
             for machine in self.machines
@@ -39,7 +32,6 @@ class Seen:
         }
 
     def of(self, pool_id: str) -> list[dict[str, Any]]:
-        """All machines that a pool ever had."""
         return [machine for machine in self.machines if machine["tags"].get("skyward-pool") == pool_id]
 
     def touched(self) -> set[str]:
@@ -52,15 +44,11 @@ class Seen:
         }
 
     def count(self, verb: str) -> int:
-        """How often a request was made."""
         return sum(request["verb"] == verb for request in self.requests)
 
 
 class RunningService:
-    """A rental service in its own process, with its machines' files in a folder.
-
-    A context manager; the operator has one connection.
-    """
+    """A rental service in its own process, with its machines' files in a folder."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +76,6 @@ class RunningService:
         self.close()
 
     def close(self) -> None:
-        """End the service."""
         self._connection.close()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -99,13 +86,12 @@ class RunningService:
 
     @property
     def pid(self) -> int:
-        """Its process."""
         return self._process.pid
 
     def look(self) -> Seen:
         """Return what the console shows, after the requests of killed clients have been processed."""
         seen = self._ask("GET", "/admin/console")
-        return Seen(tuple(seen["machines"]), tuple(seen["requests"]), seen["customers"])
+        return Seen(tuple(seen["machines"]), tuple(seen["requests"]))
 
     def break_down(self, **faults: Any) -> None:
         """Set these faults (`service.Faults`), and no others, from now on."""
@@ -127,7 +113,6 @@ class RunningService:
         self._ask("POST", "/admin/restore", {})
 
     def shut_down(self, machine_id: str) -> None:
-        """Do what a machine does that ends itself."""
         self._ask("POST", f"/machines/{machine_id}/shutdown")
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:

@@ -1,9 +1,7 @@
-"""The process that is killed: it opens a pool on the rental service, loses and replaces nodes, and ends the pool, in
-milliseconds.
+"""The process that is killed: it opens a pool on the rental service, loses and replaces nodes, and ends the pool.
 
-Everything that spends money is real: ComputePool, its session, journal, spending limit and machines, the ledger, and
-the provider's requests. Replaced by stand-ins are the nodes (their "software" is `BootingReach`), with their Dask
-cluster, and the reaper, unless the reaper is tested.
+Everything that spends money is real. Stand-ins replace the nodes, their Dask cluster, and the reaper, unless that is
+tested.
 """
 
 from __future__ import annotations
@@ -47,10 +45,7 @@ class Ends(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What a driver does until it is killed.
-
-    `faults` exist from the beginning, `late_faults` after the pool is open. `lost` are ranks to replace.
-    """
+    """What a driver does until it is killed."""
 
     number: int = 0
     nodes: int = 2
@@ -77,7 +72,6 @@ class Scenario:
         return f"scenario {self.number}: {', '.join(f'{name}={value}' for name, value in settings.items())}"
 
     def provider(self, url: str) -> HttpRental:
-        """Return the provider to rent from."""
         hangs = any(name.startswith("hangs") for name in (*self.faults, *self.late_faults))
         return KINDS[self.kind](url=url, timeout_seconds=0.2 if hangs else 10.0)
 
@@ -195,10 +189,6 @@ machines are gone. A later sweep sees them.
 
 
 def drive(scenario: Scenario, url: str, boundaries: Boundaries, clock: SharedClock) -> None:
-    """Run a scenario to its end.
-
-    Errors of ours and of the connection may follow from the faults; any other error is raised.
-    """
     from skyward_core.errors import SkywardError
     from skyward_core.pool import ComputePool
     from skyward_core.spec import PoolSpec
@@ -270,7 +260,6 @@ def _work(scenario: Scenario, pool: Any, boundaries: Boundaries, clock: SharedCl
 
 
 def _beat(scenario: Scenario, opened: Any) -> None:
-    """Run what a pool's clock does every few seconds."""
     opened._bookkeeping.journal.renew()
     opened._bookkeeping.journal.note()
     opened._limits.check_money()
@@ -282,19 +271,15 @@ def _beat(scenario: Scenario, opened: Any) -> None:
 
 
 class Operator:
-    """The service's operator, for a forked process: a new connection for each request, so that it shares none with its
-    parent.
-    """
+    """The service's operator, for a forked process: a new connection for each request, so that none is shared."""
 
     def __init__(self, url: str) -> None:
         self._place = urlsplit(url).netloc
 
     def break_down(self, **faults: Any) -> None:
-        """Set these faults, and no others, from now on."""
         self._ask("/admin/faults", faults)
 
     def shut_down(self, machine_id: str) -> None:
-        """End a machine as if by itself."""
         self._ask(f"/machines/{machine_id}/shutdown", {})
 
     def _ask(self, path: str, body: Mapping[str, Any]) -> None:
@@ -304,9 +289,6 @@ class Operator:
         answer.read()
         connection.close()
         assert answer.status < 300
-
-
-# ── stand-ins ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def prepare_process() -> None:
@@ -342,7 +324,6 @@ def prepare_process() -> None:
 
 @contextmanager
 def no_reaper() -> Generator[None]:
-    """Open pools without a reaper."""
     from skyward_core.session import session_reaper
 
     reaper = session_reaper.Reaper
@@ -363,7 +344,6 @@ class _NoReaper:
         return cls()
 
     def __getattr__(self, verb: str) -> Callable[..., None]:
-        """Ignores all that it receives."""
         return lambda *_, **__: None
 
 
@@ -389,11 +369,9 @@ class _Draining:
     def drain(self, rank: int) -> tuple[int, int]:
         return 0, 0
 
-    def free(self, rank: int) -> None: ...
+    def _ignore(self, *_: object) -> None: ...
 
-    def keep(self, ranks: object) -> None: ...
-
-    def announce(self) -> None: ...
+    free = keep = announce = _ignore
 
     def left_nodes(self) -> dict[int, float]:
         return {}
@@ -420,16 +398,10 @@ class _Cluster:
         for node in lease.nodes:
             emit(BootstrapCompleted(node.instance.id))
 
-    def start(self, *_: object) -> None: ...
-    def watch(self, *_: object) -> None: ...
-    def close(self, *_: object) -> None: ...
-    def leave(self, *_: object) -> None: ...
-    def drain(self, *_: object) -> None: ...
-    def give_up(self, *_: object) -> None: ...
-    def know(self, *_: object) -> None: ...
-    def resume(self, *_: object) -> None: ...
-    def restart(self, *_: object) -> None: ...
-    def forget(self, *_: object) -> None: ...
+    def _ignore(self, *_: object) -> None: ...
+
+    start = watch = close = leave = drain = give_up = know = resume = restart = forget = _ignore
+
     def has_work(self) -> bool:
         return False
 

@@ -1,6 +1,4 @@
-"""The common start of the programs of `test_endings.py`: a pool on billed machines, a call that does not end, and
-signals as a shell sets them.
-"""
+"""The common start of the programs of `test_endings.py`"""
 
 from __future__ import annotations
 
@@ -18,7 +16,6 @@ HOME = Path(os.environ["ENDINGS_HOME"])
 
 
 def pool(**options: Any) -> sky.ComputePool:
-    """Return a pool of one node, not open yet."""
     price = options.pop("price_per_hour", 1.0)
     provider = Billed(folder=str(HOME / "billed"), price_per_hour=price)
     return sky.ComputePool(provider=provider, display="quiet", collect_metrics=False, **options)
@@ -26,19 +23,16 @@ def pool(**options: Any) -> sky.ComputePool:
 
 @sky.compute
 def long_call(home: str) -> None:
-    """Report that it runs, and do not end."""
     Path(home, "running").touch()
     time.sleep(600)
 
 
 @sky.compute
 def quick_call() -> str:
-    """Return at once."""
     return "done"
 
 
 def say(word: str) -> None:
-    """Send a line to the test."""
     sys.stdout.write(f"{word}\n")
     sys.stdout.flush()
 

@@ -19,10 +19,7 @@ PAUSE = "0.05"
 
 
 def left_alone(service: RunningService, machines: Sequence[dict[str, Any]], lease_seconds: float) -> list[str]:
-    """Start the guards of these machines as they were at boot, and advance their clock.
-
-    Just before the lease ends all of them live; just after it none lives.
-    """
+    """Start the guards of these machines as they were at boot, and advance their clock."""
     if not machines:
         return []
     began = float(Path("/proc/uptime").read_text().split()[0])

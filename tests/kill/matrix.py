@@ -6,8 +6,8 @@ import json
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,80 +45,41 @@ def work_off(
 def run(
     arguments: Sequence[Sequence[object]], report: Callable[[dict[str, Any]], object] = lambda point: None
 ) -> list[dict[str, Any]]:
-    """Run workers with these arguments at once; return their points. Raises RuntimeError if one fails.
-
-    Each has its own service, ledger and folders, in memory.
-    """
+    """Run workers with these arguments at once; return their points."""
     found: list[dict[str, Any]] = []
     memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="skyward-kill-", dir=memory if memory.is_dir() else None) as folder:
-        workers = [
-            _Worker(Path(folder) / str(number), list(map(str, its)), found, report)
-            for number, its in enumerate(arguments)
-        ]
-        try:
-            for worker in workers:
-                worker.join()
-        finally:
-            for worker in workers:
-                worker.end()
-    if failed := [worker.trouble for worker in workers if worker.trouble]:
+    with (
+        tempfile.TemporaryDirectory(prefix="skyward-kill-", dir=memory if memory.is_dir() else None) as folder,
+        ThreadPoolExecutor(len(arguments)) as threads,
+    ):
+
+        def work(number: int) -> str:
+            place = Path(folder) / str(number)
+            place.mkdir()
+            command = [sys.executable, "-m", "tests.kill.worker", str(place), *map(str, arguments[number])]
+            pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+            with (place / "errors").open("wb") as errors:
+                process = subprocess.Popen(command, cwd=REPOSITORY, stderr=errors, text=True, **pipes)
+            with process:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    found.append(json.loads(line))
+                    report(found[-1])
+            if not process.returncode:
+                return ""
+            return f"a worker ended with {process.returncode}:\n{(place / 'errors').read_text()}"
+
+        failed = [trouble for trouble in threads.map(work, range(len(arguments))) if trouble]
+    if failed:
         raise RuntimeError("\n".join(failed))
     return found
 
 
-class _Worker:
-    """A process, and the thread that reads its output."""
-
-    def __init__(
-        self,
-        folder: Path,
-        arguments: Sequence[str],
-        found: list[dict[str, Any]],
-        report: Callable[[dict[str, Any]], object],
-    ) -> None:
-        folder.mkdir()
-        self.trouble = ""
-        self._found = found
-        self._report = report
-        self._errors = folder / "errors"
-        with self._errors.open("wb") as errors:
-            command = [sys.executable, "-m", "tests.kill.worker", str(folder), *arguments]
-            self._process = subprocess.Popen(
-                command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True
-            )
-        self._reader = threading.Thread(target=self._read, name=f"kill-{folder.name}")
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            point = json.loads(line)
-            self._found.append(point)
-            self._report(point)
-
-    def join(self) -> None:
-        """Wait until its work is done."""
-        self._reader.join()
-        if self._process.wait():
-            self.trouble = f"a worker ended with {self._process.returncode}:\n{self._errors.read_text()}"
-
-    def end(self) -> None:
-        """End it if it still runs."""
-        self._process.kill()
-        self._process.wait()
-        self._reader.join()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
-
-
 def is_kill(point: dict[str, Any]) -> bool:
-    """Return whether a process was killed."""
     return point["killed"] != "none"
 
 
 def wrong(points: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the problems, a line for each point."""
     return [
         f"{point['scenario']}; killed: {point['killed']} at {point['boundary']}/{point['then']} ({point['phase']}); safeguard: {point['safeguard']}: {'; '.join(point['problems'])}"
         for point in points

@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.kill import driver, worker
-from tests.kill.boundaries import Boundaries
+from tests.kill.boundaries import Boundaries, run_in_fork, signal_of
 from tests.kill.console import RunningService
 from tests.kill.provider import PromptRental
 
@@ -59,13 +58,9 @@ class Stage:
         self._folder = folder
         self._stayers: list[tuple[int, int]] = []
 
-    # ── processes ────────────────────────────────────────────────────────────────────────────────────────────────────
-
     def fork(self, work: Callable[[], object], kill_at: int = 0) -> int:
         """Run a function in a process that dies at a boundary; return the signal that ended it, or minus its status."""
-        pid = self._start(work, kill_at)
-        _, status = os.waitpid(pid, 0)
-        return os.WTERMSIG(status) if os.WIFSIGNALED(status) else -os.WEXITSTATUS(status)
+        return signal_of(self._start(work, kill_at))
 
     def _start(self, work: Callable[[], object], kill_at: int = 0) -> int:
         assert threading.active_count() == 1, threading.enumerate()
@@ -73,21 +68,10 @@ class Stage:
         self.boundaries.arm(kill_at)
         if pid := os.fork():
             return pid
-        status = 1
-        try:
-            signal.alarm(CHILD_SECONDS)
-            self.boundaries.install()
-            with driver.no_reaper():
-                work()
-            (self._folder / "passed").write_text(json.dumps(self.boundaries.passed))
-            status = 0
-        except BaseException:
-            (self._folder / "crash").write_text(traceback.format_exc())
-        finally:
-            os._exit(status)
+        with driver.no_reaper():
+            run_in_fork(self.boundaries, self._folder, work, CHILD_SECONDS)
 
     def pool(self, keep_warm: float = 0.0, nodes: int | tuple[int, int] = 1) -> Any:
-        """Return the pool of the name, not yet open."""
         from skyward_core.pool import ComputePool
 
         return ComputePool(
@@ -123,7 +107,6 @@ class Stage:
                 time.sleep(0.002)
 
     def end(self) -> None:
-        """End the processes that stay."""
         for pid, go in self._stayers:
             os.close(go)
             with suppress(ProcessLookupError):
@@ -131,15 +114,12 @@ class Stage:
             os.waitpid(pid, 0)
         self._stayers.clear()
 
-    # ── what is there ────────────────────────────────────────────────────────────────────────────────────────────────
-
     def ledger(self) -> Any:
         from skyward_core.ledger.ledger import Ledger
 
         return Ledger(self.url, clock=self.service.clock.utc)
 
     def clear(self) -> None:
-        """Delete all machines and all rows."""
         self.service.reset()
         with self.ledger() as ledger, ledger._database.write() as connection:
             for table in ("clients", "names", "leases", "calls", "attempts", "resources", "shares", "pools"):
@@ -151,7 +131,6 @@ class Stage:
         return path.read_text()[-1500:] if path.exists() else ""
 
     def passed(self) -> list[str]:
-        """The boundaries that the last process has reached."""
         return [label for _, label in json.loads((self._folder / "passed").read_text())]
 
     def let_leases_end(self) -> set[str]:
@@ -171,9 +150,6 @@ def _runs(pid: int) -> bool:
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
     return False
-
-
-# ── scenarios ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _use(stage: Stage, keep_warm: float = 0.0) -> None:
@@ -234,10 +210,7 @@ class Scenario:
 SCENARIOS: Sequence[Scenario] = (
     Scenario("it rents, and leaves as the last", lambda stage: None, _use),
     Scenario(
-        "it rents, and leaves a warm pool",
-        lambda stage: None,
-        lambda stage: _use(stage, WARM_SECONDS),
-        WARM_SECONDS,
+        "it rents, and leaves a warm pool", lambda stage: None, lambda stage: _use(stage, WARM_SECONDS), WARM_SECONDS
     ),
     Scenario("it joins and leaves, another stays", lambda stage: stage.stay(), _use),
     Scenario("it joins, and leaves as the last", lambda stage: stage.stay(), _use_last),
@@ -258,9 +231,6 @@ SCENARIOS: Sequence[Scenario] = (
     Scenario("it grows, and leaves as the last", lambda stage: None, _grow, nodes=ELASTIC),
     Scenario("it grows and shrinks, and leaves as the last", lambda stage: None, _grow_and_shrink, nodes=ELASTIC),
 )
-
-
-# ── points ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def points(stage: Stage, scenario: Scenario, every: int) -> Iterator[Point]:
@@ -328,7 +298,6 @@ def _open_next(stage: Stage, scenario: Scenario) -> None:
 
 
 def main(folder: Path, url: str, every: int, first: int = 0) -> None:
-    """Run all scenarios on this ledger."""
     os.environ |= {f"XDG_{kind}_HOME": str(folder / kind.lower()) for kind in ("CACHE", "CONFIG", "STATE")}
     os.environ["SKYWARD_LEDGER"] = url
     with RunningService(folder / "service") as service:

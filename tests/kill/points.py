@@ -1,6 +1,4 @@
-"""One point: a driver is killed at a boundary, one safeguard recovers, and the machines found alive are compared with
-those that may live.
-"""
+"""One point: a driver is killed at a boundary, one safeguard recovers, and what is alive is judged."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from decimal import Decimal
 from enum import StrEnum
@@ -21,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.kill import driver, guards
-from tests.kill.boundaries import Boundaries, Phase
+from tests.kill.boundaries import Boundaries, Phase, run_in_fork, signal_of
 from tests.kill.console import RunningService, Seen
 from tests.kill.driver import LEASE_SECONDS, Ends, Scenario
 from tests.kill.provider import HttpRental, HttpRentalHere
@@ -36,7 +34,7 @@ TOLERANCE_SECONDS = 2.0
 """Allowed difference between the service's clock and the ledger's, which are read at different moments on a busy
 machine.
 """
-LONG = timedelta(days=1)
+AGE, DAY_SECONDS = timedelta(hours=2), 86400.0
 
 
 class Killed(StrEnum):
@@ -60,10 +58,8 @@ class Safeguard(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The result of one point.
-
-    `alive_before`: machines of the pool that were billed after the kill. `alive`: machines that live after the
-    safeguard and should not.
+    """The result of one point: machines of the pool that were billed after the kill, and that live after the safeguard
+    and should not.
     """
 
     scenario: str
@@ -76,16 +72,10 @@ class Point:
     alive: int
     problems: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """Pools and machines of other users, which must not change: the service's records of them, and the ledger with
-    those that it has.
-    """
+    """Pools and machines of other users, which must not change: the service's records of them, and their ledger."""
 
     machines: Sequence[dict[str, Any]]
     ledger: Path
@@ -95,9 +85,7 @@ class Others:
 
 @dataclass(slots=True)
 class Round:
-    """A worker's tools: the service, a folder, and the processes to kill, which are forks of this process. This process
-    must have one thread.
-    """
+    """A worker's tools. The processes to kill are forks of this one, which must have one thread."""
 
     service: RunningService
     folder: Path
@@ -113,21 +101,34 @@ class Round:
             self.boundaries.arm(0)
             provider = self._begin(scenario)
             self._drive(scenario)
-            assert not (problems := self._recover(scenario, provider, Safeguard.SWEEP) + self._judge(provider)[1]), (
-                problems
-            )
+            assert not (problems := self._recover(provider, Safeguard.SWEEP) + self._judge(provider)[1]), problems
         while threading.active_count() > 1:
             time.sleep(0.001)
         gc.collect()
         gc.freeze()  # a garbage collection in a fork would copy every page that it reads
 
-    # ── the points of a scenario ─────────────────────────────────────────────────────────────────────────────────────
+    def _kill(
+        self, scenario: Scenario, boundary: int, safeguard: Safeguard, killed: Killed = Killed.DRIVER, **how: Any
+    ) -> tuple[HttpRental, Point | None, bool]:
+        """Kill the driver at a boundary. Return the provider, the point as far as it is known, and whether it died.
+
+        There is no point if the boundary was not reached; if the process failed by itself, the point has the problem.
+        """
+        provider = self._begin(scenario)
+        died = self._fork(lambda: self._drive(scenario, **how), boundary)
+        if died == 0:
+            return provider, None, False
+        point = Point(str(scenario), boundary, 0, killed, safeguard, self.boundaries.phase, 0, 0)
+        if died != signal.SIGKILL:
+            return provider, replace(point, problems=(self._crash(died),)), False
+        return provider, replace(point, alive_before=self._alive_of_victims(provider)), True
+
+    def _judged(self, point: Point, provider: HttpRental, problems: list[str], **changes: Any) -> Point:
+        alive, more = self._judge(provider)
+        return replace(point, **{"alive": alive, "problems": tuple(problems + more), **changes})
 
     def points(self, scenario: Scenario) -> Iterator[Point]:
-        """Yield the points of a scenario: boundaries of the driver.
-
-        Some of them also run with other safeguards, or with the recovering process killed in turn.
-        """
+        """Yield the points of a scenario; some also with other safeguards, or with their process killed in turn."""
         yield self.unharmed(scenario)
         for boundary in self._boundaries():
             if (point := self.swept(scenario, boundary)) is None:
@@ -146,29 +147,20 @@ class Round:
                     pass
 
     def _boundaries(self) -> list[int]:
-        """Return the boundaries of the previous run.
-
-        A provider receives the same request many times: of equal ones the first, the last and a middle one remain.
-        """
         alike: dict[tuple[str, str], list[int]] = {}
         for boundary, passed in enumerate(json.loads((self.folder / "passed").read_text()), 1):
             alike.setdefault(tuple(passed), []).append(boundary)
         return sorted({boundary for its in alike.values() for boundary in (its[0], its[len(its) // 2], its[-1])})
 
     def _killed_in_turn(self, scenario: Scenario, boundary: int, killed: Killed) -> Iterator[Point]:
-        """Kill the driver, then the recovering process: at its first boundaries, its last ones, and some between them.
-
-        Each kill starts from the same saved state.
-        """
-        provider = self._begin(scenario)
-        if (died := self._fork(lambda: self._drive(scenario), boundary)) != signal.SIGKILL:
-            yield from _some(self._no_point(scenario, boundary, killed, Safeguard.SWEEP, died))
+        """Kill the driver, then the recovering process: at its first, its last, and some other boundaries."""
+        provider, point, is_dead = self._kill(scenario, boundary, Safeguard.SWEEP, killed)
+        if not is_dead or point is None:
+            yield from _some(point)
             return
-        phase = self.boundaries.phase
-        before = self._alive_of_victims(provider)
         work = self._sweep if killed is Killed.SWEEP else self._end_pool
         self._save()
-        self._fork(lambda: work(scenario, provider), 0)
+        self._fork(lambda: work(provider), 0)
         count, third = self.boundaries.count, MOST_IN_TURN // 3
         for then in sorted(
             {
@@ -178,14 +170,11 @@ class Round:
             }
         ):
             self._restore()
-            if (died := self._fork(lambda: work(scenario, provider), then)) != signal.SIGKILL:
-                yield from _some(self._no_point(scenario, boundary, killed, Safeguard.SWEEP, died))
-                continue
-            problems = self._recover(scenario, provider, Safeguard.SWEEP)
-            alive, more = self._judge(provider)
-            yield Point(
-                str(scenario), boundary, then, killed, Safeguard.SWEEP, phase, before, alive, tuple(problems + more)
-            )
+            died = self._fork(lambda: work(provider), then)
+            if died == signal.SIGKILL:
+                yield self._judged(point, provider, self._recover(provider, Safeguard.SWEEP), then=then)
+            elif died:
+                yield replace(point, problems=(self._crash(died),))
 
     def _save(self) -> None:
         """Save the state that the killed driver has left, including unfinished transactions of the ledger."""
@@ -209,56 +198,30 @@ class Round:
         provider = self._begin(scenario)
         died = self._fork(lambda: self._drive(scenario), 0)
         problems = [] if died == 0 else [self._crash(died)]
-        seen = self.service.look()
-        before = len(seen.billed() - self.others[self._key(provider)].ids)
-        phase = self.boundaries.phase
-        problems += self._recover(scenario, provider, Safeguard.SWEEP)
-        alive, more = self._judge(provider)
-        return Point(str(scenario), 0, 0, Killed.NONE, Safeguard.CLOSE, phase, before, alive, tuple(problems + more))
+        before, phase = self._alive_of_victims(provider), self.boundaries.phase
+        point = Point(str(scenario), 0, 0, Killed.NONE, Safeguard.CLOSE, phase, before, 0)
+        return self._judged(point, provider, problems + self._recover(provider, Safeguard.SWEEP))
 
     def swept(self, scenario: Scenario, boundary: int, safeguard: Safeguard = Safeguard.SWEEP) -> Point | None:
         """Kill the driver; then sweep. None if the boundary was not reached."""
-        provider = self._begin(scenario)
-        if (died := self._fork(lambda: self._drive(scenario), boundary)) != signal.SIGKILL:
-            return self._no_point(scenario, boundary, Killed.DRIVER, safeguard, died)
-        phase = self.boundaries.phase
-        before = self._alive_of_victims(provider)
-        problems = self._recover(scenario, provider, safeguard)
-        alive, more = self._judge(provider)
-        return Point(str(scenario), boundary, 0, Killed.DRIVER, safeguard, phase, before, alive, tuple(problems + more))
+        provider, point, is_dead = self._kill(scenario, boundary, safeguard)
+        if not is_dead or point is None:
+            return point
+        return self._judged(point, provider, self._recover(provider, safeguard))
 
     def left_to_nodes(self, scenario: Scenario, boundary: int) -> Point | None:
         """Kill the driver; only the guards on the machines recover, on a clock that is advanced."""
-        provider = self._begin(scenario)
-        if (died := self._fork(lambda: self._drive(scenario), boundary)) != signal.SIGKILL:
-            return self._no_point(scenario, boundary, Killed.DRIVER, Safeguard.NODE, died)
-        phase = self.boundaries.phase
-        others = self.others[self._key(provider)]
-        machines = [
-            machine
-            for machine in self.service.look().machines
-            if machine["is_billed"] and machine["id"] not in others.ids
-        ]
+        provider, point, is_dead = self._kill(scenario, boundary, Safeguard.NODE)
+        if not is_dead or point is None:
+            return point
+        others = self._others(provider).ids
+        machines = [its for its in self.service.look().machines if its["is_billed"] and its["id"] not in others]
         problems = guards.left_alone(self.service, machines, LEASE_SECONDS)
-        alive = len(self.service.look().billed() - others.ids)
-        problems += self._recover(scenario, provider, Safeguard.SWEEP)
-        _, more = self._judge(provider)
-        return Point(
-            str(scenario),
-            boundary,
-            0,
-            Killed.DRIVER,
-            Safeguard.NODE,
-            phase,
-            len(machines),
-            alive,
-            tuple(problems + more),
-        )
+        alive = self._alive_of_victims(provider)
+        return self._judged(point, provider, problems + self._recover(provider, Safeguard.SWEEP), alive=alive)
 
     def faulty(self, scenario: Scenario) -> Iterator[Point]:
-        """Yield two points of a scenario: in one no process is killed and the pool closes; in the other the driver is
-        killed just before that, and a sweep recovers.
-        """
+        """Yield a point where the pool closes, and one where the driver is killed just before that."""
         yield self.unharmed(scenario)
         yield from _some(self.swept(replace(scenario, ends=Ends.KILLED), NEVER))
 
@@ -270,41 +233,21 @@ class Round:
             yield from _some(self.reaped(scenario, 1 + number * (count - 1) // max(1, wanted - 1)))
 
     def reaped(self, scenario: Scenario, boundary: int) -> Point | None:
-        """Kill the driver; its reaper, a real one, recovers. It takes real time, because the reaper uses the real
-        clock.
-        """
-        provider = self._begin(scenario)
-        if (died := self._fork(lambda: self._drive(scenario, has_reaper=True), boundary)) != signal.SIGKILL:
-            self._await_orphans()
-            return self._no_point(scenario, boundary, Killed.DRIVER, Safeguard.REAPER, died)
-        phase = self.boundaries.phase
-        before = self._alive_of_victims(provider)
+        """Kill the driver; its reaper, a real one, recovers in real time."""
+        provider, point, is_dead = self._kill(scenario, boundary, Safeguard.REAPER, has_reaper=True)
         problems = self._await_orphans()
+        if not is_dead or point is None:
+            return point
         if live := self._live(provider):
-            left = self._alive_of_victims(provider)
-            problems += (
-                [] if left == len(live) else [f"the reaper has touched a detached pool: {left} of {len(live)} are left"]
-            )
-            self._sweep(scenario, provider)
-            return Point(str(scenario), boundary, 0, Killed.DRIVER, Safeguard.REAPER, phase, before, 0, tuple(problems))
-        alive, more = self._judge(provider)
-        return Point(
-            str(scenario), boundary, 0, Killed.DRIVER, Safeguard.REAPER, phase, before, alive, tuple(problems + more)
-        )
-
-    def _no_point(
-        self, scenario: Scenario, boundary: int, killed: Killed, safeguard: Safeguard, died: int
-    ) -> Point | None:
-        """Handle a boundary that was not reached; if the process failed by itself, that is a problem."""
-        if died == 0:
-            return None
-        return Point(str(scenario), boundary, 0, killed, safeguard, self.boundaries.phase, 0, 0, (self._crash(died),))
+            if (left := self._alive_of_victims(provider)) != len(live):
+                problems.append(f"the reaper has touched a detached pool: {left} of {len(live)} are left")
+            self._sweep(provider)
+            return replace(point, problems=tuple(problems))
+        return self._judged(point, provider, problems)
 
     def _crash(self, died: int) -> str:
         path = self.folder / "crash"
         return f"the process ended with {died}: {path.read_text() if path.exists() else ''}"
-
-    # ── what runs in forks ───────────────────────────────────────────────────────────────────────────────────────────
 
     def _fork(self, work: Callable[[], object], kill_at: int) -> int:
         """Run a function in a fork that dies at a boundary; return 0, the signal that ended it, or minus its exit
@@ -315,22 +258,8 @@ class Round:
         self.boundaries.arm(kill_at)
         pid = os.fork()
         if pid == 0:
-            self._in_fork(work)
-        _, status = os.waitpid(pid, 0)
-        return os.WTERMSIG(status) if os.WIFSIGNALED(status) else -os.WEXITSTATUS(status)
-
-    def _in_fork(self, work: Callable[[], object]) -> None:
-        status = 1
-        try:
-            signal.alarm(CHILD_SECONDS)
-            self.boundaries.install()
-            work()
-            (self.folder / "passed").write_text(json.dumps(self.boundaries.passed))
-            status = 0
-        except BaseException:
-            (self.folder / "crash").write_text(traceback.format_exc())
-        finally:
-            os._exit(status)
+            run_in_fork(self.boundaries, self.folder, work, CHILD_SECONDS)
+        return signal_of(pid)
 
     def _drive(self, scenario: Scenario, *, has_reaper: bool = False) -> None:
         if has_reaper:
@@ -339,36 +268,36 @@ class Round:
             with driver.no_reaper():
                 driver.drive(scenario, self.service.url, self.boundaries, self.service.clock)
 
-    def _sweep(self, scenario: Scenario, provider: HttpRental, where: str = "") -> list[Any]:
+    def _sweep(self, provider: HttpRental, where: str = "") -> list[Any]:
         from skyward_core.cleanup.sweep import sweep
 
         with self._ledger(where) as ledger:
             return list(sweep(ledger, [provider], is_dry_run=False, clock=self.service.clock.utc).failures)
 
-    def _end_pool(self, scenario: Scenario, provider: HttpRental) -> None:
+    def _end_pool(self, provider: HttpRental) -> None:
         """Do what the reaper does once its driver has ended."""
         from skyward_core.cleanup.release import end_pool
         from skyward_core.errors import SkywardError
 
         with self._ledger() as ledger:
             for entry in ledger.pools():
-                if entry.id not in self.others[self._key(provider)].pools and not entry.lives_by_lease:
+                if entry.id not in self._others(provider).pools and not entry.lives_by_lease:
                     try:
                         end_pool(ledger, provider, entry.id, why="its driver is gone", clock=self.service.clock.utc)
                     except SkywardError:
                         return  # the reaper would try again; here the sweep does
 
-    # ── the prepared state ───────────────────────────────────────────────────────────────────────────────────────────
+    def _others(self, provider: HttpRental) -> Others:
+        return self.others[repr(provider.to_json())]
 
     def _begin(self, scenario: Scenario) -> HttpRental:
         """Prepare a ledger and a service with the pools of other users; return the provider."""
         provider = scenario.provider(self.service.url)
-        if self._key(provider) not in self.others:
+        key = repr(provider.to_json())
+        if key not in self.others:
             self.service.reset()
-            self.others[self._key(provider)] = self._make_others(
-                provider, self.folder / f"others-{len(self.others)}.db"
-            )
-        others = self.others[self._key(provider)]
+            self.others[key] = self._make_others(provider, self.folder / f"others-{len(self.others)}.db")
+        others = self._others(provider)
         self.service.reset(list(others.machines))
         for path in self.folder.glob(f"{self._path.name}*"):
             path.unlink()
@@ -380,52 +309,23 @@ class Round:
         is not in the ledger.
         """
         from skyward_core.ledger.ledger import Ledger
-        from skyward_core.ledger.rows import Account, Period, Price, ResourceKind, ResourceRequest
+        from skyward_core.ledger.rows import Account, Period
         from skyward_core.machines.owner import Owner
+        from tests.cleanup.pools import Time, World
 
-        here = Owner.here()
         elsewhere = Owner("another", "elsewhere", "another-boot", "1", 4242, "17")
         clock = self.service.clock.utc
         with Ledger(f"sqlite:///{path}", clock=clock) as ledger:
             ledger.set_account(Account(driver.ACCOUNT, Decimal(1000), Period.RUN))
-            for pool_id, owner, is_written in (
-                ("sky-mine", here, True),
-                ("sky-theirs", elsewhere, True),
-                ("sky-strange", elsewhere, False),
-            ):
-                tags = {
-                    "skyward-pool": pool_id,
-                    "skyward-rank": "0",
-                    "skyward-launch": f"{pool_id}-1",
-                    "skyward-owner": owner.name,
-                    "skyward-process": owner.process,
-                    "skyward-created": str(int(clock().timestamp()) - 7200),
-                }
-                machines = provider.launch(provider.offers(_anything())[0], 2, tags, "")
-                if is_written:
-                    ledger.open_pool(
-                        pool_id,
-                        owner=owner,
-                        provider=provider.to_json(),
-                        spec_json="{}",
-                        lease_expires_at=clock() + LONG,
-                    )
-                    requests = [
-                        ResourceRequest(
-                            ResourceKind.INSTANCE, provider.name, "here-1", f"{pool_id}-{rank}", f"{pool_id}-1-{rank}", tags | {"skyward-rank": str(rank)},
-                            clock() + LONG, Price(Decimal("3.6")),
-                        )
-                        for rank in range(2)
-                    ]  # fmt: skip
-                    intents = ledger.intend_all(pool_id, requests)
-                    ledger.bind_all({intent.id: machine.id for intent, machine in zip(intents, machines, strict=True)})
+            hands = Time()
+            hands.now = clock() - AGE
+            world = World(ledger, provider, hands)
+            for pool_id, owner in (("sky-mine", Owner.here()), ("sky-theirs", elsewhere)):
+                world.rent(world.pool(pool_id, owner, lease_seconds=DAY_SECONDS), 2, 0, owner)
+            world.launch("sky-strange", 2, 0, elsewhere)
         seen = self.service.look()
-        return Others(
-            seen.machines, path, frozenset({"sky-mine", "sky-theirs", "sky-strange"}), frozenset(seen.billed())
-        )
-
-    def _key(self, provider: HttpRental) -> str:
-        return repr(provider.to_json())
+        pools = frozenset({"sky-mine", "sky-theirs", "sky-strange"})
+        return Others(seen.machines, path, pools, frozenset(seen.billed()))
 
     @property
     def _path(self) -> Path:
@@ -438,24 +338,18 @@ class Round:
         return Ledger(f"sqlite:///{self.folder}/{where}{self._path.name}", clock=self.service.clock.utc)
 
     def _alive_of_victims(self, provider: HttpRental) -> int:
-        return len(self.service.look().billed() - self.others[self._key(provider)].ids)
+        return len(self.service.look().billed() - self._others(provider).ids)
 
-    # ── recovery ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _recover(self, scenario: Scenario, provider: HttpRental, safeguard: Safeguard) -> list[str]:
-        """Sweep until there is nothing to do, a minute apart. A detached pool must stay until its lease has expired.
-
-        Returns the problems.
-        """
+    def _recover(self, provider: HttpRental, safeguard: Safeguard) -> list[str]:
         problems: list[str] = []
         live = self._live(provider)
         if live:
-            problems += self._sweeps(scenario, provider, safeguard)
-            if (left := self.service.look().billed() - self.others[self._key(provider)].ids) != live:
+            problems += self._sweeps(provider, safeguard)
+            if (left := self.service.look().billed() - self._others(provider).ids) != live:
                 problems.append(f"machines of a live, detached pool were touched: {sorted(live ^ left)}")
             self.service.clock.advance(driver.DETACHED_SECONDS + 1)
         for _ in range(ROUNDS):
-            problems += self._sweeps(scenario, provider, safeguard)
+            problems += self._sweeps(provider, safeguard)
             if self._is_clean(provider):
                 break
             self.service.clock.advance(ROUND_SECONDS)
@@ -464,25 +358,24 @@ class Round:
         return problems + self._sweeps_idly(provider)
 
     def _live(self, provider: HttpRental) -> set[str]:
-        """Machines of a pool that lives on by its lease."""
         with self._ledger() as ledger:
             entries = [
                 entry
                 for entry in ledger.pools()
-                if entry.id not in self.others[self._key(provider)].pools and entry.lives_by_lease
+                if entry.id not in self._others(provider).pools and entry.lives_by_lease
             ]
             if not entries:
                 return set()
             assert entries[0].lease_expires_at > self.service.clock.utc()
             return self.service.look().billed(entries[0].id)
 
-    def _sweeps(self, scenario: Scenario, provider: HttpRental, safeguard: Safeguard) -> list[str]:
+    def _sweeps(self, provider: HttpRental, safeguard: Safeguard) -> list[str]:
         """Run one sweep, or two at once. Errors of a service with faults are expected."""
         crashes: list[str] = []
 
         def once(where: str = "") -> None:
             try:
-                self._sweep(scenario, provider, where)
+                self._sweep(provider, where)
             except BaseException:
                 crashes.append(traceback.format_exc())
 
@@ -496,7 +389,7 @@ class Round:
 
     def _is_clean(self, provider: HttpRental) -> bool:
         """Return whether the ledger has no open entry of the killed pool. Living machines are checked afterwards."""
-        others = self.others[self._key(provider)].pools
+        others = self._others(provider).pools
         with self._ledger() as ledger:
             return all(intent.pool_id in others for intent in ledger.open_intents()) and all(
                 entry.id in others for entry in ledger.pools()
@@ -529,13 +422,11 @@ class Round:
             time.sleep(0.01)
         return []
 
-    # ── what is found ────────────────────────────────────────────────────────────────────────────────────────────────
-
     def _judge(self, provider: HttpRental) -> tuple[int, list[str]]:
         """Compare living machines with those that may live, and the ledger with the service; return how many machines
         were left, and the problems.
         """
-        others = self.others[self._key(provider)]
+        others = self._others(provider)
         seen = self.service.look()
         problems: list[str] = []
         alive = seen.billed()
@@ -596,15 +487,8 @@ def _audit_machine(machine: dict[str, Any], intent: Any) -> Iterator[str]:
 
 
 def _children() -> set[int]:
-    """This process's children, including adopted ones."""
     me = os.getpid()
     return set(map(int, Path(f"/proc/{me}/task/{me}/children").read_text().split()))
-
-
-def _anything() -> Any:
-    from skyward_core.machines.offers import Requirements
-
-    return Requirements()
 
 
 def _some(point: Point | None) -> Iterator[Point]:

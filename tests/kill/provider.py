@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import httpx
 
-from skyward_core.errors import CredentialsError, InstancesLeft, NoCapacity
+from skyward_core.errors import NoCapacity
 from skyward_core.machines.instances import Instance, InstanceState
 from skyward_core.machines.offers import Offer, Requirements
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, Provider, Tags
@@ -25,10 +25,7 @@ again.
 
 
 class HttpRental(Provider):
-    """Rents machines of the service at `url`.
-
-    They are reached through their files on this machine, and have a guard, as those of a cloud have.
-    """
+    """Rents machines of the service at `url`."""
 
     name: ClassVar[str] = "http-rental"
     end_command: ClassVar[str] = """exec bash -c 'exec 9<>"/dev/tcp/127.0.0.1/$RENTAL_PORT"
@@ -37,22 +34,14 @@ printf "POST /machines/%s/shutdown HTTP/1.1\\r\\n\\r\\n" "$SKYWARD_INSTANCE_ID" 
 
     url: str
     timeout_seconds: float = 10.0
-    key: str = ""
-    """The account name that the service knows. An empty name is accepted."""
 
     def offers(self, want: Requirements) -> list[Offer]:
         sold: list[dict[str, Any]] = self._ask("GET", "/offers")["offers"]
         return [offer for machine in sold for offer in self._both(machine)]
 
     def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
-        requested = {
-            "count": count,
-            "type": offer.instance_type,
-            "is_spot": offer.is_spot,
-            "tags": dict(tags),
-            "startup": startup,
-            "token": tags[LAUNCH_TAG],
-        }
+        requested = {"count": count, "type": offer.instance_type, "is_spot": offer.is_spot, "tags": dict(tags)}
+        requested |= {"startup": startup, "token": tags[LAUNCH_TAG]}
         return [self._instance(machine) for machine in self._ask("POST", "/machines", requested)["machines"]]
 
     def instances(self, pool_id: str | None = None) -> list[Instance]:
@@ -75,14 +64,8 @@ printf "POST /machines/%s/shutdown HTTP/1.1\\r\\n\\r\\n" "$SKYWARD_INSTANCE_ID" 
                 if answer.status_code != HTTPStatus.NOT_FOUND:
                     self._body_of(answer)
         elif ids:
-            left = self._ask("DELETE", f"/machines?{httpx.QueryParams([('id', machine_id) for machine_id in ids])}")[
-                "left"
-            ]
-            if left:
-                raise InstancesLeft(f"the rental service could not end {', '.join(left)}", left)
-
-    def console_url(self, instance: Instance) -> str | None:
-        return f"{self.url}/console/{instance.id}"
+            query = httpx.QueryParams([("id", machine_id) for machine_id in ids])
+            self._ask("DELETE", f"/machines?{query}")
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         with self._client() as client:
@@ -97,52 +80,34 @@ printf "POST /machines/%s/shutdown HTTP/1.1\\r\\n\\r\\n" "$SKYWARD_INSTANCE_ID" 
         )
 
     def _body_of(self, answer: httpx.Response) -> Any:
-        """Return the service's answer. Raises CredentialsError and NoCapacity; any other failure is raised
-        unchanged.
-        """
-        if answer.status_code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-            raise CredentialsError(f"{self.url} refuses the key: give HttpRental another one")
         if answer.status_code == HTTPStatus.CONFLICT and answer.json().get("code") == "capacity":
             raise NoCapacity(f"{self.url}: {answer.json()['error']}")
         return answer.raise_for_status().json()
 
     def _both(self, machine: Mapping[str, Any]) -> list[Offer]:
-        on_demand = Offer(
-            provider=self.name,
-            instance_type=machine["type"],
-            region=machine["region"],
-            price_per_hour=machine["price_per_hour"],
-            vcpus=4,
-            memory_gb=16,
-        )
-        spot = {
-            "is_spot": True,
-            "price_per_hour": machine["spot_price_per_hour"],
-            "on_demand_price_per_hour": machine["price_per_hour"],
-        }
+        price = machine["price_per_hour"]
+        kind = {"provider": self.name, "instance_type": machine["type"], "region": machine["region"]}
+        on_demand = Offer(**kind, price_per_hour=price, vcpus=4, memory_gb=16)
+        spot = {"is_spot": True, "price_per_hour": machine["spot_price_per_hour"], "on_demand_price_per_hour": price}
         return [on_demand, on_demand.model_copy(update=spot)]
 
     def _instance(self, machine: Mapping[str, Any]) -> Instance:
+        price = machine["price_per_hour"]
         return Instance(
             id=machine["id"],
             provider=self.name,
             pool_id=machine["tags"].get(POOL_TAG, ""),
-            rank=machine["rank"],
             state=STATES[machine["state"]],
             region="here-1",
             instance_type=machine["type"],
-            is_spot=machine["is_spot"],
-            price_per_hour=machine["price_per_hour"],
-            on_demand_price_per_hour=3 * machine["price_per_hour"] if machine["is_spot"] else machine["price_per_hour"],
-            tags=machine["tags"],
-            directory=machine["directory"],
+            price_per_hour=price,
+            on_demand_price_per_hour=3 * price if machine["is_spot"] else price,
+            **{name: machine[name] for name in ("rank", "is_spot", "tags", "directory")},
         )
 
 
 class HttpRentalHere(HttpRental):
-    """The same with machines that run the whole bootstrap as their startup script. Every listing names them, as it does
-    processes of this machine.
-    """
+    """The same with machines that run the whole bootstrap as their startup script."""
 
     name: ClassVar[str] = "http-rental-here"
     is_here: ClassVar[bool] = True

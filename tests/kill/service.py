@@ -7,8 +7,7 @@
                                           the same token returns the same machines
     GET    /machines?tag=NAME:VALUE&page=N  -> {machines, next}; without a tag all machines
     DELETE /machines/ID                   404: it is gone, or never existed
-    DELETE /machines?id=A&id=B            -> {left, unknown}: ids that could not be ended, ids that are gone or
-                                          never existed
+    DELETE /machines?id=A&id=B            ends all of them
     POST   /machines/ID/shutdown          the machine ends itself
 
     GET    /admin/console                 all machines with their ends, and every request; waits until no customer
@@ -79,8 +78,6 @@ class Faults:
     """Requests that are never answered, and have no effect."""
     hangs_after: int = 0
     """Requests that take effect and are never answered."""
-    slow_seconds: float = 0.0
-    """How much longer each answer takes, in real time."""
 
 
 @dataclass(slots=True)
@@ -136,40 +133,21 @@ class Rental:
         """Process the request, unless a fault prevents it; every request is recorded."""
         verb = verb_of(method, path)
         ids = [value for name, value in query if name == "id"] or ([path.split("/")[2]] if path.count("/") > 1 else [])
-        noted: dict[str, Any] = {
-            "at": self._now(),
-            "verb": verb,
-            "ids": ids,
-            "token": body.get("token", ""),
-            "status": 0,
-        }
+        noted: dict[str, Any] = {"verb": verb, "ids": ids}
         self._requests.append(noted)
         answer = self._fault(verb) or self._do(verb, ids, query, body)
         if self._is_meant(verb) and self.faults.hangs_after:
             self.faults.hangs_after -= 1
             answer.never = True
-        noted["status"] = 0 if answer.never or answer.is_lost else int(answer.status)
         if verb == "create" and isinstance(answer.body, dict):
             noted["ids"] = [machine["id"] for machine in answer.body.get("machines", [])]
         return answer
 
-    # ── the customer's side ──────────────────────────────────────────────────────────────────────────────────────────
-
     def _do(self, verb: str, ids: list[str], query: list[tuple[str, str]], body: dict[str, Any]) -> Answer:
         match verb:
             case "offers":
-                return Answer(
-                    body={
-                        "offers": [
-                            {
-                                "type": "rental.1",
-                                "region": "here-1",
-                                "price_per_hour": PRICE_PER_HOUR,
-                                "spot_price_per_hour": SPOT_PRICE_PER_HOUR,
-                            }
-                        ]
-                    }
-                )
+                prices = {"price_per_hour": PRICE_PER_HOUR, "spot_price_per_hour": SPOT_PRICE_PER_HOUR}
+                return Answer(body={"offers": [{"type": "rental.1", "region": "here-1", **prices}]})
             case "create":
                 return self._create(body)
             case "list":
@@ -203,18 +181,9 @@ class Rental:
         machine_id = f"m-{uuid.uuid4().hex[:12]}"
         price = SPOT_PRICE_PER_HOUR if body["is_spot"] else PRICE_PER_HOUR
         tags = {**body["tags"], "skyward-rank": str(rank)}
-        machine = Machine(
-            machine_id,
-            body["type"],
-            body["is_spot"],
-            price,
-            rank,
-            tags,
-            body["startup"],
-            str(self._folder / machine_id),
-            now,
-            now + self.faults.create_lag_seconds,
-        )
+        folder, listed_from = str(self._folder / machine_id), now + self.faults.create_lag_seconds
+        bought = body["type"], body["is_spot"], price, rank, tags, body["startup"]
+        machine = Machine(machine_id, *bought, folder, now, listed_from)
         directory = Path(machine.directory)
         directory.mkdir()
         (directory / "log").touch()
@@ -239,17 +208,14 @@ class Rental:
         return Answer(body={"machines": [_shown(machine) for machine in shown], "next": None if is_last else page + 1})
 
     def _terminate(self, ids: list[str], *, is_single: bool) -> Answer:
-        unknown = [
-            machine_id
-            for machine_id in ids
-            if machine_id not in self._machines or not self._machines[machine_id].is_billed
-        ]
+        billed = {machine_id for machine_id, machine in self._machines.items() if machine.is_billed}
+        unknown = [machine_id for machine_id in ids if machine_id not in billed]
         for machine_id in ids:
             if machine_id not in unknown:
                 self._end_or_pretend(self._machines[machine_id])
         if is_single and unknown:
             return Answer(HTTPStatus.NOT_FOUND, {"error": f"{unknown[0]} is gone, or never was"})
-        return Answer(body={"left": [], "unknown": unknown})
+        return Answer()
 
     def _end_or_pretend(self, machine: Machine) -> None:
         if self.faults.ignore_terminations:
@@ -287,15 +253,11 @@ class Rental:
     def _is_meant(self, verb: str) -> bool:
         return verb != "shutdown" and self.faults.verb in ("", verb)
 
-    # ── the operator's side ──────────────────────────────────────────────────────────────────────────────────────────
-
     def break_down(self, fields: dict[str, Any]) -> None:
-        """Set these faults, and no others, from now on."""
         self.faults = Faults(**fields)
         self._errors_until = self._now() + self.faults.error_seconds if self.faults.error_seconds else 0.0
 
     def console(self) -> dict[str, Any]:
-        """Return the whole state."""
         return {
             "machines": [{**asdict(machine), "is_billed": machine.is_billed} for machine in self._machines.values()],
             "requests": self._requests,
@@ -315,7 +277,6 @@ class Rental:
             Path(machine.directory).mkdir(exist_ok=True)
 
     def save(self) -> None:
-        """Save the whole state, for `restore`."""
         self._saved = copy.deepcopy((self.faults, self._errors_until, self._machines, self._by_token, self._requests))
 
     def restore(self) -> None:
@@ -343,7 +304,6 @@ def verb_of(method: str, path: str) -> str:
 
 
 def _shown(machine: Machine) -> dict[str, Any]:
-    """Return what a customer sees of a machine."""
     names = ("id", "type", "is_spot", "price_per_hour", "rank", "tags", "directory", "state")
     return {name: getattr(machine, name) for name in names}
 
@@ -377,16 +337,13 @@ class Server:
                     answer = await self._administer(target.removeprefix("/admin/"), body)
                 else:
                     url = urlsplit(target)
-                    if self._rental.faults.slow_seconds:
-                        await asyncio.sleep(self._rental.faults.slow_seconds)
                     answer = self._rental.answer(method, url.path, parse_qsl(url.query), body)
                 if answer.never:
                     await reader.read()
                     return
                 if answer.is_lost:
-                    writer.get_extra_info("socket").setsockopt(
-                        socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
-                    )
+                    linger = struct.pack("ii", 1, 0)
+                    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
                     writer.transport.abort()
                     return
                 writer.write(_written(answer))
@@ -410,7 +367,7 @@ class Server:
                 await asyncio.sleep(0.001)  # a client that has connected just before is accepted in the meantime
                 with contextlib.suppress(TimeoutError):  # the request of a killed customer may still be in transit
                     await asyncio.wait_for(self._is_quiet.wait(), QUIET_SECONDS)
-                return Answer(body={**self._rental.console(), "customers": self._customers})
+                return Answer(body=self._rental.console())
             case "faults":
                 self._rental.break_down(body)
             case "save":
@@ -454,7 +411,6 @@ async def _end_of_stdin() -> None:
 
 
 def main(folder: Path) -> None:
-    """Serve until stdin ends."""
     with SharedClock(folder / "clock") as clock, contextlib.suppress(KeyboardInterrupt):
         asyncio.run(Server(Rental(folder, clock.time)).serve(_end_of_stdin, lambda port: print(port, flush=True)))
 

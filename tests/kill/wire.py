@@ -1,7 +1,4 @@
-"""Sends the provider's requests.
-
-It is a separate module, so that kill points can replace it while the provider is pickled for a reaper without them.
-"""
+"""Sends the provider's requests."""
 
 from __future__ import annotations
 

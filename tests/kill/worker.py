@@ -1,9 +1,4 @@
-"""A process that runs points, and prints a line of JSON for each.
-
-Run `python -m tests.kill.worker FOLDER sweep SEED SHARE OF POINTS`, `... FOLDER faults`, or `... FOLDER reaper POINTS`.
-The clock is replaced before the code under test is imported, so that waiting for a minute takes no time. With a reaper
-it is not replaced, because the reaper is a separate process.
-"""
+"""A process that runs points, and prints a line of JSON for each."""
 
 from __future__ import annotations
 
@@ -14,6 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import datetime
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -23,7 +19,6 @@ from tests.kill.console import RunningService
 
 
 def main(folder: Path, safeguard: str, *numbers: int) -> None:
-    """Run points with this safeguard."""
     os.environ |= {f"XDG_{kind}_HOME": str(folder / kind.lower()) for kind in ("CACHE", "CONFIG", "STATE")}
     os.environ["SKYWARD_LEDGER"] = f"sqlite:///{folder / 'ledger.db'}"
     with RunningService(folder / "service") as service:
@@ -31,7 +26,7 @@ def main(folder: Path, safeguard: str, *numbers: int) -> None:
         try:
             _prepare(service)
             for point in {"sweep": _swept, "faults": _faulty, "reaper": _reaped}[safeguard](service, folder, *numbers):
-                print(json.dumps(point.to_json()), flush=True)
+                print(json.dumps(asdict(point)), flush=True)
         finally:
             put_back()
 
@@ -74,7 +69,6 @@ def _reaped(service: RunningService, folder: Path, wanted: int) -> Iterator[Any]
 
 
 def _prepare(service: RunningService) -> None:
-    """Load everything once, for all forks."""
     logging.getLogger("skyward").addHandler(logging.NullHandler())
     logging.getLogger("skyward").propagate = False
     from skyward_core.ledger import database

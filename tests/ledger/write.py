@@ -1,6 +1,4 @@
-"""`python -m tests.ledger.write`: write `written/version_N.sql`, a ledger of this code, for `test_written.py` of later
-code.
-"""
+"""`python -m tests.ledger.write`"""
 
 import sqlite3
 import tempfile
@@ -11,8 +9,7 @@ from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Account, Period
 from skyward_core.ledger.schema import MIGRATIONS
 from skyward_core.work import Work
-from tests.system.ledger.test_ledger import TRAIN, pay
-from tests.unit.ledger.test_ledger import Clock, intend, open_pool
+from tests.ledger.fixtures import TRAIN, Clock, intend, open_pool, pay
 
 WRITTEN = Path(__file__).parent / "written"
 

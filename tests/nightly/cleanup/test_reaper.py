@@ -1,8 +1,4 @@
-"""The reaper ends the pool when the driver has ended in any way, and in no other case.
-
-Drivers and reapers are real processes here. Machines are files, and a `Pool` is a driver's view of one pool
-(`reaping_provider.py`).
-"""
+"""The reaper ends the pool when the driver has ended in any way, and in no other case."""
 
 import os
 import signal
@@ -14,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from skyward_core.cleanup import reaper as reaper_module
 from skyward_core.cleanup.reaper import ReaperInput
 from tests.cleanup.reaping_provider import SECRET, FolderProvider, Pool
 from tests.conftest import wait_until
 from tests.system.cleanup.test_reaper import (  # noqa: F401 - fixtures
     DRIVER,
     ROOT,
-    StandIn,
     Start,
     driving,
     is_gone,
@@ -30,26 +26,8 @@ from tests.system.cleanup.test_reaper import (  # noqa: F401 - fixtures
     start,
 )
 
-# ── the driver dies ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("kill", [os.kill, os.killpg], ids=["the process", "its whole group"])
-def test_the_machines_of_a_killed_driver_end(tmp_path: Path, kill: Callable[[int, int], None]) -> None:
-    """`kill -9` leaves no machine, no open entry and no reaper, and the log has a line about it."""
-    with driving(tmp_path) as (driver, reaper):
-        pool = Pool(tmp_path)
-        assert len(pool.living()) == 2
-        kill(driver.pid, signal.SIGKILL)
-        wait_until(pool.is_ended, "the machines to end")
-        wait_until(lambda: is_gone(reaper), "the reaper to go")
-    assert [line.split(" ", 2)[1:] for line in log_text().splitlines() if "machines" in line] == [
-        [pool.pool_id, "its process is gone: ending its machines"],
-        [pool.pool_id, "its machines are gone"],
-    ]
-
 
 def test_machines_end_although_a_fork_keeps_the_pipe_open(tmp_path: Path) -> None:
-    """The reaper sees that its parent has changed, although the pipe has not ended."""
     with driving(tmp_path, more="if os.fork() == 0: signal.pause()") as (driver, _):
         pool = Pool(tmp_path)
         killed_at = time.time()
@@ -60,15 +38,11 @@ def test_machines_end_although_a_fork_keeps_the_pipe_open(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("way", ["os._exit(3)", "os.execv('/bin/true', ['true'])"])
 def test_machines_end_however_the_driver_ends(tmp_path: Path, way: str) -> None:
-    """Any end of the driver without a teardown leaves the machines to the reaper, also within milliseconds of its
-    start.
-    """
     with driving(tmp_path, more=f"print(reaper.pid, flush=True)\n{way}"):
         wait_until(Pool(tmp_path).is_ended, "the machines to end")
 
 
 def test_a_driver_that_ends_normally_prints_no_warning(tmp_path: Path) -> None:
-    """An interpreter that ends without releasing its reaper prints no warning, even where warnings are errors."""
     text = DRIVER.format(more="").replace("signal.pause()", "del reaper")
     run = subprocess.run(
         [sys.executable, "-X", "dev", "-W", "error", "-c", text, str(tmp_path)],
@@ -81,17 +55,7 @@ def test_a_driver_that_ends_normally_prints_no_warning(tmp_path: Path) -> None:
     wait_until(Pool(tmp_path).is_ended, "the machines to end")
 
 
-def test_a_pool_that_lives_by_its_lease_stays_without_a_ledger(tmp_path: Path) -> None:
-    """The driver has informed the reaper itself, so an unreadable ledger does not end detached calls."""
-    with driving(tmp_path, more="reaper.live_by_lease()") as (driver, reaper):
-        (tmp_path / "ledger.db").write_bytes(b"no database " * 100)
-        driver.kill()
-        wait_until(lambda: is_gone(reaper), "the reaper to go")
-    assert len(Pool(tmp_path).living()) == 2
-
-
 def test_a_reaper_left_to_finish_alone_ends_the_pool(pool: Pool, start: Start) -> None:
-    """The driver goes on without the pool: `leave` does not stop the reaper then, and does not wait."""
     reaper = start(pool.reaper_input())
     reaper.hang_up()
     reaper.leave(timeout_seconds=0)
@@ -103,7 +67,6 @@ def test_a_reaper_left_to_finish_alone_ends_the_pool(pool: Pool, start: Start) -
 
 
 def test_a_fork_of_the_driver_has_no_reaper(tmp_path: Path) -> None:
-    """In a forked child, `leave` and `terminate_now` have no effect on the reaper: nothing is written to the pipe."""
     # a separate process, because a fork of this one, with its many threads, may hang
     with driving(tmp_path, FORKS) as (driver, reaper):
         assert not is_gone(reaper)
@@ -130,7 +93,6 @@ os.kill(reaper.pid, signal.SIGCONT)
 
 
 def test_only_sigkill_ends_a_reaper_that_waits(tmp_path: Path) -> None:
-    """Signals that end other processes do not end it, sent to it or to its group. Its session is not its driver's."""
     with driving(tmp_path) as (driver, reaper):
         wait_until(lambda: _caught(reaper) >> (signal.SIGUSR2 - 1) & 1, "the reaper to have begun")
         assert os.getsid(reaper) == reaper != os.getsid(driver.pid)
@@ -160,9 +122,6 @@ def _caught(pid: int) -> int:
     )
 
 
-# ── failures ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def _corrupt(pool: Pool) -> None:
     (pool.folder / "ledger.db").write_bytes(b"no database " * 1000)
     for name in ("ledger.db-wal", "ledger.db-shm"):
@@ -176,7 +135,6 @@ def _away(pool: Pool) -> None:
 
 @pytest.mark.parametrize("spoil", [_corrupt, _away])
 def test_machines_end_without_a_ledger(pool: Pool, spoil: Callable[[Pool], None], start: Start) -> None:
-    """Machines end without a usable ledger, and the log names the problem."""
     spoil(pool)
     reaper = start(pool.reaper_input())
     reaper.terminate_now()
@@ -189,7 +147,6 @@ def test_machines_end_without_a_ledger(pool: Pool, spoil: Callable[[Pool], None]
 def test_only_providers_that_may_have_machines_are_used(
     pool: Pool, tmp_path: Path, start: Start, *, has_ledger: bool
 ) -> None:
-    """The provider that the pool's entry names, or all of them if no entry names one."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     other = FolderProvider(folder=str(elsewhere), secret=SECRET)
@@ -206,7 +163,6 @@ def test_only_providers_that_may_have_machines_are_used(
 
 
 def test_an_outage_of_one_provider_does_not_delay_another(pool: Pool, tmp_path: Path, start: Start) -> None:
-    """Without a ledger all providers are used at the same time. One that fails for minutes delays no other."""
     down = tmp_path / "down"
     down.mkdir()
     (down / "is-down").touch()
@@ -216,21 +172,39 @@ def test_an_outage_of_one_provider_does_not_delay_another(pool: Pool, tmp_path: 
     (down / "is-down").unlink()
 
 
-def test_after_half_an_hour_the_reaper_exits(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It exits with status 1 and a line that says what to do. The entry stays open for a sweep. Pauses never exceed
-    half a minute.
-    """
-    stand_in = StandIn(pool)
-    assert stand_in.run("raise ConnectionError('503')", monkeypatch) == 1
-    pauses = [float(line) for line in stand_in.lines("pauses")]
-    assert max(pauses) == 30
-    assert 1800 < sum(pauses) < 1900
-    assert "`skyward sweep` tries again" in log_text().splitlines()[-1]
-    assert pool.entry().ended_at is None
+def test_a_request_never_blocks_and_never_raises(pool: Pool, start: Start) -> None:
+    reaper = start(pool.reaper_input(providers=b""))
+    os.kill(reaper.pid, signal.SIGSTOP)
+    began = time.perf_counter()
+    for _ in range(10_000):  # more than a pipe holds
+        reaper.terminate_now()
+    assert time.perf_counter() - began < 5
+    os.kill(reaper.pid, signal.SIGKILL)
+    wait_until(lambda: not reaper.is_alive, "the reaper to be gone")
+    reaper.terminate_now()
+    reaper.leave()
+    with open(pool.folder / "stranger", "w+b", buffering=0) as stranger:
+        reaper.terminate_now()
+        reaper.leave()
+        assert stranger.read() == b""
 
 
 def test_an_input_larger_than_a_pipe_arrives(pool: Pool, start: Start) -> None:
-    """A provider whose code is pickled by value may be large."""
     reaper = start(pool.reaper_input(path=(*sys.path, *(f"/nowhere/{number}" for number in range(20_000)))))
     reaper.terminate_now()
     wait_until(pool.is_ended, "the machines to end")
+
+
+@pytest.mark.parametrize("program", ["exit 1", "exec sleep 600"], ids=["dies at once", "is deaf"])
+def test_a_reaper_that_does_not_read_its_input_is_not_alive(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Start, program: str
+) -> None:
+    """The input is larger than a pipe holds: `start` returns. A deaf one would be alive for the pool, and is killed."""
+    script = tmp_path / "script"
+    script.write_text(f"#!/bin/sh\n{program}\n")
+    script.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(script))
+    monkeypatch.setattr(reaper_module, "SEND_SECONDS", 0.05)
+    reaper = start(pool.reaper_input(providers=b"x" * 1_000_000))
+    assert not reaper.is_alive
+    assert program == "exit 1" or not Path(f"/proc/{reaper.pid}").exists()

@@ -1,9 +1,4 @@
-"""However a program ends, no machine stays alive, and the output says what happened.
-
-Each test runs its own program, which opens a real pool. Its nodes are processes of this machine, and its bill is a
-folder of files that outlives them (`billed.py`): a machine lives as long as either exists. The program itself or its
-reaper does the teardown, and the ledger then has no open entry.
-"""
+"""However a program ends, no machine stays alive, and the output says what happened."""
 
 from __future__ import annotations
 
@@ -21,15 +16,7 @@ import pytest
 from skyward_core.errors import LedgerError
 from skyward_core.ledger.ledger import Ledger
 from tests.kill import billed
-from tests.system.kill.test_endings import (  # noqa: F401 - fixtures
-    CALLS,
-    INTERRUPTED,
-    OPEN_SECONDS,
-    Program,
-    program,
-    reaped,
-    tidied,
-)
+from tests.system.kill.test_endings import CALLS, INTERRUPTED, OPEN_SECONDS, Program, program, reaped, tidied  # noqa: F401 - fixtures
 
 WAITS = """
 p = pool().open()
@@ -41,70 +28,40 @@ input()
 pytestmark = [pytest.mark.timeout(300)]
 
 
-def test_an_exit_that_runs_no_clean_up(program: Program) -> None:
-    """`os._exit` with an open pool has the same effect as a kill."""
-    program.start("p = pool().open()\nquick_call() >> p\nos._exit(3)")
-    assert program.status(OPEN_SECONDS) == 3
-    reaped(program)
-
-
-def test_an_orchestrator_that_does_not_wait_for_the_clean_up(program: Program) -> None:
-    """The program receives a signal, and its handler leaves the teardown to the reaper. Then its whole group is killed,
-    as Airflow does after some seconds.
-    """
-    program.start("""
-p = pool().open()
-signal.signal(signal.SIGTERM, lambda *_: (p.terminate_now(), say("handed over")))
-future = p.submit(long_call(str(HOME)))
-while True:
-    time.sleep(0.1)
-""").come_to(program.is_running_a_call)
-    os.killpg(program.pid, signal.SIGTERM)
-    program.come_to(lambda: program.has_said("handed over"))
-    os.killpg(program.pid, signal.SIGKILL)
-    assert program.status() == -signal.SIGKILL
-    program.leaves_nothing()
-    assert "ending its machines" in program.reaper_log
+FAILS_IN_A_CALLBACK = """
+def fails(event): raise ValueError(f"no {type(event).__name__} for me")
+with pool(on_event=fails) as p: print(quick_call() >> p)
+"""
+EXITS_IN_A_CALLBACK = """
+def exits(event):
+    if isinstance(event, sky.InstanceStopping): sys.exit("out of here")
+with pool(on_event=exits) as p: print(quick_call() >> p)
+"""
+FAILS_IN_EXIT = """
+class Broken(sky.ComputePool):
+    def __exit__(self, *args): raise OSError("the log is full")
+with Broken(provider=Billed(folder=str(HOME / "billed")), display="quiet") as p: print(quick_call() >> p)
+"""
 
 
 @pytest.mark.parametrize(
     ("text", "status", "words"),
     [
-        pytest.param(
-            "with pool() as p:\n    quick_call() >> p\n    1 / 0", 1, "ZeroDivisionError", id="an exception in the body"
-        ),
-        pytest.param("p = pool().open()\nquick_call() >> p", 0, "", id="never closed"),
-        pytest.param(
-            "def fails(event): raise ValueError(f'no {type(event).__name__} for me')\nwith pool(on_event=fails) as p: print(quick_call() >> p)",
-            0,
-            "ValueError: no ",
-            id="an exception in a callback",
-        ),
-        pytest.param(
-            "def exits(event):\n    if isinstance(event, sky.InstanceStopping): sys.exit('out of here')\nwith pool(on_event=exits) as p: print(quick_call() >> p)",
-            1,
-            "out of here",
-            id="a callback that exits while machines are given back",
-        ),
-        pytest.param(
-            "class Broken(sky.ComputePool):\n    def __exit__(self, *args): raise OSError('the log is full')\n"
-            "with Broken(provider=Billed(folder=str(HOME / 'billed')), display='quiet') as p: print(quick_call() >> p)",
-            1,
-            "OSError: the log is full",
-            id="an exception in __exit__",
-        ),
+        ("with pool() as p:\n    quick_call() >> p\n    1 / 0", 1, "ZeroDivisionError"),
+        ("p = pool().open()\nquick_call() >> p", 0, ""),
+        (FAILS_IN_A_CALLBACK, 0, "ValueError: no "),
+        (EXITS_IN_A_CALLBACK, 1, "out of here"),
+        (FAILS_IN_EXIT, 1, "OSError: the log is full"),
+        ("p = pool().open()\nquick_call() >> p\nos._exit(3)", 3, ""),
     ],
+    ids=["an exception", "never closed", "a callback fails", "a callback exits", "__exit__ fails", "no clean-up runs"],
 )
 def test_an_end_by_the_program_itself(program: Program, text: str, status: int, words: str) -> None:
-    """However Python leaves the program, the machines end before its process, and the program's own error is
-    printed.
-    """
+    """However Python leaves the program, the machines end before its process; after `os._exit` the reaper ends them."""
     assert program.start(text).status(OPEN_SECONDS) == status, program.stderr
-    tidied(program)
+    (reaped if status == 3 else tidied)(program)
     assert words in program.stderr
 
-
-# ── a provider that does not answer ──────────────────────────────────────────────────────────────────────────────────
 
 OPENS = "pool().open()"
 
@@ -112,9 +69,6 @@ OPENS = "pool().open()"
 @pytest.mark.parametrize("fault", [billed.LAUNCH_HANGS, billed.ANSWER_HANGS])
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGINT])
 def test_the_middle_of_a_launch(program: Program, fault: str, sig: signal.Signals) -> None:
-    """A launch never answers, whether it has created machines or not: its machines end, although no process received
-    their ids.
-    """
     program.lay(fault).start(OPENS).come_to(lambda: program.has_met(fault))
     assert len(list(program.bill.glob("local-*"))) == (fault == billed.ANSWER_HANGS)
     os.kill(program.pid, sig)
@@ -128,7 +82,6 @@ def test_the_middle_of_a_launch(program: Program, fault: str, sig: signal.Signal
 
 
 def test_an_interrupt_while_the_machines_come_up(program: Program) -> None:
-    """Ctrl-C during the bootstrap undoes the opening."""
     program.start("pool(on_event=lambda event: say(type(event).__name__)).open()").come_to(
         lambda: program.has_said("BootstrapProgress")
     )
@@ -140,7 +93,6 @@ def test_an_interrupt_while_the_machines_come_up(program: Program) -> None:
 
 
 def test_two_interrupts_while_the_pool_opens(program: Program) -> None:
-    """Ctrl-C undoes the opening, and a second one stops that: the reaper ends what is left then."""
     program.lay(billed.ANSWER_HANGS, billed.TERMINATE_HANGS).start(OPENS).come_to(
         lambda: program.has_met(billed.ANSWER_HANGS)
     )
@@ -154,9 +106,6 @@ def test_two_interrupts_while_the_pool_opens(program: Program) -> None:
 
 @pytest.mark.parametrize("hanging", [1, 2])
 def test_interrupts_of_a_termination_that_hangs(program: Program, hanging: int) -> None:
-    """Each Ctrl-C stops one attempt. The next attempt is made when the interpreter ends, and the last one by the
-    reaper.
-    """
     faults = [f"{billed.TERMINATE_HANGS}-{number}" for number in range(hanging)]
     program.lay(*faults).start(CALLS).come_to(program.is_running_a_call)
     os.kill(program.pid, signal.SIGINT)
@@ -173,11 +122,6 @@ def test_interrupts_of_a_termination_that_hangs(program: Program, hanging: int) 
 
 @pytest.mark.parametrize("point", ["a call runs", "the pool opens"])
 def test_a_burst_of_interrupts(program: Program, point: str) -> None:
-    """Ctrl-C again and again, wherever the program is by then: in the call, in the opening, in the closing, at its
-    end.
-
-    Sleeps: so far apart are the keystrokes.
-    """
     program.start(CALLS).come_to(
         program.is_running_a_call if point == "a call runs" else lambda: list(program.bill.glob("local-*.json"))
     )
@@ -192,9 +136,6 @@ def test_a_burst_of_interrupts(program: Program, point: str) -> None:
 
 
 def test_a_provider_that_is_down_when_the_pool_closes(program: Program) -> None:
-    """`__exit__` names the machines that are left and the next attempt. The reaper retries after the program has ended,
-    until the provider is back.
-    """
     program.start("""
 with pool() as p:
     quick_call() >> p
@@ -210,8 +151,6 @@ with pool() as p:
     (program.bill / billed.IS_DOWN).unlink()
     reaped(program)
 
-
-# ── a ledger that cannot be used ─────────────────────────────────────────────────────────────────────────────────────
 
 FULL = "could not be read or written by the operating system. Check the disk: it may be full"
 DAMAGED = "is damaged, or no ledger. Move it away"
@@ -241,7 +180,6 @@ def locked(program: Program) -> Generator[None]:
 
 @pytest.mark.parametrize(("trouble", "words"), [("full", FULL), ("damaged", DAMAGED), ("locked", LOCKED)])
 def test_a_ledger_that_cannot_be_used_when_the_pool_opens(program: Program, trouble: str, words: str) -> None:
-    """No machine is rented that cannot be recorded first; the error says what to try."""
     with contextlib.ExitStack() as until_then:
         if trouble == "damaged":
             program.ledger_file.write_bytes(b"no database " * 1000)
@@ -257,9 +195,6 @@ def test_a_ledger_that_cannot_be_used_when_the_pool_opens(program: Program, trou
 
 
 def test_a_disk_that_is_full_while_the_pool_is_open(program: Program) -> None:
-    """The machines end anyway. The write error is reported afterwards, and the reaper, which has free space, records
-    the end.
-    """
     program.start(f"{WAITS}p.close()").come_to(lambda: program.has_said("ready"))
     resource.prlimit(program.pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
     program.go_on()
@@ -271,10 +206,6 @@ def test_a_disk_that_is_full_while_the_pool_is_open(program: Program) -> None:
 
 
 def test_a_ledger_that_is_damaged_while_the_pool_is_open(program: Program) -> None:
-    """The machines end anyway.
-
-    SQLite uses its cache and notices nothing; the next process that opens the ledger gets the error.
-    """
     program.start(f"{WAITS}p.close()").come_to(lambda: program.has_said("ready"))
     damage(program)
     program.go_on()
@@ -284,21 +215,8 @@ def test_a_ledger_that_is_damaged_while_the_pool_is_open(program: Program) -> No
         Ledger(program.ledger_url)
 
 
-def test_a_lock_that_is_not_released(program: Program) -> None:
-    """A pool closes without its ledger after a while, and names the process that holds the lock."""
-    program.start(f"{WAITS_FOR.format(seconds=0.5)}{WAITS}p.close()").come_to(lambda: program.has_said("ready"))
-    with locked(program):
-        program.go_on()
-        assert program.status() == 1
-        assert not list(program.bill.glob("local-*"))
-    assert LOCKED in program.stderr
-    program.leaves_nothing()  # the reaper continues, and records everything when the lock is released
-
-
 def test_a_lock_keeps_no_machine_alive(program: Program) -> None:
-    """The machines end first, however long the wait for the ledger would take. After the release of the lock everything
-    is recorded.
-    """
+    """The machines end first, however long the wait for the ledger would take; then everything is recorded."""
     program.start(f"{WAITS_FOR.format(seconds=600)}{WAITS}p.close()").come_to(lambda: program.has_said("ready"))
     with locked(program):
         program.go_on()
@@ -306,26 +224,6 @@ def test_a_lock_keeps_no_machine_alive(program: Program) -> None:
     assert program.status() == 0
     tidied(program)
 
-
-def test_a_kill_and_a_damaged_ledger(program: Program) -> None:
-    """The reaper ends the machines without the ledger, and logs this. Once the junk was moved away, the reaper
-    exits.
-    """
-    program.start(CALLS).come_to(program.is_running_a_call)
-    damage(program)
-    os.kill(program.pid, signal.SIGKILL)
-    program.wait_for(lambda: not list(program.bill.glob("local-*")) and not program.nodes(), "the machines to end")
-    program.wait_for(
-        lambda: "its machines are gone; the ledger cannot be used" in program.reaper_log, "the reaper to say so"
-    )
-    assert DAMAGED in program.reaper_log
-    for file in program.home.glob("ledger.db*"):
-        file.unlink()
-    program.status()
-    program.leaves_nothing()
-
-
-# ── a fork ends, and the pool of its parent stays ────────────────────────────────────────────────────────────────────
 
 FORKS = """
 import gc, multiprocessing
@@ -367,9 +265,6 @@ with p:
 
 
 def test_forks_of_a_program_that_end(program: Program) -> None:
-    """A helper forked while a pool is open may be killed, close the pool, forget it or exit. The pool is its parent's,
-    and a call in the helper says so.
-    """
     assert program.start(FORKS).status(OPEN_SECONDS) == 0, program.stderr
     *output, last = program.stdout.splitlines()
     assert any(
@@ -380,8 +275,6 @@ def test_forks_of_a_program_that_end(program: Program) -> None:
     assert len(program.machines()) == 1
     tidied(program)
 
-
-# ── money ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 SPENDS = """
 import json, threading
@@ -405,9 +298,6 @@ say(json.dumps({{
 
 
 def test_the_money_runs_out(program: Program) -> None:
-    """A pool warns, ends its calls with BudgetExceeded and closes before it exceeds its limit; bill and receipt
-    agree.
-    """
     assert program.start(SPENDS.format(max_cost=20)).status(OPEN_SECONDS) == 0, program.stderr
     *refusals, story = program.stdout.splitlines()
     account = json.loads(story)
@@ -421,10 +311,6 @@ def test_the_money_runs_out(program: Program) -> None:
 
 
 def test_the_money_of_a_stopped_program_runs_out(program: Program) -> None:
-    """A stopped client renews nothing and ends nothing: its machine ends itself on its own clock.
-
-    When the client continues, it notices this and closes.
-    """
     program.start(SPENDS.format(max_cost=20)).come_to(program.is_running_a_call)
     began = min((file.stat().st_mtime for file in program.bill.glob("local-*")), default=time.time())
     os.kill(program.pid, signal.SIGSTOP)

@@ -1,6 +1,4 @@
-"""Accounts are never overdrawn: not in any order of events, not by crashes, not by a hundred concurrent
-reservations.
-"""
+"""Accounts are never overdrawn: not in any order of events, not by crashes, not by a hundred reservations at once."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
@@ -33,11 +31,10 @@ from hypothesis.stateful import (
 from skyward_core.errors import BudgetExceeded, LeaseLost
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Account, Period
-from skyward_core.machines.owner import Owner
 from tests.conftest import examples, wait_until
+from tests.ledger.fixtures import open_pool
 
 START = datetime(2026, 11, 30, 22, tzinfo=UTC)  # two hours before a midnight that ends a month too
-OWNER = Owner("ada", "laptop", "boot", "4026531836", 4711, "1234")
 # a ledger syncs each commit, and thousands of histories do not need the disk
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 POOL, ACCOUNT = st.integers(0, 2), st.integers(0, 2)  # indexes within a history
@@ -105,12 +102,10 @@ class Budgets(RuleBasedStateMachine):
         super().__init__()
         self.shared, self.ledger, self.number = shared, shared.drivers, next(self.numbers)
         self.model = shared.model = Money()
-        self.pools, self.accounts = (
-            [f"{name}{self.number}" for name in "abc"],
-            [f"{name}{self.number}" for name in ("runs", "days", "months")],
-        )
+        self.pools = [f"{name}{self.number}" for name in "abc"]
+        self.accounts = [f"{name}{self.number}" for name in ("runs", "days", "months")]
         for pool in self.pools:
-            self.ledger.open_pool(pool, owner=OWNER, provider={}, spec_json="{}", lease_expires_at=START)
+            open_pool(self.ledger, pool, lease_expires_at=START)
 
     @initialize(limits=st.tuples(*[st.integers(0, 1500)] * 3))
     def set_accounts(self, limits: tuple[int, ...]) -> None:
@@ -126,11 +121,9 @@ class Budgets(RuleBasedStateMachine):
         self.ledger.set_account(Account(name, usd(limit), period))
         self.model.limits[name] = (limit, period)
 
-    @rule(pool=POOL, account=ACCOUNT, cents=CENTS)
-    def reserve(self, pool: int, account: int, cents: int) -> None:
-        self.reserve_from(self.pools[pool], self.accounts[account], cents)
-
-    def reserve_from(self, pool: str, account: str, cents: int) -> None:
+    @rule(number=POOL, payer=ACCOUNT, cents=CENTS)
+    def reserve(self, number: int, payer: int, cents: int) -> None:
+        pool, account = self.pools[number], self.accounts[payer]
         left, scope = self.model.left(account, pool), self.model.scope(account, pool)
         if pool in self.model.dead:
             with pytest.raises(LeaseLost):
@@ -160,11 +153,9 @@ class Budgets(RuleBasedStateMachine):
         self.model.made[number].spent = 0
         self.ledger.release(number)
 
-    @rule(pool=POOL, account=ACCOUNT, share=st.integers(0, 130), cents=st.integers(0, 600))
-    def roll(self, pool: int, account: int, share: int, cents: int) -> None:
-        self.roll_on(self.pools[pool], self.accounts[account], share, cents)
-
-    def roll_on(self, pool: str, account: str, share: int, cents: int) -> None:
+    @rule(number=POOL, payer=ACCOUNT, share=st.integers(0, 130), cents=st.integers(0, 600))
+    def roll(self, number: int, payer: int, share: int, cents: int) -> None:
+        pool, account = self.pools[number], self.accounts[payer]
         its = self.model.open_of(pool, account)
         spent = sum(self.model.made[number].reserved for number in its) * share // 100
         if pool in self.model.dead:
@@ -176,8 +167,8 @@ class Budgets(RuleBasedStateMachine):
         if cents and cents > self.model.left(account, pool):
             with pytest.raises(BudgetExceeded):
                 self.ledger.roll(account, pool, usd(spent), usd(cents))
-            for number, was in before.items():
-                self.model.made[number].spent = was
+            for made_number, was in before.items():
+                self.model.made[made_number].spent = was
         else:
             scope = self.model.scope(account, pool)
             made = self.ledger.roll(account, pool, usd(spent), usd(cents))
@@ -192,10 +183,7 @@ class Budgets(RuleBasedStateMachine):
 
     @rule(pool=POOL)
     def crash(self, pool: int) -> None:
-        """A driver is killed with open reservations, and a sweep has found the pool dead.
-
-        Its machines still run, within the reserved money.
-        """
+        """A driver is killed with open reservations, and a sweep has found the pool dead."""
         assert self.shared.sweep.condemn(self.pools[pool], seen=START)
         self.model.dead.add(self.pools[pool])
 
@@ -269,9 +257,8 @@ class Shared:
             f"SELECT id, reserved_micro_usd FROM skyward_reservations WHERE {its} AND settled_microseconds IS NULL",
             accounts,
         )
-        return {(account, scope): cents(micro) for account, scope, micro in balances}, {
-            number: cents(micro) for number, micro in made
-        }
+        committed = {(account, scope): cents(micro) for account, scope, micro in balances}
+        return committed, {number: cents(micro) for number, micro in made}
 
 
 def cents(micro_usd: int) -> int:
@@ -290,23 +277,13 @@ def shared() -> Iterator[Shared]:
 
 @pytest.mark.generated
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "part",
-    [0, *(part for part in (1, 2, 3))],
-)
+@pytest.mark.parametrize("part", range(4))
 def test_no_history_overdraws_an_account(shared: Shared, part: int) -> None:
     """Two thousand of them in `make long`, of twelve steps, in four parts that can run side by side."""
-    many = settings(
-        max_examples=HISTORIES // 4,
-        stateful_step_count=12,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        database=None,
-    )
+    many = settings(max_examples=HISTORIES // 4, stateful_step_count=12, deadline=None, database=None)
+    many = settings(many, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(lambda: Budgets(shared), settings=many)
 
-
-# ── a hundred at once, and some are killed ───────────────────────────────────────────────────────────────────────────
 
 DRIVERS = """
 import os, random, sys, threading
@@ -341,22 +318,25 @@ with Ledger(url, busy_timeout_seconds=60) as ledger:
 
 @pytest.mark.timeout(300)
 def test_concurrent_reservations_and_kills_overdraw_nothing(tmp_path: Path) -> None:
-    """Eight processes of thirteen pools each spend from one account until it refuses; three are killed during this.
-
-    The account's free money is to the micro-dollar its limit less all recorded sums, and never below zero. When the
-    pools of the killed processes have been swept, their unspent money is free again.
-    """
     url, limit = f"sqlite:///{tmp_path}/ledger.db", Decimal(150)
     with Ledger(url) as ledger:
         ledger.set_account(Account("team", limit, Period.MONTH))
         pools = [f"p{number}" for number in range(8 * 13)]
         for pool in pools:
-            ledger.open_pool(pool, owner=OWNER, provider={}, spec_json="{}", lease_expires_at=START)
+            open_pool(ledger, pool, lease_expires_at=START)
         with ExitStack() as ended:
-            drivers = [ended.enter_context(driver(url, 13 * number)) for number in range(8)]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            drivers: list[subprocess.Popen[bytes]] = []
+            for number in range(8):
+                command = [sys.executable, "-c", DRIVERS, url, str(13 * number)]
+                drivers.append(ended.enter_context(subprocess.Popen(command, **pipes)))
+                ended.callback(drivers[-1].kill)
             for each in drivers:
                 assert each.stdin is not None
-                each.stdin.close()
+                assert each.stdout is not None
+                assert each.stdout.readline() == b"ready\n"
+            for each in drivers:
+                each.stdin.close()  # type: ignore[union-attr]
             for place, killed in enumerate(drivers[:3], 1):
                 wait_until(lambda place=place: ledger.left_usd("team", "p0") < limit - 10 * place, "money to be spent")
                 killed.send_signal(signal.SIGKILL)
@@ -373,30 +353,9 @@ def test_concurrent_reservations_and_kills_overdraw_nothing(tmp_path: Path) -> N
         assert ledger.left_usd("team", "p0") == limit - written_down(tmp_path)
 
 
-@contextmanager
-def driver(url: str, first: int) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", DRIVERS, url, str(first)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        assert process.stdout.readline() == b"ready\n"
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        process.stdin.close()
-        process.stdout.close()
-
-
 def written_down(folder: Path) -> Decimal:
     """The sum of the reservations, added one by one."""
-    tables = sqlite3.connect(folder / "ledger.db")
-    try:
-        rows = tables.execute(
-            "SELECT reserved_micro_usd, settled_microseconds, spent_micro_usd FROM skyward_reservations"
-        ).fetchall()
-    finally:
-        tables.close()
+    columns = "reserved_micro_usd, settled_microseconds, spent_micro_usd"
+    with closing(sqlite3.connect(folder / "ledger.db")) as tables:
+        rows = tables.execute(f"SELECT {columns} FROM skyward_reservations").fetchall()
     return Decimal(sum(reserved if settled is None else spent for reserved, settled, spent in rows)) / 1_000_000

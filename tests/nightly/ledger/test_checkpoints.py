@@ -1,20 +1,21 @@
-"""Checkpoints of ledgers in SQLite: the `-wal` file stays small, and nothing is lost."""
+"""Checkpoints of ledgers in SQLite lose nothing; and a pruned ledger is a smaller file."""
 
 import contextlib
 import sqlite3
 import subprocess
 import sys
+from datetime import timedelta
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
 
 from skyward_core.ledger import checkpoints
 from skyward_core.ledger.ledger import Ledger
-from tests.unit.ledger.test_checkpoints import (  # noqa: F401 - fixtures
-    path,
-    wal_bytes,
-    write,
-)
+from skyward_core.ledger.rows import Account, Period
+from tests.ledger.fixtures import Clock
+from tests.system.ledger.test_prune import use
+from tests.unit.ledger.test_checkpoints import path, wal_bytes, write  # noqa: F401 - fixtures
 
 WRITES = """
 import sys
@@ -31,7 +32,7 @@ for number in range(15):
 """
 
 
-def test_sqlite_makes_no_checkpoint_beside_commits(path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_sqlite_makes_no_checkpoint_beside_commits(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own one begins at 1,000 pages, that is 4 MB."""
     monkeypatch.setattr(checkpoints, "LARGEST_BYTES", 1 << 40)
     with Ledger(f"sqlite:///{path}") as ledger:
@@ -41,7 +42,7 @@ def test_sqlite_makes_no_checkpoint_beside_commits(path: Path, monkeypatch: pyte
     assert not path.with_name("ledger.db-wal").exists()
 
 
-def test_processes_that_open_write_and_close_at_once_lose_nothing(path: Path):
+def test_processes_that_open_write_and_close_at_once_lose_nothing(path: Path) -> None:
     url = f"sqlite:///{path}"
     Ledger(url).close()
     writers = [subprocess.Popen([sys.executable, "-c", WRITES, url, str(number)]) for number in range(4)]
@@ -49,3 +50,18 @@ def test_processes_that_open_write_and_close_at_once_lose_nothing(path: Path):
     with contextlib.closing(sqlite3.connect(path)) as raw:
         assert raw.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
         assert raw.execute("SELECT count(*) FROM skyward_accounts").fetchone() == (4 * 15 * 3,)
+
+
+def test_a_pruned_file_becomes_smaller(sqlite_url: str, clock: Clock) -> None:
+    """With specs and attempts as in real pools."""
+    file = Path(sqlite_url.removeprefix("sqlite:///"))
+    with Ledger(sqlite_url, clock=clock) as ledger:
+        ledger.set_account(Account("team", Decimal(5000), Period.MONTH))
+        for number in range(100):
+            use(ledger, f"p{number}", closes=True)
+            ledger.end_pool(f"p{number}")
+        ledger.vacuum()
+        before = file.stat().st_size
+        ledger.prune(clock.time + timedelta(days=1), is_dry_run=False)
+        ledger.vacuum()
+        assert file.stat().st_size < 0.4 * before

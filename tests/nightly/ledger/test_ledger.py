@@ -1,77 +1,52 @@
-"""The ledger: writes are committed, a killed writer leaves a readable file, and no limit is overdrawn."""
+"""The ledger under races, kills at any statement, and 100,000 rows."""
 
+import itertools
 import sqlite3
-import tempfile
 import threading
-from dataclasses import replace
+from collections.abc import Mapping
+from contextlib import closing
 from datetime import timedelta
-from decimal import Decimal
-from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from sqlalchemy import create_engine
 
-from skyward_core.errors import LeaseLost, LedgerConflict
+from skyward_core.errors import LeaseLost
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.ledger.rows import (
-    BILLING_ROUNDING,
-    Account,
-    Bucket,
-    CostBy,
-    Intent,
-    Period,
-    Price,
-)
-from tests.system.ledger.test_ledger import (  # noqa: F401 - fixtures
-    MANY,
-    large,
-    run_script,
-)
-from tests.unit.ledger.test_ledger import (  # noqa: F401 - fixtures
-    LATER,
-    NOON,
-    OWNER,
-    USD,
-    Clock,
-    clock,
-    intend,
-    ledger,
-    open_pool,
-    postgresql_server,
-    postgresql_url,
-    resource_request,
-    sqlite_url,
-    url,
-)
+from skyward_core.ledger.rows import Account, Bucket, CostBy, Period, Price
+from skyward_core.ledger.tables import POOLS, RESOURCES, milliseconds_of
+from tests.conftest import examples
+from tests.ledger.fixtures import LATER, NOON, USD, Clock, intend, open_pool, resource_request, run_script
+from tests.system.ledger.test_schema import NEWEST, make_old, schema, versions
 
-# ── intents ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+DIES = """
+import os, shutil, signal, sys
+import alembic.runtime.environment  # once, before the forks
+from sqlalchemy import Engine, event
+from skyward_core.ledger.ledger import Ledger
 
+folder, left = sys.argv[1], 0
 
-def test_an_intent_is_committed_before_it_returns(ledger: Ledger, url: str) -> None:
-    """Another process sees it at once, with all that is needed to find the resource."""
-    intent = intend(ledger, price=Price(USD("1.5"), USD("3"), is_spot=True))
-    with Ledger(url) as other:
-        assert other.open_intents() == [intent]
-    assert intent.tags == {"skyward-pool": "p", "skyward-rank": "0"}
-    assert (intent.intended_at, intent.expires_at, intent.cloud_id) == (NOON, LATER, None)
-    assert intent.price == Price(USD("1.5"), USD(3), is_spot=True)
+def step(*_, **__):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+for name in ("before_cursor_execute", "after_cursor_execute", "commit"):
+    event.listen(Engine, name, step)
+"""
 
 
 @pytest.mark.parametrize("verb", ["renew", "intend"])
 def test_a_lease_is_either_renewed_or_condemned(ledger: Ledger, url: str, verb: str) -> None:
-    """Twenty races with its owner: after the sweep has condemned the pool, the owner gets LeaseLost."""
     with Ledger(url) as other:
         for number in range(20):
             pool_id, start, outcome = f"r{number}", threading.Barrier(2), {}
             open_pool(ledger, pool_id)
 
-            def own(
-                pool_id: str = pool_id, start: threading.Barrier = start, outcome: dict[str, object] = outcome
-            ) -> None:
+            def own() -> None:
                 start.wait()
                 try:
                     if verb == "renew":
@@ -95,254 +70,13 @@ def test_a_lease_is_either_renewed_or_condemned(ledger: Ledger, url: str, verb: 
                 assert seen == outcome["is_renewed"]
 
 
-# ── many at once ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_many_intents_are_recorded_at_once_in_their_order(ledger: Ledger) -> None:
-    """The ledger writes all of them, in several statements, or none. Entries with known tokens do not change."""
-    known = ledger.bind(intend(ledger, "t7"), "i-7")
-    intents = ledger.intend_all("p", [resource_request(f"t{number}") for number in range(1100)])
-    assert [intent.token for intent in intents] == [f"t{number}" for number in range(1100)]
-    assert intents[7] == known
-    assert ledger.intend_all(
-        "p", [resource_request("t7"), resource_request("t3"), resource_request("new"), resource_request("new")]
-    ) == [
-        known,
-        intents[3],
-        *[ledger.intents()[-1]] * 2,
-    ]
-    numbers = [intent.id for intent in reversed(intents)]
-    bound = ledger.bind_all({number: f"i-{number}" if number != known.id else "i-7" for number in numbers})
-    assert [intent.id for intent in bound] == numbers
-    before = ledger.intents()
-    with pytest.raises(LedgerConflict, match="Token 't1' belongs to"):
-        ledger.intend_all("p", [resource_request("another"), replace(resource_request("t1"), region="ICE-01")])
-    with pytest.raises(LedgerConflict, match="no entry 99999"):
-        ledger.close_all([numbers[0], 99999], "404")
-    with pytest.raises(LedgerConflict, match="Token 'twice' belongs to"):
-        ledger.intend_all("p", [resource_request("twice"), replace(resource_request("twice"), region="ICE-01")])
-    assert ledger.intents() == before
-    assert {intent.end_asked_at for intent in ledger.ask_end_all(numbers)} == {NOON}
-    assert {intent.evidence for intent in ledger.close_all(iter(numbers), "404")} == {"404"}
-    assert [intent.token for intent in ledger.open_intents()] == ["new"]
-    assert (
-        ledger.intend_all("p", []) == ledger.bind_all({}) == ledger.ask_end_all([]) == ledger.close_all([], "404") == []
-    )
-
-
-class IntentHistories(RuleBasedStateMachine):
-    """Any order of methods, with the ledger closed and opened in between, compared with a dictionary."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.folder = tempfile.TemporaryDirectory()
-        self.url = f"sqlite:///{self.folder.name}/ledger.db"
-        self.ledger = Ledger(self.url, clock=lambda: NOON)
-        open_pool(self.ledger, "p")
-        self.model: dict[str, Intent] = {}
-
-    def teardown(self) -> None:
-        self.ledger.close()
-        self.folder.cleanup()
-
-    @rule(number=st.integers(0, 5))
-    def intend(self, number: int) -> None:
-        intent = intend(self.ledger, f"t{number}")
-        assert self.model.setdefault(intent.token, intent) == intent
-
-    @precondition(lambda self: self.model)
-    @rule(data=st.data(), cloud_id=st.sampled_from(["i-1", "i-2"]))
-    def bind(self, data: st.DataObject, cloud_id: str) -> None:
-        was = self.pick(data)
-        if was.cloud_id not in (None, cloud_id):
-            with pytest.raises(LedgerConflict):
-                self.ledger.bind(was, cloud_id)
-        else:
-            expected = (
-                was if was.cloud_id else replace(was, cloud_id=cloud_id, bound_at=NOON, gone_at=None, evidence=None)
-            )
-            self.model[was.token] = expected
-            assert self.ledger.bind(was, cloud_id) == expected
-
-    @precondition(lambda self: self.model)
-    @rule(data=st.data())
-    def ask_end(self, data: st.DataObject) -> None:
-        was = self.pick(data)
-        self.model[was.token] = was if was.gone_at else replace(was, end_asked_at=NOON)
-        self.ledger.ask_end_all([was.id])
-
-    @precondition(lambda self: self.model)
-    @rule(
-        data=st.data(),
-        evidence=st.text(min_size=1).filter(str.strip).filter(lambda text: "\0" not in text and text.isprintable()),
-    )
-    def close_intent(self, data: st.DataObject, evidence: str) -> None:
-        was = self.pick(data)
-        self.model[was.token] = was if was.gone_at else replace(was, gone_at=NOON, evidence=evidence)
-        self.ledger.close_all([was.id], evidence)
-
-    @precondition(lambda self: self.model)
-    @rule(data=st.data(), bucket=st.sampled_from(Bucket), milliseconds=st.integers(0, 10**7))
-    def note(self, data: st.DataObject, bucket: Bucket, milliseconds: int) -> None:
-        was = self.pick(data)
-        self.model[was.token] = replace(
-            was, seconds={**was.seconds, bucket: max(was.seconds[bucket], milliseconds / 1000)}
-        )
-        self.ledger.note_all({was.id: {bucket: milliseconds / 1000}})
-
-    @rule()
-    def reopen(self) -> None:
-        self.ledger.close()
-        self.ledger = Ledger(self.url, clock=lambda: NOON)
-
-    @invariant()
-    def agrees(self) -> None:
-        by_id = sorted(self.model.values(), key=lambda intent: intent.id)
-        assert self.ledger.intents() == by_id
-        assert self.ledger.open_intents() == [intent for intent in by_id if intent.gone_at is None]
-
-    def pick(self, data: st.DataObject) -> Intent:
-        return self.model[data.draw(st.sampled_from(sorted(self.model)))]
-
-
-TestIntentHistories = IntentHistories.TestCase
-TestIntentHistories.settings = settings(
-    max_examples=12, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
-)
-
-
-# ── cost ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(
-    ("seconds", "price", "expected_usd"),
-    [
-        (3600, Price(USD("2.5")), "2.5"),  # an hour costs the price of an hour
-        (10, Price(USD("3.6")), "0.01"),
-        (10.001, Price(USD("3.6")), "0.011"),  # a begun second
-        (61, Price(USD(6), increment_seconds=60), "0.2"),  # a begun minute: two of them
-        (61, Price(USD(6), minimum_seconds=3600), "6"),  # a minimum hour
-        (3601, Price(USD(6), increment_seconds=3600), "12"),
-        (0, Price(USD(6), minimum_seconds=60), "0.1"),  # bound, and gone at once
-        (1, Price(USD(6), minimum_seconds=60, minimum_usd=USD("0.01")), "0.1"),  # the greater of two minimums
-        (1, Price(USD("0.03"), minimum_seconds=60, minimum_usd=USD("0.01")), "0.01"),
-        (0, Price(USD("0.03"), minimum_usd=USD("0.01")), "0.01"),
-        (3600, Price(USD("1.2345671")), "1.234568"),  # a price has six places, rounded up
-        (1, Price(USD("0.000001")), "0.000001"),  # never rounded down to nothing
-    ],
-)
-def test_a_resource_is_billed_as_its_provider_counts(
-    ledger: Ledger, seconds: float, price: Price, expected_usd: str
-) -> None:
-    """Begun increments, at least the minimum, rounded up to a micro-dollar."""
-    intent = ledger.bind(intend(ledger, price=price), "i-1")
-    ledger.note_all({intent.id: {Bucket.RUNNING_CALLS: seconds}})
-    (row,) = ledger.cost_rows()
-    assert (row.key, row.resources, row.cost_usd) == ("p", 1, USD(expected_usd))
-    assert price.cost(seconds) == USD(expected_usd)
-
-
-def test_the_sum_of_a_bill_does_not_depend_on_the_key(ledger: Ledger, clock: Clock) -> None:
-    """The bill by resource, pool, owner, day and bucket is equal to the micro-dollar, with odd prices, times and
-    billing rules.
-    """
-    open_pool(ledger, "q", replace(OWNER, user="bob"))
-    counted: dict[int, tuple[Decimal, Decimal]] = {}
-    for number in range(60):
-        clock.time = NOON + timedelta(hours=7 * number)
-        price = Price(
-            USD("1.234567") + number,
-            USD("3.987653") + number,
-            is_spot=True,
-            increment_seconds=(1, 60, 3600)[number % 3],
-            minimum_seconds=(0, 60, 600)[number % 3],
-            minimum_usd=USD((number % 5) / 100),
-        )
-        intent = ledger.bind(intend(ledger, f"t{number}", "pq"[number % 2], price), f"i-{number}")
-        seconds = {bucket: round((number * 13.377 * (place + 1)) % 1000, 3) for place, bucket in enumerate(Bucket)}
-        ledger.note_all({intent.id: seconds})
-        counted[number] = (price.cost(sum(seconds.values())), price.on_demand_cost(sum(seconds.values())))
-    rows = {by: ledger.cost_rows(by) for by in CostBy}
-    for one, other in pairwise(rows.values()):
-        for of in ("cost_usd", "on_demand_usd", "saved_usd"):
-            assert sum(getattr(row, of) for row in one) == sum(getattr(row, of) for row in other)
-        assert sum(row.seconds for row in one) == pytest.approx(sum(row.seconds for row in other), abs=1e-6)
-    # SQL and Python compute the same sums
-    assert [(row.cost_usd, row.on_demand_usd) for row in rows[CostBy.RESOURCE]] == list(counted.values())
-    assert [row.key for row in rows[CostBy.OWNER]] == ["ada@laptop", "bob@laptop"]
-    assert [row.key for row in rows[CostBy.BUCKET]] == [*map(str, Bucket), BILLING_ROUNDING]
-    assert [row.key for row in rows[CostBy.DAY]][:2] == ["2026-11-21", "2026-11-22"]
-    assert all(row.cost_usd >= 0 for row in rows[CostBy.BUCKET])
-    assert sum(row.cost_usd for row in rows[CostBy.RESOURCE]) > 60
-
-
-EIGHT_RESERVE = """
-import os, sys
-from datetime import datetime
-from decimal import Decimal
-from skyward_core.errors import BudgetExceeded
-from skyward_core.ledger.ledger import Ledger
-
-now = datetime.fromisoformat(sys.argv[2])
-
-def take_all(url, seed):
-    reserved = 0
-    with Ledger(url, clock=lambda: now, busy_timeout_seconds=60) as ledger:
-        while True:
-            try:
-                made = ledger.reserve("team", "p", Decimal("0.37"))
-            except BudgetExceeded:
-                return reserved
-            if reserved % 5 == seed % 5:
-                ledger.settle(made, Decimal("0.11"))
-            reserved += 1
-
-children = []
-for seed in range(8):
-    if not (pid := os.fork()):
-        os._exit(min(take_all(sys.argv[1], seed), 255))
-    children.append(pid)
-print(*(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children))
-"""
-
-
-def test_eight_processes_at_once_overdraw_nothing(ledger: Ledger, url: str) -> None:
-    """They reserve and settle until the account refuses: less than one reservation is left then."""
-    ledger.set_account(Account("team", USD(30), Period.MONTH))
-    done = run_script(EIGHT_RESERVE, url, NOON.isoformat())  # in the same month as the account
-    assert done.returncode == 0, done.stderr
-    reserved = ledger.open_reservations()
-    left = ledger.left_usd("team", "p")
-    assert USD(0) <= left < USD("0.37")
-    counts = [int(count) for count in done.stdout.split()]
-    assert sum(counts) > len(reserved) >= 1  # some were settled
-    assert sum(made.reserved_usd for made in reserved) + (sum(counts) - len(reserved)) * USD("0.11") == 30 - left
-
-
-# ── crashes and outages ──────────────────────────────────────────────────────────────────────────────────────────────
-
-KILLED_AT = """
-import os, signal, sys
+WRITER = """
 from datetime import UTC, datetime
 from decimal import Decimal
-import alembic.runtime.environment  # once, before the forks
-from sqlalchemy import Engine, event
 from skyward_core.ledger.rows import Account, Bucket, Period, ResourceKind, ResourceRequest
-from skyward_core.ledger.ledger import Ledger
 from skyward_core.machines.owner import Owner
-from skyward_core.work import Work
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
-folder, left = sys.argv[1], 0
-
-def step(*_, **__):
-    global left
-    left -= 1
-    if left == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-for name in ("before_cursor_execute", "after_cursor_execute", "commit"):
-    event.listen(Engine, name, step)
 
 def history(url, said):
     def say(what):
@@ -382,11 +116,7 @@ while True:
 
 @pytest.mark.timeout(300)
 def test_a_writer_killed_at_any_statement_leaves_a_readable_ledger(tmp_path: Path) -> None:
-    """SIGKILL before and after every statement and before every commit, from an empty file on.
-
-    Everything that had returned is there, and at most one more change.
-    """
-    done = run_script(KILLED_AT, str(tmp_path))
+    done = run_script(DIES + WRITER, str(tmp_path))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) > 80
@@ -395,9 +125,8 @@ def test_a_writer_killed_at_any_statement_leaves_a_readable_ledger(tmp_path: Pat
         path = tmp_path / f"{point}.db"
         with Ledger(f"sqlite:///{path}") as ledger:
             check_what_was_left(ledger, said)
-        with sqlite3.connect(path) as raw:
+        with closing(sqlite3.connect(path)) as raw:
             assert raw.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
-        raw.close()
 
 
 def check_what_was_left(ledger: Ledger, said: list[str]) -> None:
@@ -415,47 +144,45 @@ def check_what_was_left(ledger: Ledger, said: list[str]) -> None:
     for word, tokens in found.items():
         assert reported[word] <= tokens
     assert sum(len(tokens) - len(reported[word]) for word, tokens in found.items()) <= 1
-    assert len(ledger.open_reservations()) in {
-        len(reported["reserved"]) - len(reported["settled"]) + more for more in (-1, 0, 1)
-    }
-    if ledger.accounts():
+    still_open = len(ledger.open_reservations()) - len(reported["reserved"]) + len(reported["settled"])
+    assert still_open in (-1, 0, 1)
+    if ledger.accounts():  # the balance agrees with the reservations
         settled = -ledger.left_usd("team", "p") + 10 - 3 * len(ledger.open_reservations())
-        assert settled in {
-            len(reported["settled"]),
-            len(reported["settled"]) + 1,
-        }  # the balance agrees with the reservations
+        assert settled - len(reported["settled"]) in (0, 1)
 
 
-TRY_TO_OPEN = """
-import os, sys
-from skyward_core.errors import LedgerError
-from skyward_core.ledger.ledger import Ledger
-Ledger(sys.argv[2]).close()  # everything is imported
-if os.getuid() == 0:
-    os.setgid(65534)
-    os.setuid(65534)  # root may write anywhere
-try:
-    with Ledger(sys.argv[1]) as ledger:
-        ledger.end_pool("p")
-except LedgerError as error:
-    print(error)
+MIGRATION = """
+point = 0
+while True:
+    point += 1
+    shutil.copy(f"{folder}/old.db", f"{folder}/{point}.db")
+    if not (pid := os.fork()):
+        left = point
+        Ledger(f"sqlite:///{folder}/{point}.db").close()
+        os._exit(0)
+    if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0:
+        break
+print(point)
 """
 
 
-@pytest.mark.parametrize("is_made", [False, True])
-def test_a_read_only_directory_is_an_error(tmp_path: Path, is_made: bool) -> None:
-    """This holds with a ledger in it, and without."""
-    folder = tmp_path / "read-only"
-    folder.mkdir()
-    if is_made:
-        Ledger(f"sqlite:///{folder}/ledger.db").close()
-    folder.chmod(0o555)
-    for parent in (tmp_path, *tmp_path.parents[:2]):
-        parent.chmod(0o755)  # so that the other user gets as far as the directory itself
-    done = run_script(TRY_TO_OPEN, f"sqlite:///{folder}/ledger.db", f"sqlite:///{tmp_path}/other.db")
-    folder.chmod(0o755)
+def test_a_migration_that_is_killed_at_any_statement_leaves_the_old_ledger(tmp_path: Path) -> None:
+    with Ledger(f"sqlite:///{tmp_path}/old.db") as ledger:
+        open_pool(ledger, "p")
+        intent = intend(ledger)
+        make_old(ledger, "1")
+        ledger.vacuum()  # the file has all of it now, the write-ahead log nothing
+    old = schema(tmp_path / "old.db")
+    done = run_script(DIES + MIGRATION, str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert "name another ledger (SKYWARD_LEDGER)" in done.stdout
+    points = int(done.stdout)
+    assert points > 40
+    for point in range(1, points):
+        path = tmp_path / f"{point}.db"
+        assert schema(path) == old
+        with Ledger(f"sqlite:///{path}") as ledger:
+            assert ledger.intents() == [intent]
+        assert versions(f"sqlite:///{path}") == (str(NEWEST), str(NEWEST))
 
 
 ALL_AT_ONCE = """
@@ -543,10 +270,6 @@ FROM skyward_balances b JOIN skyward_reservations r ON r.account = b.account AND
 
 
 def test_on_a_server_concurrent_methods_neither_overdraw_nor_deadlock(postgresql_url: str, clock: Clock) -> None:
-    """Three processes of six threads: no error, and each balance is the sum of its reservations.
-
-    A balance exceeds the limit only by overspending.
-    """
     with Ledger(postgresql_url, clock=clock) as ledger:
         for account in "ab":
             ledger.set_account(Account(account, USD(5), Period.DAY))
@@ -565,12 +288,62 @@ def test_on_a_server_concurrent_methods_neither_overdraw_nor_deadlock(postgresql
         assert len([intent for intent in ledger.open_intents() if intent.cloud_id is None]) == 0
 
 
+MANY = examples(100_000)
+"""Number of resources; they repeat every 5,000."""
+
+
+def fill(ledger: Ledger) -> None:
+    """Write 5,000 pools, 200 of them open, with `MANY` resources, a twenty-fifth of them open."""
+    open_pool(ledger, "0")
+    price = Price(USD("2.345678"), USD("7.5"), increment_seconds=60)
+    ledger.note_all({ledger.bind(intend(ledger, pool_id="0", price=price), "i-1").id: dict.fromkeys(Bucket, 0.1)})
+    with ledger._database.write() as connection:
+        pool = connection.exec_driver_sql("SELECT * FROM skyward_pools").mappings().one()
+        if connection.dialect.name == "postgresql":  # the rows may take longer than the server waits for a transaction
+            connection.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 0")
+        connection.execute(POOLS.insert(), [another_pool(pool, number) for number in range(1, 5000)])
+        resource = connection.exec_driver_sql("SELECT * FROM skyward_resources").mappings().one()
+        for numbers in itertools.batched(range(2, MANY + 1), 5000):
+            connection.execute(RESOURCES.insert(), [another_resource(resource, number) for number in numbers])
+
+
+def another_pool(pool: Mapping[str, Any], number: int) -> dict[str, Any]:
+    return {
+        **pool,
+        "id": str(number),
+        "owner_user": f"user{number % 40}",
+        "created_microseconds": pool["created_microseconds"] + number,
+        "ended_microseconds": 1 if number >= 200 else None,
+    }
+
+
+def another_resource(resource: Mapping[str, Any], number: int) -> dict[str, Any]:
+    return {
+        **resource,
+        "id": number,
+        "pool_id": str(number % 5000),
+        "token": str(number),
+        "intended_microseconds": resource["intended_microseconds"] + number * 20_000_000,
+        "gone_microseconds": None if number % 5000 < 200 else 1,
+        **{milliseconds_of(bucket): 1000 * (number % 1000) + 100 for bucket in Bucket},
+    }
+
+
 @pytest.mark.generated
-@pytest.mark.parametrize("by", CostBy)
-def test_a_bill_of_many_resources_is_right(large: Ledger, by: CostBy) -> None:
-    """It is checked with every key: `skyward cost`."""
-    rows = large.cost_rows(by)
-    # the first has a second less in each
-    assert sum(row.seconds for row in rows) == pytest.approx(
-        len(Bucket) * (MANY // 1000 * sum(range(1000)) + MANY * 0.1 - 1)
-    )
+def test_lists_and_bills_of_many_resources_are_right(url: str) -> None:
+    """`skyward ps`, `skyward cost` by every key, and the first query of a sweep."""
+    with Ledger(url, clock=Clock()) as ledger:
+        fill(ledger)
+        for include_ended, limit, pools, resources in (
+            (False, None, 200, MANY // 25),
+            (True, None, 5000, MANY),
+            (True, 50, 50, MANY // 100),
+        ):
+            rows = ledger.pool_rows(include_ended=include_ended, limit=limit)
+            assert (len(rows), sum(row.resources for row in rows)) == (pools, resources)
+            assert sum(row.open_resources for row in rows) == (0 if limit else MANY // 25)
+        assert len(ledger.open_intents()) == MANY // 25
+        # the first has a second less in each
+        seconds = len(Bucket) * (MANY // 1000 * sum(range(1000)) + MANY * 0.1 - 1)
+        for by in CostBy:
+            assert sum(row.seconds for row in ledger.cost_rows(by)) == pytest.approx(seconds)

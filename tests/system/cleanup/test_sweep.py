@@ -1,4 +1,4 @@
-"""Sweeping all pools: of several providers, by several processes at once, and with a ledger that fails."""
+"""Sweeping the pools of several providers."""
 
 import threading
 from pathlib import Path
@@ -7,64 +7,50 @@ import pytest
 
 from skyward_core import InstancesLeft
 from skyward_core.cleanup import survey
+from skyward_core.cleanup.policy import Action
 from skyward_core.cleanup.sweep import sweep
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.providers.base import (
-    load,
-)
-from tests.cleanup.pools import (
-    DEAD,
-    CloudProvider,
-    FolderProvider,
-    Time,
-    World,
-    of_kind,
-)
-from tests.fakes import BlindProvider, FlakyProvider, StuckProvider
-from tests.unit.cleanup.test_sweep import (
-    PruningProvider,
-    actions,
-)
+from skyward_core.providers.base import load
+from tests.cleanup.pools import DEAD, CloudProvider, FolderProvider, Time, World, of_kind
+from tests.fakes import BlindProvider, FlakyProvider, Machines, StuckProvider
+from tests.ledger.fixtures import open_pool
+from tests.unit.cleanup.test_sweep import PruningProvider, actions
 
 
 def test_a_sweep_finds_providers_in_the_ledger(
     ledger: Ledger, tmp_path: Path, hands: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The caller names no provider, because the entries name them. One that cannot be loaded is reported and stops
-    nothing.
-    """
+    """The caller names no provider, because the entries name them."""
     folders = {"name": "folder", "folder": str(tmp_path)}
-    monkeypatch.setattr(
-        survey,
-        "load",
-        lambda requested: (
-            FolderProvider(folder=requested["folder"]) if requested["name"] == "folder" else load(requested)
-        ),
-    )
-    world = World(ledger, FolderProvider(folder=str(tmp_path)), hands)
+    provider = FolderProvider(folder=str(tmp_path))
+    monkeypatch.setattr(survey, "load", lambda asked: provider if asked == folders else load(asked))
+    world = World(ledger, provider, hands)
     world.rent(world.pool("sky-folder"), 2)
-    ledger.open_pool("sky-odd", owner=DEAD, provider={"name": "nonesuch"}, spec_json="{}", lease_expires_at=hands.now)
-    assert world.provider.to_json() == folders
+    assert provider.to_json() == folders
     report = sweep(ledger, is_dry_run=False, **hands.keywords)
-    assert [failure.provider for failure in report.failures] == ["nonesuch"]
-    assert "no provider is called 'nonesuch'" in str(report.failures[0])
+    assert report.failures == ()
     assert [finding.pool_id for finding in report.ended] == ["sky-folder"]
-    assert [found.id for found in ledger.pools()] == ["sky-odd"]
-    assert world.ids() == set()
+    assert (ledger.pools(), world.ids()) == ([], set())
 
 
-def test_a_provider_that_cannot_list_is_not_swept(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
-    """Its entries and machines stay, because they could not be listed. The other providers are swept."""
+def test_a_provider_that_cannot_list_or_be_loaded_is_not_swept(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
+    """Its entries and machines stay, and it is one failure. The other providers are swept."""
     blind = of_kind(BlindProvider, ledger, tmp_path / "blind", hands)
     seeing = of_kind(CloudProvider, ledger, tmp_path / "seeing", hands)
     blind.rent(blind.pool("sky-blind"))
     seeing.rent(seeing.pool("sky-seeing"))
+    for pool_id, provider in (("sky-odd", {"name": "nonesuch"}), ("sky-nameless", {"key": "no name"})):
+        open_pool(ledger, pool_id, DEAD, provider=provider, lease_expires_at=hands.now)
     hands.go(1000)
     report = sweep(ledger, [blind.provider, seeing.provider], is_dry_run=False, **hands.keywords)
-    assert [(failure.provider, str(failure.error)) for failure in report.failures] == [("fake", "503 from the listing")]
+    failures = {failure.provider: (failure.pool_id, str(failure.error)) for failure in report.failures}
+    assert failures.keys() == {"?", "fake", "nonesuch"}
+    assert failures["fake"] == ("", "503 from the listing")
+    assert "no provider is called 'nonesuch'" in failures["nonesuch"][1]
     assert [finding.pool_id for finding in report.ended] == ["sky-seeing"]
     assert [its.pool_id for its in ledger.open_intents()] == ["sky-blind"]
-    assert [(found.id, found.condemned_at) for found in ledger.pools()] == [("sky-blind", None)]
+    left = [(found.id, found.condemned_at) for found in ledger.pools()]
+    assert left == [("sky-blind", None), ("sky-nameless", None), ("sky-odd", None)]
     assert blind.provider.machines.terminated == []
 
 
@@ -76,17 +62,14 @@ def test_a_machine_that_does_not_end_does_not_stop_the_others(ledger: Ledger, tm
         world.rent(world.pool(f"sky-{type(world.provider).__name__}"))
     waited = threading.local()  # each pool ends in a thread of its own, and waits by a clock of its own
 
-    def pause(seconds: float) -> None:
-        waited.seconds = getattr(waited, "seconds", 0.0) + seconds
+    def monotonic() -> float:
+        return getattr(waited, "seconds", 0.0)
 
-    report = sweep(
-        ledger,
-        [stuck.provider, other.provider],
-        is_dry_run=False,
-        clock=hands,
-        monotonic=lambda: getattr(waited, "seconds", 0.0),
-        pause=pause,
-    )
+    def pause(seconds: float) -> None:
+        waited.seconds = monotonic() + seconds
+
+    providers = [stuck.provider, other.provider]
+    report = sweep(ledger, providers, is_dry_run=False, clock=hands, monotonic=monotonic, pause=pause)
     (failure,) = report.failures
     assert failure.pool_id == "sky-StuckProvider"
     assert isinstance(failure.error, InstancesLeft)
@@ -95,24 +78,39 @@ def test_a_machine_that_does_not_end_does_not_stop_the_others(ledger: Ledger, tm
     assert actions(sweep(ledger, [stuck.provider], **hands.keywords)) == [("end", "sky-StuckProvider")]
 
 
-def test_machines_listed_by_two_settings_have_one_finding(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
-    """A provider that is named twice, with other settings, lists the same machines. The policy uses the settings with
-    which the pool was opened.
+def cloud(folder: Path, machines: Machines, price: float) -> CloudProvider:
+    """Return the cloud with these machines, in settings that have this price."""
+    provider = CloudProvider(folder=str(folder), price_per_hour=price)
+    provider._machines = machines
+    return provider
+
+
+def test_a_machine_is_in_the_listing_of_the_settings_of_its_pool(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
+    """A provider that is named with several settings lists the same machines. A machine without an entry is in the
+    first listing, and one that only other settings list is left.
     """
-    world = of_kind(CloudProvider, ledger, tmp_path, hands)
-    twin = CloudProvider(folder=str(tmp_path), price_per_hour=1.0)
-    twin._machines = world.provider.machines
-    world.rent(world.pool())
+    machines = Machines()
+    first, its, last = (cloud(tmp_path, machines, price) for price in (1.0, 2.0, 3.0))
+    world = World(ledger, its, hands)
+    world.rent(world.pool("sky-1"))
     world.launch("sky-stranger")
+    for order in ([first, its, last], [last, first, its]):
+        view = survey.take_survey(ledger, order)
+        for machine_id, expected in (("fake-0", its), ("fake-1", view.listings[0].provider)):
+            listed = [one.provider for one in view.listings if machine_id in {found.id for found in one.machines}]
+            assert listed == [expected]
+        assert view.left == []
     hands.go(1000)
-    report = sweep(ledger, [twin, world.provider], is_dry_run=False, **hands.keywords)
+    report = sweep(ledger, [first, its], is_dry_run=False, **hands.keywords)
     assert sorted(actions(report)) == [("end", "sky-1"), ("end", "sky-stranger")]
     assert report.failures == ()
-    alone = of_kind(CloudProvider, ledger, tmp_path / "alone", hands)
-    alone.rent(alone.pool("sky-2"))
-    twin._machines = alone.provider.machines
-    report = sweep(ledger, [twin], is_dry_run=False, **hands.keywords)
-    assert actions(report) == [("leave", "sky-2")]
+    other = cloud(tmp_path / "other", Machines(), 4.0)
+    World(ledger, other, hands).launch(world.pool("sky-2"))
+    view = survey.take_survey(ledger, [other, its])
+    (left,) = view.left
+    assert [listing.machines for listing in view.listings] == [[], []]
+    assert (left.action, left.pool_id, left.resource_ids) == (Action.LEAVE, "sky-2", ("fake-0",))
+    assert "other settings of the provider" in left.reason
 
 
 @pytest.mark.parametrize("is_dry_run", [True, False])

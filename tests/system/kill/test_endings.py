@@ -1,9 +1,4 @@
-"""However a program ends, no machine stays alive, and the output says what happened.
-
-Each test runs its own program, which opens a real pool. Its nodes are processes of this machine, and its bill is a
-folder of files that outlives them (`billed.py`): a machine lives as long as either exists. The program itself or its
-reaper does the teardown, and the ledger then has no open entry.
-"""
+"""However a program ends, no machine stays alive, and the output says what happened."""
 
 from __future__ import annotations
 
@@ -16,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
 
 import pytest
 
@@ -29,6 +23,7 @@ DEADLINE_SECONDS = 60.0
 OPEN_SECONDS = 90.0
 """For a program to reach its point, on a busy machine."""
 INTERRUPTED = -signal.SIGINT
+COMES = "the program to come to its point"
 
 CALLS = """
 with pool() as p:
@@ -39,15 +34,20 @@ pytestmark = [pytest.mark.timeout(300)]
 
 
 class Program:
-    """A script in its own process and session, with its own ledger, reaper's log and provider."""
+    """A script in its own process and session, with its own ledger, reaper's log and provider.
+
+    Its nodes are processes of this machine, and its bill is a folder of files that outlives them (`billed.py`): a
+    machine lives as long as either exists.
+    """
 
     def __init__(self, home: Path) -> None:
-        self.home = home
-        self.bill = home / "billed"
-        self.bill.mkdir()
+        self.home, self.bill, self.ledger_file = home, home / "billed", home / "ledger.db"
+        self.ledger_url = f"sqlite:///{self.ledger_file}"
+        self._state = home / "state"
         self._process: subprocess.Popen[str] | None = None
-        self._said: dict[str, list[str]] = {"stdout": [], "stderr": []}
         self._readers: list[threading.Thread] = []
+        self._stdout, self._stderr = list[str](), list[str]()
+        self.bill.mkdir()
 
     def start(self, text: str) -> Program:
         """Run the script; `ending_scripts.py` has the names that it can use."""
@@ -57,51 +57,40 @@ class Program:
             "ENDINGS_HOME": str(self.home),
             "PYTHONPATH": str(ROOT),
             "SKYWARD_LEDGER": self.ledger_url,
-            "XDG_STATE_HOME": str(self.home / "state"),
+            "XDG_STATE_HOME": str(self._state),
         }
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)  # a full disk must not stop the output
+        command = [sys.executable, str(script)]
         self._process = subprocess.Popen(
-            [sys.executable, str(script)],
-            cwd=self.home,
-            env=environ,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
+            command, cwd=self.home, env=environ, text=True, start_new_session=True, **pipes
         )
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        for stream, name in ((self._process.stdout, "stdout"), (self._process.stderr, "stderr")):
-            reader = threading.Thread(target=_read, args=(stream, self._said[name]), daemon=True)
-            reader.start()
-            self._readers.append(reader)
+        for stream, lines in ((self._process.stdout, self._stdout), (self._process.stderr, self._stderr)):
+            assert stream is not None
+            self._readers.append(threading.Thread(target=lines.extend, args=(iter(stream.readline, ""),), daemon=True))
+            self._readers[-1].start()
         return self
 
     @property
-    def ledger_url(self) -> str:
-        return f"sqlite:///{self.ledger_file}"
-
-    @property
-    def ledger_file(self) -> Path:
-        return self.home / "ledger.db"
+    def process(self) -> subprocess.Popen[str]:
+        assert self._process is not None
+        return self._process
 
     @property
     def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
+        return self.process.pid
 
     @property
     def stdout(self) -> str:
-        return "".join(self._said["stdout"])
+        return "".join(self._stdout)
 
     @property
     def stderr(self) -> str:
-        return "".join(self._said["stderr"])
+        return "".join(self._stderr)
 
     @property
     def reaper_log(self) -> str:
         """The reaper's log; "" if the reaper had nothing to do."""
-        log = self.home / "state" / "skyward" / "reaper.log"
+        log = self._state / "skyward" / "reaper.log"
         return log.read_text() if log.exists() else ""
 
     def has_said(self, word: str) -> bool:
@@ -114,97 +103,71 @@ class Program:
         return (self.bill / f"{fault}.met").exists()
 
     def lay(self, *faults: str) -> Program:
-        """Install faults in the provider."""
         for fault in faults:
             (self.bill / fault).touch()
         return self
 
     def go_on(self) -> None:
-        """Answer its `input()`."""
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
 
     def status(self, seconds: float = DEADLINE_SECONDS) -> int:
         """Wait until the program has ended; return its exit status."""
-        assert self._process is not None
-        process = self._process
-        self.wait_for(lambda: process.poll() is not None, "the program to end", seconds)
+        self.wait_for(lambda: self.process.poll() is not None, "the program to end", seconds)
         for reader in self._readers:
             reader.join()
-        return process.returncode
+        return self.process.returncode
 
     def wait_for(self, condition: Callable[[], object], what: str, seconds: float = DEADLINE_SECONDS) -> None:
-        """Wait until the condition holds.
-
-        On a timeout, or if the program ends before its point, fail with all output.
-        """
+        """Wait until the condition holds, else fail with all output; also if the program ends before its point."""
         deadline = time.monotonic() + seconds
         while not condition():
-            is_over = (
-                self._process is not None
-                and self._process.poll() is not None
-                and what.startswith("the program to come")
-            )
+            is_over = what == COMES and self.process.poll() is not None
             if is_over or time.monotonic() > deadline:
-                pytest.fail(
-                    f"waited {seconds} s for {what}\n{self.stdout}\n{self.stderr}\n{self.reaper_log}\nliving: {self.living()}"
-                )
+                said = f"{self.stdout}\n{self.stderr}\n{self.reaper_log}\nliving: {self.living()}"
+                pytest.fail(f"waited {seconds} s for {what}\n{said}")
             time.sleep(0.01)
 
     def come_to(self, condition: Callable[[], object]) -> Program:
         """Wait until the program has reached the point that the test needs."""
-        self.wait_for(condition, "the program to come to its point", OPEN_SECONDS)
+        self.wait_for(condition, COMES, OPEN_SECONDS)
         return self
+
+    def _pids(self) -> set[int]:
+        return {pid for pid, home in processes_by_tag("XDG_STATE_HOME") if home == str(self._state)}
 
     def living(self) -> list[str]:
         """The machines on the bill, and the processes that live: nodes, reapers, the program itself."""
-        mine = str(self.home / "state")
-        return sorted(file.name for file in self.bill.glob("local-*")) + [
-            f"process {pid}" for pid, home in processes_by_tag("XDG_STATE_HOME") if home == mine
-        ]
+        billed = sorted(file.name for file in self.bill.glob("local-*"))
+        return billed + [f"process {pid}" for pid in sorted(self._pids())]
 
-    def nodes(self) -> list[int]:
-        """The processes of its nodes."""
-        mine = str(self.home / "state")
-        return sorted(
-            {pid for pid, home in processes_by_tag("XDG_STATE_HOME") if home == mine}
-            & {pid for pid, _ in processes_by_tag("SKYWARD_INSTANCE_ID")}
-        )
+    def nodes(self) -> set[int]:
+        return self._pids() & {pid for pid, _ in processes_by_tag("SKYWARD_INSTANCE_ID")}
 
     def leaves_nothing(self) -> None:
         """Wait until no machine, process or reaper is left; the ledger then has nothing open."""
         self.wait_for(lambda: not self.living(), "everything to be gone")
         with Ledger(self.ledger_url) as ledger:
-            assert [entry.ended_at for entry in ledger.pools(include_ended=True) if entry.ended_at is None] == []
+            assert ledger.pools() == []
             assert ledger.open_intents() == []
 
     def machines(self) -> list[str]:
         """Return the ids of all machines that the ledger has ever recorded."""
         with Ledger(self.ledger_url) as ledger:
-            return [
-                intent.cloud_id
-                for entry in ledger.pools(include_ended=True)
-                for intent in ledger.intents(pool_id=entry.id)
-                if intent.cloud_id is not None
-            ]
+            return [intent.cloud_id for intent in ledger.intents() if intent.cloud_id is not None]
 
     def is_clean(self) -> bool:
         """Return whether the machines have left no folder after their termination."""
-        places = [self.home / "state" / "skyward" / "nodes" / instance_id for instance_id in self.machines()]
-        return not any(place.exists() for place in places)
+        return not any((self._state / "skyward" / "nodes" / machine).exists() for machine in self.machines())
 
     def close(self) -> None:
-        """End what a failed test has left."""
         if self._process is not None:
             for file in self.bill.iterdir():
                 file.unlink(missing_ok=True)  # a living reaper finds nothing to do
-            mine = str(self.home / "state")
-            for pid, home in processes_by_tag("XDG_STATE_HOME"):
-                if home == mine:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+            for pid in self._pids():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             self._process.kill()
             self._process.wait()
             for reader in self._readers:
@@ -215,13 +178,8 @@ class Program:
                     stream.close()
 
 
-def _read(stream: IO[str], into: list[str]) -> None:
-    into.extend(iter(stream.readline, ""))
-
-
 @pytest.fixture
 def program(tmp_path: Path) -> Iterator[Program]:
-    """A program that was not started yet."""
     made = Program(tmp_path)
     with contextlib.closing(made):
         yield made
@@ -244,20 +202,13 @@ def tidied(program: Program) -> None:
     assert program.is_clean()
 
 
-# ── the reaper cleans up after a killed program ──────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_without_a_handler(program: Program, sig: signal.Signals) -> None:
-    """The program ends in the middle of a call without any output. Its reaper ends the machines, and records it."""
     program.start(CALLS).come_to(program.is_running_a_call)
     assert len(list(program.bill.glob("local-*"))) == 1
     os.kill(program.pid, sig)
     assert program.status() == -sig
     reaped(program)
-
-
-# ── a program that can clean up does so before it ends ───────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -270,7 +221,6 @@ def test_a_signal_without_a_handler(program: Program, sig: signal.Signals) -> No
     ],
 )
 def test_an_interrupt(program: Program, text: str, status: int, words: str) -> None:
-    """The call is abandoned, and the machines end before the program."""
     program.start(text).come_to(program.is_running_a_call)
     os.kill(program.pid, signal.SIGINT)
     assert program.status() == status

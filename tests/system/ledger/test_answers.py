@@ -1,4 +1,4 @@
-"""A PostgreSQL server that is reached, and does not answer."""
+"""A PostgreSQL server that is reached, and answers late; in tests/nightly it does not answer."""
 
 import math
 import socket
@@ -9,16 +9,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection
 
-from skyward_core.errors import LedgerError
 from skyward_core.ledger import database, sql_engine
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.ledger.names_policy import Rent, Wait
 from skyward_core.ledger.schema import migrate
-from skyward_core.ledger.tables import NAMES
-from tests.system.ledger.test_names import claim
-from tests.unit.ledger.test_ledger import Clock, open_pool, postgresql_server, postgresql_url  # noqa: F401 - fixtures
+from tests.ledger.fixtures import Clock, open_pool
 
 
 class Proxy:
@@ -28,6 +24,8 @@ class Proxy:
         self._target = target
         self._is_open = threading.Event()
         self._is_open.set()
+        self.is_holding = threading.Event()
+        """Bytes have come that are not passed on."""
         self._ends: list[socket.socket] = []
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(folder / target.name))
@@ -73,6 +71,8 @@ class Proxy:
     def _pass(self, here: socket.socket, there: socket.socket) -> None:
         with suppress(OSError):
             while data := here.recv(65536):
+                if not self._is_open.is_set():
+                    self.is_holding.set()
                 self._is_open.wait()
                 there.sendall(data)
         with suppress(OSError):
@@ -97,61 +97,28 @@ def test_a_slow_answer_in_time_is_no_error(proxy: Proxy, url: str) -> None:
     with Ledger(url, clock=Clock(), busy_timeout_seconds=0.2) as ledger:
         open_pool(ledger, "p")
         proxy.cut()
-        mender = threading.Timer(0.5, proxy.mend)
+        mender = threading.Thread(target=lambda: (proxy.is_holding.wait(), proxy.mend()))
         mender.start()
         assert ledger.pool("p") is not None
         mender.join()
 
 
-def test_only_the_migration_may_take_long(postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connection that has migrated the ledger has the usual limit afterwards."""
-    limits: list[float] = []
+def test_only_a_migration_may_take_long_and_pause(postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may read much and compute before it writes. Its connection has the usual limits afterwards."""
+    limits: list[tuple[float, str]] = []
+
+    def look(connection: Connection) -> None:
+        raw = cast("Any", connection.connection.dbapi_connection)
+        idle = connection.exec_driver_sql("SHOW idle_in_transaction_session_timeout").scalar()
+        limits.append((raw.answer_seconds, str(idle)))
 
     def seen(connection: Connection) -> None:
-        limits.append(_limit(connection))
+        look(connection)
         migrate(connection)
 
     monkeypatch.setattr(database, "migrate", seen)
     opened = database.Database(postgresql_url, Clock(), 0.2)
     with opened.read() as connection:
-        limits.append(_limit(connection))
+        look(connection)
     opened.close()
-    assert limits == [math.inf, sql_engine.ANSWER_SECONDS + 0.2]
-
-
-def test_a_process_that_is_stopped_inside_a_transaction_keeps_no_locks(
-    postgresql_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server ends its connection. Those who wait for its lock get it in time."""
-    opened = database.Database(postgresql_url, Clock(), 5.0)
-    opened.close()  # it has migrated
-    monkeypatch.setattr(sql_engine, "IDLE_SECONDS", 0.3)
-    stopped = database.Database(postgresql_url, Clock(), 5.0)
-    with Ledger(postgresql_url, clock=Clock(), busy_timeout_seconds=5.0) as other:
-        found = [claim(other, "a")]
-        with pytest.raises(LedgerError), stopped.write() as connection:
-            connection.execute(select(NAMES).with_for_update()).all()
-            found.append(claim(other, "b"))
-    stopped.close()
-    assert [type(one) for one in found] == [Rent, Wait]
-
-
-def test_a_migration_may_pause(postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may read much and compute before it writes."""
-    monkeypatch.setattr(sql_engine, "IDLE_SECONDS", 0.3)
-    found: list[str | None] = []
-
-    def seen(connection: Connection) -> None:
-        found.append(connection.exec_driver_sql("SHOW idle_in_transaction_session_timeout").scalar())
-        migrate(connection)
-
-    monkeypatch.setattr(database, "migrate", seen)
-    opened = database.Database(postgresql_url, Clock(), 0.2)
-    with opened.read() as connection:
-        found.append(connection.exec_driver_sql("SHOW idle_in_transaction_session_timeout").scalar())
-    opened.close()
-    assert found == ["0", "300ms"]
-
-
-def _limit(connection: Connection) -> float:
-    return cast("Any", connection.connection.dbapi_connection).answer_seconds
+    assert limits == [(math.inf, "0"), (sql_engine.ANSWER_SECONDS + 0.2, f"{sql_engine.IDLE_SECONDS:.0f}s")]

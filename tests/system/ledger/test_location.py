@@ -1,5 +1,6 @@
 """The default place of the ledger, and the behaviour if it is not writable."""
 
+import logging
 import os
 import pwd
 from pathlib import Path
@@ -31,7 +32,6 @@ def read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_error_without_a_home_says_what_to_set(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No HOME, and no entry in the user database: a LedgerError with an example, and one line from the command."""
 
     def no_user(uid: int) -> NoReturn:
         raise KeyError(f"getpwuid(): uid not found: {uid}")
@@ -58,8 +58,17 @@ def test_a_budget_needs_a_ledger_that_lasts(read_only: Path) -> None:
         pass
 
 
-def test_the_usual_place_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SKYWARD_LEDGER, else the state folder, even if it does not exist yet."""
-    assert default_url({"SKYWARD_LEDGER": "sqlite:////x.db"}) == "sqlite:////x.db"
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "not/there/yet"))
-    assert default_url({}) == f"sqlite:///{tmp_path}/not/there/yet/skyward/ledger.db"
+def test_a_read_only_home_has_its_ledger_in_the_runtime_folder(
+    read_only: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        caplog.at_level(logging.WARNING, logger="skyward"),
+        sky.ComputePool(provider=sky.Local(), display="quiet") as pool,
+    ):
+        assert sky.compute(abs)(-2) >> pool == 2
+    assert any(
+        "may not be written to: the ledger is in" in message and "SKYWARD_LEDGER=" in message
+        for message in caplog.messages
+    )
+    assert default_url() == f"sqlite:///{read_only}/skyward/ledger/ledger.db"
+    assert (read_only / "skyward/ledger/ledger.db").is_file()

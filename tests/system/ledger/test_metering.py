@@ -18,16 +18,10 @@ from skyward_core.engine.futures import CallFuture
 from skyward_core.ledger.metering import PHASES, Meter, cost_by_bucket
 from skyward_core.ledger.rows import BILLING_ROUNDING, Bucket, Price
 from tests.conftest import RecordedEvents, shared, wait_until
-from tests.unit.ledger.test_metering import (
-    Clock,
-    bill,
-    machine,
-    ready,
-)
+from tests.ledger.fixtures import MeterClock, machine
+from tests.unit.ledger.test_metering import bill, ready
 
-# ── any history ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-type Step = Callable[[Clock, Meter, str], object]
+type Step = Callable[[MeterClock, Meter, str], object]
 
 NAMES = st.sampled_from("ab")
 SECONDS = st.floats(0, 5000, allow_nan=False)
@@ -54,10 +48,7 @@ PRICES = st.decimals(0, 100, places=6)
 def test_every_second_is_in_one_bucket_and_billed(
     steps: list[tuple[str, Step]], price: Decimal, on_demand: Decimal, increment: int, minimum: int
 ) -> None:
-    """In any history, buckets add up to the life and their costs to the bill. The bill only grows, and equals the
-    ledger's bill of rounded milliseconds.
-    """
-    clock = Clock()
+    clock = MeterClock()
     meter = Meter(clock)
     paid = Price(price, on_demand, increment_seconds=increment, minimum_seconds=minimum)
     lives: dict[str, tuple[float, float | None]] = {"a": (1000.0, None), "b": (1003.0005, None)}
@@ -98,7 +89,6 @@ def test_every_second_is_in_one_bucket_and_billed(
 
 
 def test_many_threads_lose_no_second() -> None:
-    """Calls that end in many threads at once are all counted."""
     _, meter = ready(slots=1000)
 
     def end_calls() -> None:
@@ -112,9 +102,6 @@ def test_many_threads_lose_no_second() -> None:
     for thread in threads:
         thread.join()
     assert meter.buckets()["a"][Bucket.RUNNING_CALLS] == 8.0
-
-
-# ── a call's share, on real nodes ────────────────────────────────────────────────────────────────────────────────────
 
 
 @sky.compute
@@ -186,7 +173,6 @@ def bought() -> Iterator[Bought]:
     ("call", "error"), [(sleep, type(None)), (fail, KeyError), (leave, sky.CallCrashed), (crash, sky.CallCrashed)]
 )
 def test_a_call_has_its_time_and_its_share(bought: Bought, call: Any, error: type[BaseException]) -> None:
-    """After its end of any kind: the time in its slot, and its cost, which is in the bucket of running calls."""
     before = bought.running_seconds()
     future = bought.submit(call(0.3))
     assert (future.seconds, future.cost) == (None, None)
@@ -199,7 +185,6 @@ def test_a_call_has_its_time_and_its_share(bought: Bought, call: Any, error: typ
 
 
 def test_shares_add_up_to_the_cost_of_running_calls(bought: Bought) -> None:
-    """Of two hundred calls, sent in batches, each has its own time; together their shares are the bucket's growth."""
     before = bought.running_seconds()
     futures = [bought.submit(sleep(index / 10_000)) for index in range(200)]
     costs = [future.cost or 0.0 for future in futures if future.result(60) is None]
@@ -209,7 +194,6 @@ def test_shares_add_up_to_the_cost_of_running_calls(bought: Bought) -> None:
 
 
 def test_a_cancelled_call_is_billed(bought: Bought) -> None:
-    """The call has no time, but the bill includes it."""
     before = bought.running_seconds()
     future = bought.begin(60.0)
     future.cancel()
@@ -218,7 +202,6 @@ def test_a_cancelled_call_is_billed(bought: Bought) -> None:
 
 
 def test_a_long_call_is_metered_before_its_end(bought: Bought) -> None:
-    """The node's count arrives every few seconds, so the running time of a killed client is recorded."""
     before = bought.running_seconds()
     future = bought.begin(60.0)
     wait_until(lambda: bought.running_seconds() > before + 1.0, "the running call to be counted", 30)

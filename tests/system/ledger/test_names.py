@@ -1,6 +1,7 @@
-"""Names of pools in the ledger: of all processes that open one, one rents."""
+"""Names of pools in the ledger: of all processes that open one, one rents, and one at a time is the steward."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -9,131 +10,107 @@ import pytest
 
 from skyward_core.errors import LeaseLost
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.ledger.names_policy import Activity, Claim, Join, NameState, Refused, Rent, Usage, Wait
-from skyward_core.ledger.rows import CallState
-from skyward_core.machines.owner import Owner
-from skyward_core.work import NO_WORK, Work
-from tests.unit.ledger.test_ledger import (  # noqa: F401 - fixtures
-    PROVIDER,
-    Clock,
-    clock,
-    ledger,
-    postgresql_server,
-    postgresql_url,
-    sqlite_url,
-    url,
+from skyward_core.ledger.names_policy import (
+    Activity,
+    Join,
+    NamedPool,
+    NameState,
+    NotSteward,
+    Refused,
+    Rent,
+    Standing,
+    Usage,
+    Wait,
 )
-
-TERMS = {"nodes": 2}
-LEASE_SECONDS = 120.0
-
-
-def claim(ledger: Ledger, client: str, name: str = "nightly", **changes: Any) -> Claim:
-    """Open a name as this client, with the pool id `sky-` and its id."""
-    values: dict[str, Any] = {
-        "owner": Owner.here(),
-        "terms": TERMS,
-        "keep_warm_seconds": 0.0,
-        "lease_seconds": LEASE_SECONDS,
-        **changes,
-    }
-    return ledger.names.claim(name, f"sky-{client}", client, **values)
-
-
-def begin(ledger: Ledger, pool_id: str, work: Work = NO_WORK) -> None:
-    """Write the pool into the ledger, as its journal does."""
-    ledger.open_pool(
-        pool_id,
-        owner=Owner.here(),
-        provider=PROVIDER,
-        spec_json="{}",
-        lease_expires_at=ledger.names.now() + timedelta(seconds=LEASE_SECONDS),
-        work=work,
-    )
-
-
-def opened(ledger: Ledger, client: str = "a", **changes: Any) -> int:
-    """Open a name, up to the state in which others may join; return the epoch."""
-    rent = claim(ledger, client, **changes)
-    assert isinstance(rent, Rent)
-    begin(ledger, f"sky-{client}", changes.get("work", NO_WORK))
-    ledger.names.opened("nightly", rent.epoch)
-    return rent.epoch
+from skyward_core.ledger.rows import Account, CallState, Period
+from tests.ledger.fixtures import LEASE_SECONDS, USD, Clock, begin, claim, opened, resource_request
 
 
 def activity(ledger: Ledger) -> Activity:
     return ledger.names.activity(["sky-a"])["sky-a"]
 
 
-def test_names_are_separate(ledger: Ledger) -> None:
-    assert claim(ledger, "a") == Rent(1)
-    assert claim(ledger, "b", name="other") == Rent(1)
-    assert [row.name for row in ledger.names.all_named()] == ["nightly", "other"]
+def row_of(ledger: Ledger) -> NamedPool:
+    row = ledger.names.named("nightly")
+    assert row is not None
+    return row
 
 
-def test_other_terms_are_refused(ledger: Ledger) -> None:
-    opened(ledger)
-    assert claim(ledger, "b", terms={"nodes": 3}) == Refused("sky-a", {"nodes": (2, 3)})
-    assert [client.id for client in ledger.names.clients("sky-a")] == ["a"]
+def at_once(url: str, count: int, call: Callable[[Ledger, int], Any]) -> list[Any]:
+    """Call in so many threads, each with a connection of its own; return the results."""
+    found: list[Any] = []
+    ready = threading.Barrier(count)
 
-
-def test_of_many_processes_at_once_exactly_one_rents(url: str) -> None:
-    """Each has a separate connection and thread."""
-    claims: list[Claim] = []
-    ready = threading.Barrier(16)
-
-    def open_name(number: int) -> None:
+    def run(number: int) -> None:
         with Ledger(url) as mine:
             ready.wait()
-            claims.append(claim(mine, f"c{number}"))
+            found.append(call(mine, number))
 
-    Ledger(url).close()  # migrate once
-    threads = [threading.Thread(target=open_name, args=(number,)) for number in range(16)]
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    return found
+
+
+def test_the_first_rents_and_the_others_wait_until_it_has_opened(ledger: Ledger) -> None:
+    """Other names and other terms are other pools."""
+    assert claim(ledger, "a") == Rent(1)
+    assert claim(ledger, "other", name="other") == Rent(1)
+    assert [row.name for row in ledger.names.all_named()] == ["nightly", "other"]
+    assert isinstance(claim(ledger, "b"), Wait)
+    begin(ledger, "sky-a")
+    assert isinstance(claim(ledger, "b"), Wait)
+    ledger.names.opened("nightly", 1)
+    assert claim(ledger, "c", terms={"nodes": 3}) == Refused("sky-a", {"nodes": (2, 3)})
+    join = claim(ledger, "b")
+    assert isinstance(join, Join)
+    assert join.row.pool_id == "sky-a"
+    assert [client.id for client in ledger.names.clients("sky-a")] == ["a", "b"]
+
+
+def test_of_many_processes_at_once_one_rents_and_one_becomes_the_steward(url: str) -> None:
+    Ledger(url).close()  # migrate once
+    claims = at_once(url, 16, lambda mine, number: claim(mine, f"c{number}"))
     assert sorted(type(one).__name__ for one in claims) == ["Rent"] + ["Wait"] * 15
+    with Ledger(url) as first:
+        renter = row_of(first).steward
+        begin(first, f"sky-{renter}")
+        first.names.opened("nightly", 1)
+        for number in range(12):
+            claim(first, f"d{number}")
+        first.names.leave("nightly", renter)
+    found = at_once(url, 12, lambda mine, number: mine.stewards.take("nightly", f"d{number}"))
+    assert sorted(map(str, found)) == ["2"] + ["None"] * 11
 
 
 def test_the_last_client_that_leaves_closes(ledger: Ledger) -> None:
-    """A client that comes meanwhile waits until the pool has ended, and then rents."""
+    """The steward may leave before. A client that comes meanwhile waits until the pool has ended, and then rents."""
     opened(ledger)
     claim(ledger, "b")
+    claim(ledger, "c")
+    assert ledger.names.leave("nightly", "c") is NameState.IN_USE
+    assert ledger.names.leave("nightly", "c") is None
+    assert ledger.names.leave("no such name", "c") is None
     assert ledger.names.leave("nightly", "a") is NameState.IN_USE
+    assert (row_of(ledger).state, row_of(ledger).steward) == (NameState.IN_USE, "")
     assert ledger.names.leave("nightly", "b") is NameState.CLOSING
-    assert isinstance(claim(ledger, "c"), Wait)
+    assert isinstance(claim(ledger, "d"), Wait)
     ledger.end_pool("sky-a")
     ledger.names.closed("b")
-    assert claim(ledger, "c") == Rent(2)
-
-
-def test_the_steward_leaves_and_the_others_go_on(ledger: Ledger) -> None:
-    opened(ledger)
-    claim(ledger, "b")
-    ledger.names.leave("nightly", "a")
-    row = ledger.names.named("nightly")
-    assert row is not None
-    assert (row.state, row.steward) == (NameState.IN_USE, "")
-
-
-def test_a_client_that_has_left_leaves_no_second_time(ledger: Ledger) -> None:
-    opened(ledger)
-    claim(ledger, "b")
-    assert ledger.names.leave("nightly", "b") is NameState.IN_USE
-    assert ledger.names.leave("nightly", "b") is None
-    assert ledger.names.leave("no such name", "b") is None
+    assert claim(ledger, "d") == Rent(2)
 
 
 def test_a_warm_pool_is_found_in_time(ledger: Ledger, clock: Clock) -> None:
     opened(ledger, keep_warm_seconds=600.0)
     assert ledger.names.leave("nightly", "a") is NameState.WARM
     ledger.renew("sky-a", clock.time + timedelta(seconds=600))
-    clock.time += timedelta(seconds=599)
+    clock.go(599)
     assert isinstance(claim(ledger, "b"), Join)
-    row = ledger.names.named("nightly")
-    assert row is not None
-    assert (row.state, row.warm_until) == (NameState.IN_USE, None)
+    assert (row_of(ledger).state, row_of(ledger).warm_until) == (NameState.IN_USE, None)
+    assert ledger.stewards.take("nightly", "b") == 2
+    assert ledger.names.leave("nightly", "b", may_be_warm=False) is NameState.CLOSING
 
 
 def test_a_pool_that_was_warm_long_enough_is_condemned_and_replaced(ledger: Ledger, clock: Clock) -> None:
@@ -141,7 +118,7 @@ def test_a_pool_that_was_warm_long_enough_is_condemned_and_replaced(ledger: Ledg
     opened(ledger, keep_warm_seconds=600.0)
     ledger.names.leave("nightly", "a")
     ledger.renew("sky-a", clock.time + timedelta(seconds=900))
-    clock.time += timedelta(seconds=601)
+    clock.go(601)
     rent = claim(ledger, "b")
     assert isinstance(rent, Rent)
     assert (rent.epoch, rent.dead_pool) == (2, "sky-a")
@@ -149,42 +126,22 @@ def test_a_pool_that_was_warm_long_enough_is_condemned_and_replaced(ledger: Ledg
         ledger.renew("sky-a", clock.time + timedelta(seconds=900))
 
 
-def test_a_pool_that_cannot_be_kept_warm_is_closed(ledger: Ledger) -> None:
-    opened(ledger, keep_warm_seconds=600.0)
-    assert ledger.names.leave("nightly", "a", may_be_warm=False) is NameState.CLOSING
-
-
-def test_the_users_of_a_pool_are_those_that_have_not_left(ledger: Ledger, clock: Clock) -> None:
-    """A process that does not renew its lease is none."""
-    opened(ledger)
-    claim(ledger, "b")
-    assert activity(ledger).users == 2
-    ledger.names.leave("nightly", "b")
-    assert activity(ledger).users == 1
-    clock.time += timedelta(seconds=LEASE_SECONDS + 1)
-    assert activity(ledger).users == 0
-
-
 def test_a_pool_is_idle_since_the_last_call_of_any_client(ledger: Ledger, clock: Clock) -> None:
-    """Its clients say at each renewal how many calls they have. A client that has left has none."""
+    """Its clients say at each renewal how many calls they have. One that has left, or is silent, has none."""
     opened(ledger)
     joined_at = clock.time
     assert activity(ledger) == Activity(users=1, calls=0, idle_since=joined_at)
     claim(ledger, "b")
-    clock.time += timedelta(seconds=100)
+    clock.go(100)
     ledger.names.renew("a", LEASE_SECONDS, Usage(1.0, calls=2, idle_seconds=0.0))
     ledger.names.renew("b", LEASE_SECONDS, Usage(2.0, calls=1, idle_seconds=0.0))
     assert activity(ledger) == Activity(users=2, calls=3)
     ledger.names.renew("a", LEASE_SECONDS, Usage(1.0, idle_seconds=10.0))
     ledger.names.leave("nightly", "b", Usage(2.0, calls=1, idle_seconds=0.0))
     assert activity(ledger) == Activity(users=1, calls=0, idle_since=clock.time)
-
-
-def test_a_client_that_is_silent_has_no_calls(ledger: Ledger, clock: Clock) -> None:
-    opened(ledger)
     ledger.names.renew("a", LEASE_SECONDS, Usage(1.0, calls=2, idle_seconds=0.0))
     busy_at = clock.time
-    clock.time += timedelta(seconds=LEASE_SECONDS + 1)
+    clock.go(LEASE_SECONDS + 1)
     assert activity(ledger) == Activity(users=0, calls=0, idle_since=busy_at)
 
 
@@ -195,14 +152,58 @@ def test_detached_calls_are_calls_of_the_pool(ledger: Ledger, clock: Clock) -> N
     call = CallState("train", "train", "ada", 1, "running", clock.time)
     ledger.note_calls("sky-a", [call])
     assert activity(ledger) == Activity(users=0, calls=1)
-    clock.time += timedelta(seconds=60)
+    clock.go(60)
     ledger.note_calls("sky-a", [replace(call, state="finished", ended_at=clock.time)])
     assert activity(ledger) == Activity(users=0, calls=0, idle_since=clock.time)
 
 
-def test_a_steward_that_was_replaced_writes_no_more(ledger: Ledger, clock: Clock) -> None:
+def test_a_client_is_renewed_until_it_leaves(ledger: Ledger, clock: Clock) -> None:
+    """The time of its slots only grows: a write that comes late or twice changes nothing. It is written also at the
+    end, before the row says that the client has left, so that the receipt has it.
+    """
+    opened(ledger)
+    claim(ledger, "b")
+    clock.go(100)
+    for seconds, recorded in ((1.5, 1.5), (1.5, 1.5), (0.0, 1.5), (2.0, 2.0)):
+        ledger.names.renew("b", LEASE_SECONDS, Usage(seconds))
+        assert ledger.names.clients("sky-a")[1].slot_seconds == recorded
+    assert ledger.names.clients("sky-a")[1].lease_expires_at == clock.time + timedelta(seconds=LEASE_SECONDS)
+    ledger.names.leave("nightly", "b", Usage(3.0))
+    left_at = clock.time
+    clock.go(5)
+    ledger.names.closed("b", Usage(4.5))
+    ledger.names.closed("b")
+    client = ledger.names.clients("sky-a")[1]
+    assert (client.slot_seconds, client.left_at) == (4.5, left_at)
+    with pytest.raises(LeaseLost):
+        ledger.names.renew("b", LEASE_SECONDS, Usage(9.0))
+    assert ledger.names.leave("nightly", "a", Usage(3.0)) is NameState.CLOSING
+    client = ledger.names.clients("sky-a")[0]
+    assert (client.slot_seconds, client.left_at) == (3.0, None)
+
+
+def test_a_pool_that_no_client_can_reach_is_condemned(ledger: Ledger, clock: Clock) -> None:
+    """By its only client, or when its lease has run out: a process that can reach the pool renews the lease."""
+    opened(ledger, keep_warm_seconds=600.0)
+    claim(ledger, "b")
+    assert not ledger.names.give_up("nightly", "sky-a", "b")
+    ledger.names.leave("nightly", "a")
+    claim(ledger, "c")
+    ledger.names.leave("nightly", "b")
+    assert ledger.names.give_up("nightly", "sky-a", "c")
+    assert isinstance(claim(ledger, "d"), Rent)
+    begin(ledger, "sky-d")
+    ledger.names.opened("nightly", 2)
+    clock.go(420)
+    ledger.names.renew("d", LEASE_SECONDS)
+    assert isinstance(claim(ledger, "e"), Join)
+    assert ledger.names.give_up("nightly", "sky-d", "e")
+    assert isinstance(claim(ledger, "f"), Rent)
+
+
+def test_an_opener_that_was_replaced_opens_nothing(ledger: Ledger, clock: Clock) -> None:
     epoch = opened(ledger)
-    clock.time += timedelta(seconds=LEASE_SECONDS + 1)
+    clock.go(LEASE_SECONDS + 1)
     assert isinstance(claim(ledger, "b"), Rent)
     with pytest.raises(LeaseLost):
         ledger.names.opened("nightly", epoch)
@@ -215,47 +216,101 @@ def test_a_pool_that_is_being_ended_is_not_opened_to_others(ledger: Ledger) -> N
     ledger.stewards.close("nightly", "a", 1)
     with pytest.raises(LeaseLost, match="is being ended"):
         ledger.names.opened("nightly", 1)
-    row = ledger.names.named("nightly")
-    assert row is not None
-    assert row.state is NameState.CLOSING
+    assert row_of(ledger).state is NameState.CLOSING
     assert isinstance(claim(ledger, "b"), Wait)
 
 
-def test_a_client_is_renewed_until_it_leaves(ledger: Ledger, clock: Clock) -> None:
-    opened(ledger)
-    clock.time += timedelta(seconds=100)
-    ledger.names.renew("a", LEASE_SECONDS, Usage(1.5))
-    (client,) = ledger.names.clients("sky-a")
-    assert client.lease_expires_at == clock.time + timedelta(seconds=LEASE_SECONDS)
-    assert client.slot_seconds == 1.5
-    ledger.names.closed("a")
-    with pytest.raises(LeaseLost):
-        ledger.names.renew("a", LEASE_SECONDS)
-
-
-def test_a_pool_that_no_client_can_reach_is_condemned(ledger: Ledger) -> None:
-    opened(ledger)
+def test_a_client_takes_over_when_the_steward_has_left_or_is_silent(ledger: Ledger, clock: Clock) -> None:
+    """The opener is the first one. A steward that comes back is not the steward any more."""
+    assert ledger.stewards.look("no such name", "b") == (Standing.GONE, 0)
+    assert ledger.stewards.take("no such name", "b") is None
+    epoch = opened(ledger)
+    clock.go(LEASE_SECONDS - 1)
     claim(ledger, "b")
-    assert not ledger.names.give_up("nightly", "sky-a", "b")
-    ledger.names.leave("nightly", "a")
-    assert isinstance(claim(ledger, "c"), Wait), "the opener is closing it"
-
-
-def test_the_only_client_of_an_unreachable_pool_condemns_it(ledger: Ledger) -> None:
-    opened(ledger, keep_warm_seconds=600.0)
-    ledger.names.leave("nightly", "a")
-    assert isinstance(claim(ledger, "b"), Join)
-    assert ledger.names.give_up("nightly", "sky-a", "b")
-    assert isinstance(claim(ledger, "c"), Rent)
-
-
-def test_a_pool_whose_lease_has_run_out_is_condemned_although_a_client_of_it_lives(
-    ledger: Ledger, clock: Clock
-) -> None:
-    """That one cannot reach the pool either: a process that can reach it renews the pool's lease."""
-    opened(ledger)
-    clock.time += timedelta(minutes=7)
+    assert ledger.stewards.look("nightly", "a") == (Standing.HELD, epoch)
+    assert ledger.stewards.look("nightly", "b") == (Standing.OTHER, epoch)
+    assert ledger.stewards.take("nightly", "a") == epoch
+    assert ledger.stewards.take("nightly", "b") is None
+    clock.go(2)
+    assert ledger.stewards.take("nightly", "b") == epoch + 1
     ledger.names.renew("a", LEASE_SECONDS)
-    assert isinstance(claim(ledger, "b"), Join)
-    assert ledger.names.give_up("nightly", "sky-a", "b")
-    assert isinstance(claim(ledger, "c"), Rent)
+    assert ledger.stewards.look("nightly", "a") == (Standing.OTHER, epoch + 1)
+    for client, number in (("a", epoch), ("b", epoch), ("a", epoch + 1)):
+        with pytest.raises(NotSteward):
+            ledger.stewards.close("nightly", client, number)
+    assert (row_of(ledger).state, row_of(ledger).steward) == (NameState.IN_USE, "b")
+    ledger.names.leave("nightly", "b")
+    assert ledger.stewards.take("nightly", "a") == epoch + 2
+    assert ledger.stewards.look("nightly", "a") == (Standing.HELD, epoch + 2)
+
+
+def test_a_steward_that_resigns_is_followed_by_any_client(ledger: Ledger) -> None:
+    """Only the one of this epoch can resign."""
+    epoch = opened(ledger)
+    claim(ledger, "b")
+    ledger.stewards.resign("nightly", "a", epoch - 1)
+    ledger.stewards.resign("nightly", "b", epoch)
+    assert ledger.stewards.look("nightly", "a") == (Standing.HELD, epoch)
+    ledger.stewards.resign("nightly", "a", epoch)
+    assert ledger.stewards.look("nightly", "a") == (Standing.VACANT, epoch)
+    assert ledger.stewards.take("nightly", "b") == epoch + 1
+
+
+def test_a_process_that_comes_waits_while_the_steward_ends_the_pool(ledger: Ledger) -> None:
+    """Others do not become the steward of it. A steward that gives up is not waited for."""
+    epoch = opened(ledger, keep_warm_seconds=600.0)
+    claim(ledger, "b")
+    ledger.stewards.close("nightly", "a", epoch)
+    assert isinstance(claim(ledger, "c"), Wait)
+    assert ledger.stewards.look("nightly", "b") == (Standing.OTHER, epoch)
+    assert ledger.names.leave("nightly", "b") is NameState.IN_USE
+    assert isinstance(claim(ledger, "c"), Wait)
+    ledger.stewards.resign("nightly", "a", epoch)
+    assert claim(ledger, "c") == Rent(epoch + 1, "sky-a", "the process that closed it has given up")
+    begin(ledger, "sky-c")
+    ledger.names.opened("nightly", epoch + 1)
+    ledger.stewards.close("nightly", "c", epoch + 1)
+    ledger.end_pool("sky-c")
+    assert claim(ledger, "d") == Rent(epoch + 2)
+
+
+def test_a_steward_that_reaches_a_limit_while_it_leaves_leaves_the_pool_to_the_next_one(ledger: Ledger) -> None:
+    """It has detached the machines. The next steward ends the pool at the limit."""
+    epoch = opened(ledger)
+    claim(ledger, "b")
+    ledger.stewards.close("nightly", "a", epoch)
+    assert ledger.names.leave("nightly", "a") is NameState.IN_USE
+    assert ledger.stewards.take("nightly", "b") == epoch + 1
+    ledger.stewards.close("nightly", "b", epoch + 1)
+    assert ledger.names.leave("nightly", "b") is NameState.CLOSING
+
+
+def test_a_steward_that_was_replaced_rents_seals_and_pays_nothing(ledger: Ledger) -> None:
+    """It is refused in the transaction in which it would write. The new one has settled the same time already."""
+    ledger.set_account(Account("team", USD(10), Period.RUN))
+    epoch = opened(ledger)
+    claim(ledger, "b")
+
+    def spend(token: str, by: int | None) -> None:
+        ledger.intend_all("sky-a", [resource_request(token, "sky-a")], epoch=by)
+        ledger.seal_lease("sky-a", "{}", token, epoch=by)
+        ledger.roll("team", "sky-a", USD(1), USD(2), epoch=by)
+
+    ledger.reserve("team", "sky-a", USD(1), epoch=epoch)
+    spend("first", epoch)
+    ledger.names.leave("nightly", "a")
+    new = ledger.stewards.take("nightly", "b")
+    for late in (
+        lambda: ledger.intend_all("sky-a", [resource_request("late", "sky-a")], epoch=epoch),
+        lambda: ledger.seal_lease("sky-a", "{}", "late", epoch=epoch),
+        lambda: ledger.roll("team", "sky-a", USD(1), USD(2), epoch=epoch),
+        lambda: ledger.reserve("team", "sky-a", USD(1), epoch=epoch),
+    ):
+        with pytest.raises(NotSteward, match="silent for too long"):
+            late()
+    sealed = ledger.sealed_lease("sky-a")
+    assert sealed is not None
+    assert (len(ledger.intents(pool_id="sky-a")), sealed.sealed) == (1, "first")
+    assert (ledger.settled_usd("sky-a", "team"), ledger.committed_usd("sky-a")) == (USD(1), USD(3))
+    spend("second", new)
+    assert ledger.settled_usd("sky-a", "team") == USD(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from decimal import Decimal
 
@@ -14,11 +15,10 @@ from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Account, Period, PoolEntry
 from skyward_core.ledger.run_accounts import account_of_run
 from skyward_core.work import Work
-from tests.system.ledger.test_schema import VERSION_8, make_old
-from tests.unit.ledger.test_ledger import LATER, OWNER, Clock, clock, postgresql_server, postgresql_url, sqlite_url, url  # noqa: F401 - fixtures
+from tests.ledger import fixtures
+from tests.ledger.fixtures import USD, Clock
 
 FLOW = Work(system="prefect", workflow="sweep", run="run-1")
-USD = Decimal
 
 
 @pytest.fixture
@@ -30,20 +30,65 @@ def ledger(url: str, clock: Clock) -> Iterator[Ledger]:
 def open_pool(
     ledger: Ledger, pool_id: str, limit: str | None = "5", work: Work = FLOW, account: str | None = None
 ) -> PoolEntry:
-    return ledger.open_pool(
-        pool_id,
-        owner=OWNER,
-        provider={},
-        spec_json="{}",
-        lease_expires_at=LATER,
-        account=account,
-        work=work,
-        run_limit_usd=None if limit is None else USD(limit),
-    )
+    run_limit = None if limit is None else USD(limit)
+    return fixtures.open_pool(ledger, pool_id, account=account, work=work, run_limit_usd=run_limit)
 
 
 def left(ledger: Ledger, work: Work = FLOW) -> Decimal:
     return ledger.left_usd(account_of_run(work), "")
+
+
+def test_pools_of_one_run_share_its_limit(ledger: Ledger) -> None:
+    """Two pools at once, and a third one after the first has ended: what it has spent is gone, the rest is free again.
+
+    A run of another workflow with the same id has another limit, and a pool without a limit draws on nothing.
+    """
+    for name in ("a", "b"):
+        open_pool(ledger, name, work=Work(**FLOW.labels(), task=name))
+    open_pool(ledger, "other", work=Work(system="prefect", workflow="train", run="run-1"))
+    made = ledger.reserve(None, "a", USD(3))
+    assert (made.pool_id, made.reserved_usd) == ("a", USD(3))
+    with pytest.raises(BudgetExceeded, match=r"max_cost=5 .* 2 USD are left") as refused:
+        ledger.reserve(None, "b", USD("2.5"))
+    assert (refused.value.account, refused.value.left_usd) == ("", USD(2))
+    ledger.reserve(None, "b", USD(2))
+    ledger.reserve(None, "other", USD(5))
+    ledger.roll(None, "a", USD(1), USD(2))
+    with pytest.raises(BudgetExceeded):
+        ledger.roll(None, "b", USD(1), USD("1.1"))
+    assert left(ledger) == 0, "nothing has changed"
+    for _ in range(2):
+        ledger.settle_pool("a", USD("1.5"))
+    ledger.end_pool("a")
+    assert left(ledger) == USD("1.5")
+    open_pool(ledger, "c")  # a later attempt of the run
+    with pytest.raises(BudgetExceeded):
+        ledger.reserve(None, "c", USD("1.6"))
+    ledger.reserve(None, "c", USD("1.5"))
+    open_pool(ledger, "free", limit=None)
+    with pytest.raises(BadRequest, match="draws on no account"):
+        ledger.reserve(None, "free", USD(1))
+
+
+def test_many_pools_may_open_and_reserve_at_once(ledger: Ledger) -> None:
+    """Together they get the limit, and no more."""
+    ledger.set_account(Account("team", USD(100), Period.DAY))
+
+    def spend(number: int) -> int:
+        name, account = f"p{number}", "team" if number % 2 else None
+        open_pool(ledger, name, account=account)
+        got = 0
+        try:
+            ledger.reserve(account, name, USD("0.1"))
+            while got := got + 1:
+                ledger.roll(account, name, USD("0.1"), USD("0.1"))
+        except BudgetExceeded:
+            ledger.settle_pool(name, got * USD("0.1"))
+        return got
+
+    with ThreadPoolExecutor(6) as threads:
+        assert sum(threads.map(spend, range(6))) == 50
+    assert left(ledger) == 0
 
 
 def test_a_pool_draws_on_its_budget_and_on_its_run(ledger: Ledger) -> None:
@@ -70,18 +115,13 @@ def test_a_pool_draws_on_its_budget_and_on_its_run(ledger: Ledger) -> None:
 
 
 def test_a_sweep_settles_what_a_dead_pool_has_reserved_from_its_run(ledger: Ledger) -> None:
-    """Also if the pool has no budget."""
-    entry = open_pool(ledger, "a")
-    ledger.reserve(None, "a", USD(4))
-    end_entries(ledger, [entry])
-    assert left(ledger) == USD(5)
-    assert ledger.open_reservations() == []
-
-
-def test_the_newest_limit_of_a_run_counts(ledger: Ledger) -> None:
+    """Also if the pool has no budget. The newest limit of a run counts."""
     open_pool(ledger, "a", limit="1")
-    open_pool(ledger, "b", limit="2")
-    assert ledger.reserve(None, "a", USD(2)).reserved_usd == USD(2)
+    entry = open_pool(ledger, "b", limit="4")
+    ledger.reserve(None, "b", USD(4))
+    end_entries(ledger, [entry])
+    assert left(ledger) == USD(4)
+    assert ledger.open_reservations() == []
 
 
 def test_accounts_of_runs_are_no_users_accounts(ledger: Ledger) -> None:
@@ -97,19 +137,6 @@ def test_accounts_of_runs_are_no_users_accounts(ledger: Ledger) -> None:
     long = Work(system="prefect", workflow="w" * 300, run="1"), Work(system="prefect", workflow="w" * 300, run="2")
     assert len({account_of_run(work) for work in long}) == 2
     assert max(len(account_of_run(work)) for work in long) <= 255
-
-
-def test_a_ledger_of_version_8_is_migrated(ledger: Ledger) -> None:
-    """Its pools and accounts belong to no run."""
-    ledger.set_account(Account("team", USD(4), Period.MONTH))
-    before = open_pool(ledger, "a", limit=None, account="team")
-    ledger.reserve("team", "a", USD(1))
-    with Ledger(make_old(ledger, VERSION_8)) as newer:
-        assert newer.pools() == [before]
-        assert newer.accounts() == [Account("team", USD(4), Period.MONTH)]
-        newer.roll("team", "a", USD(1), USD(2))
-        open_pool(newer, "b")
-        assert newer.reserve(None, "b", USD(5)).reserved_usd == USD(5)
 
 
 def test_a_day_and_a_run_settle_apart_over_midnight(ledger: Ledger, clock: Clock) -> None:

@@ -8,11 +8,11 @@ import pytest
 
 from skyward_core.ledger import ledger as module
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.ledger.names_policy import SKEW_SECONDS, Client, Join, NameState, Rent
+from skyward_core.ledger.names_policy import SKEW_SECONDS, Client, Join, NameState, Rent, Wait
 from skyward_core.machines.owner import Owner
 from tests.conftest import wait_until
-from tests.system.ledger.test_names import TERMS
-from tests.unit.ledger.test_ledger import PROVIDER, postgresql_server, postgresql_url, sqlite_url  # noqa: F401 - fixtures
+from tests.ledger import fixtures
+from tests.ledger.fixtures import open_pool
 
 BEHIND, AHEAD = timedelta(seconds=-SKEW_SECONDS), timedelta(seconds=SKEW_SECONDS)
 CLOSE = timedelta(seconds=30)
@@ -37,29 +37,27 @@ def pair(request: pytest.FixtureRequest, postgresql_url: str) -> Iterator[Pair]:
 
 
 def claim(ledger: Ledger, client: str, owner: Owner, *, lease_seconds: float = 60.0, keep_warm: float = 60.0) -> object:
-    return ledger.names.claim(
-        "nightly",
-        f"sky-{client}",
-        client,
-        owner=owner,
-        terms=TERMS,
-        keep_warm_seconds=keep_warm,
-        lease_seconds=lease_seconds,
-    )
+    values = {"owner": owner, "lease_seconds": lease_seconds, "keep_warm_seconds": keep_warm}
+    return fixtures.claim(ledger, client, **values)
 
 
-def opened(ledger: Ledger, *, lease_seconds: float = 60.0, keep_warm: float = 60.0) -> None:
+def opened(ledger: Ledger, *, keep_warm: float = 60.0) -> None:
     """Open the pool `sky-a`, with a lease that was written by a clock that is behind."""
-    rent = claim(ledger, "a", FIRST, lease_seconds=lease_seconds, keep_warm=keep_warm)
+    rent = claim(ledger, "a", FIRST, keep_warm=keep_warm)
     assert isinstance(rent, Rent)
-    ends = module.now() + BEHIND + timedelta(seconds=60)
-    ledger.open_pool("sky-a", owner=FIRST, provider=PROVIDER, spec_json="{}", lease_expires_at=ends)
+    open_pool(ledger, "sky-a", FIRST, lease_expires_at=module.now() + BEHIND + timedelta(seconds=60))
     ledger.names.opened("nightly", rent.epoch)
 
 
 def only_client(ledger: Ledger) -> Client:
     (client,) = ledger.names.clients("sky-a")
     return client
+
+
+def test_an_opener_that_lives_is_waited_for(pair: Pair) -> None:
+    first, second = pair
+    assert claim(first, "a", FIRST) == Rent(1)
+    assert isinstance(claim(second, "b", SECOND), Wait)
 
 
 def test_an_opener_whose_lease_has_run_out_is_replaced(pair: Pair) -> None:
@@ -71,7 +69,6 @@ def test_an_opener_whose_lease_has_run_out_is_replaced(pair: Pair) -> None:
 
 
 def test_leases_and_times_are_those_of_the_server(pair: Pair) -> None:
-    """The process that writes and reads them."""
     first, second = pair
     opened(first)
     client, now = only_client(second), second.names.now()
@@ -86,63 +83,40 @@ def test_leases_and_times_are_those_of_the_server(pair: Pair) -> None:
     assert abs(left_at - second.names.now()) < CLOSE
 
 
-def test_a_silent_client_counts_for_none(pair: Pair) -> None:
+def test_a_silent_client_counts_for_none_and_a_silent_steward_is_replaced(pair: Pair) -> None:
     first, second = pair
     opened(first, keep_warm=0.0)
     claim(second, "b", SECOND)
     assert not second.names.is_last("nightly", "b")
+    assert second.stewards.take("nightly", "b") is None
     first.names.renew("a", 0.0)
     assert second.names.is_last("nightly", "b")
     assert first.names.activity(["sky-a"])["sky-a"].users == 1
+    assert second.stewards.take("nightly", "b") == 2
     assert second.names.leave("nightly", "b") is NameState.CLOSING
 
 
-def test_a_warm_pool_is_found_as_long_as_it_is_warm(pair: Pair) -> None:
+@pytest.mark.parametrize("keep_warm", [60.0, 0.001])
+def test_a_warm_pool_is_found_as_long_as_it_is_warm(pair: Pair, keep_warm: float) -> None:
     """Though its lease was written by the clock of the machine that has left it."""
     first, second = pair
-    opened(first)
+    opened(first, keep_warm=keep_warm)
     assert first.names.leave("nightly", "a") is NameState.WARM
     named = second.names.named("nightly")
     assert named is not None
     assert named.warm_until is not None
-    assert abs(named.warm_until - timedelta(seconds=60) - second.names.now()) < CLOSE
-    assert isinstance(claim(second, "b", SECOND), Join)
-
-
-def test_a_pool_that_was_warm_for_long_enough_is_replaced(pair: Pair) -> None:
-    first, second = pair
-    opened(first, keep_warm=0.001)
-    assert first.names.leave("nightly", "a") is NameState.WARM
-    named = first.names.named("nightly")
-    assert named is not None
-    assert named.warm_until is not None
     until = named.warm_until
-    wait_until(lambda: second.names.now() > until, "the warm time to be over")
-    assert isinstance(claim(second, "b", SECOND), Rent)
+    assert abs(until - timedelta(seconds=keep_warm) - second.names.now()) < CLOSE
+    if keep_warm < 1:
+        wait_until(lambda: second.names.now() > until, "the warm time to be over")
+    assert isinstance(claim(second, "b", SECOND), Join if keep_warm > 1 else Rent)
 
 
-def test_a_steward_is_dead_for_both_clients_or_for_none(pair: Pair) -> None:
-    first, second = pair
-    opened(first)
-    claim(second, "b", SECOND)
-    assert second.stewards.take("nightly", "b") is None
-    first.names.renew("a", 0.0)
-    assert second.stewards.take("nightly", "b") == 2
-
-
-def test_sqlite_has_the_clock_of_its_machine(sqlite_url: str) -> None:
-    with with_clock(sqlite_url, AHEAD) as ledger:
-        assert abs(ledger.names.now() - module.now() - AHEAD) < CLOSE
-
-
-def test_a_clock_that_is_given_is_that_of_the_ledger(postgresql_url: str) -> None:
-    """Unless the server's is asked for: tests set the time."""
-    with Ledger(postgresql_url, clock=lambda: module.now() + AHEAD) as ledger:
-        assert abs(ledger.names.now() - module.now() - AHEAD) < CLOSE
-
-
-def test_without_a_clock_it_is_the_servers(postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock of this machine is wrong here."""
+def test_whose_clock_a_ledger_has(sqlite_url: str, postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQLite has that of its machine; a clock that is given counts; else it is the server's, though ours is wrong."""
+    for ledger in (with_clock(sqlite_url, AHEAD), Ledger(postgresql_url, clock=lambda: module.now() + AHEAD)):
+        with ledger:
+            assert abs(ledger.names.now() - module.now() - AHEAD) < CLOSE
 
     class Wrong(datetime):
         @classmethod

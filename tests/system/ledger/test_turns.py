@@ -1,14 +1,13 @@
-"""The queue in front of SQLite's write lock: first come, first served."""
+"""The queue in front of SQLite's write lock: first come, first served; and checkpoints, which take that lock."""
 
-import heapq
-import itertools
+import contextlib
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,7 +17,8 @@ from sqlalchemy import make_url
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.turns import STUCK_SECONDS, Turns
 from tests.conftest import wait_until
-from tests.unit.ledger.test_ledger import LATER, NOON, Clock, open_pool
+from tests.ledger.fixtures import LATER, NOON, Clock, open_pool
+from tests.unit.ledger.test_checkpoints import SMALL_BYTES, clock, path, wal_bytes, write  # noqa: F401 - fixtures
 
 ROOT = Path(__file__).parents[3]
 WAITS = """
@@ -32,30 +32,12 @@ with Turns(make_url(sys.argv[1])).turn():
 
 
 @pytest.fixture
-def url(tmp_path: Path) -> str:
+def queue(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path}/ledger.db"
 
 
-@pytest.fixture
-def process(url: str) -> Iterator[Callable[[], subprocess.Popen[str]]]:
-    """Starts a process that waits for its turn, says so when it has it, and keeps it until its input ends."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start() -> subprocess.Popen[str]:
-        pipe = subprocess.PIPE
-        started.append(
-            subprocess.Popen([sys.executable, "-c", WAITS, url], cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
-        )
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.kill()
-        one.communicate()
-
-
-def test_writers_get_their_turns_in_the_order_in_which_they_came(url: str) -> None:
-    turns = Turns(make_url(url))
+def test_writers_get_their_turns_in_the_order_in_which_they_came(queue: str) -> None:
+    turns = Turns(make_url(queue))
     order: list[int] = []
 
     def write(number: int) -> None:
@@ -73,12 +55,8 @@ def test_writers_get_their_turns_in_the_order_in_which_they_came(url: str) -> No
     assert turns.waiting() == 0
 
 
-def test_a_process_that_writes_without_a_pause_lets_the_others_write(url: str) -> None:
-    """It writes at most once after another writer came, whatever the speed of the disk.
-
-    Sleeps: as long as the queue asks for.
-    """
-    with Ledger(url, clock=Clock()) as busy, Ledger(url, clock=Clock()) as other:
+def test_a_process_that_writes_without_a_pause_lets_the_others_write(queue: str) -> None:
+    with Ledger(queue, clock=Clock()) as busy, Ledger(queue, clock=Clock()) as other:
         open_pool(busy, "p")
         over = threading.Event()
         written: list[int] = []
@@ -94,7 +72,7 @@ def test_a_process_that_writes_without_a_pause_lets_the_others_write(url: str) -
                 at_first_pause.append(len(written))
             time.sleep(seconds)
 
-        turns = Turns(make_url(url), pause=pause)
+        turns = Turns(make_url(queue), pause=pause)
         writer = threading.Thread(target=write)
         writer.start()
         try:
@@ -113,92 +91,33 @@ def test_a_process_that_writes_without_a_pause_lets_the_others_write(url: str) -
             writer.join()
 
 
-def test_a_link_to_the_ledger_leads_to_the_same_queue(url: str, tmp_path: Path) -> None:
-    (tmp_path / "link.db").symlink_to(tmp_path / "ledger.db")
-    with Turns(make_url(f"sqlite:///{tmp_path}/link.db")).turn():
-        assert Turns(make_url(url)).waiting() == 1
+def test_a_stopped_process_delays_the_others_by_a_second_and_a_killed_one_not_at_all(queue: str) -> None:
+    """Writers behind a stopped one do not wait for it in turn: the first that goes on shows all that it is stuck."""
+    pipe, now = subprocess.PIPE, [0.0]
+    with subprocess.Popen([sys.executable, "-c", WAITS, queue], cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "mine\n"
+        holder.send_signal(signal.SIGSTOP)
 
+        def pause(seconds: float) -> None:
+            now[0] += seconds
+            if now[0] > 10:
+                first.close()
 
-def test_the_place_of_a_killed_process_is_free(url: str, process: Callable[[], subprocess.Popen[str]]) -> None:
-    holder = process()
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == "mine\n"
-    holder.kill()
-    holder.wait()
-    with Turns(make_url(url), pause=_never).turn():
+        turns = Turns(make_url(queue), clock=lambda: now[0], pause=pause)
+        with contextlib.ExitStack() as first:
+            first.enter_context(turns.turn())
+            assert STUCK_SECONDS < now[0] < STUCK_SECONDS + 0.2
+            now[0] = 10.0
+            with turns.turn():
+                assert now[0] < 10.2
+        holder.kill()
+    with Turns(make_url(queue), pause=_never).turn():
         pass
 
 
-def test_a_stopped_process_in_the_queue_delays_the_others_by_a_second(
-    url: str, process: Callable[[], subprocess.Popen[str]]
-) -> None:
-    """SQLite's own lock decides then."""
-    holder = process()
-    assert holder.stdout is not None
-    holder.stdout.readline()
-    os.kill(holder.pid, signal.SIGSTOP)
-    now = [0.0]
-
-    def pause(seconds: float) -> None:
-        now[0] += seconds
-
-    with Turns(make_url(url), clock=lambda: now[0], pause=pause).turn():
-        assert STUCK_SECONDS < now[0] < STUCK_SECONDS + 0.2
-
-
-class FakeTime:
-    """The clock of several threads. It goes on when all of them pause, and then one of them goes on."""
-
-    def __init__(self, threads: int) -> None:
-        self.now = 0.0
-        self._running = threads
-        self._number = itertools.count()
-        self._pauses: list[tuple[float, int, threading.Event]] = []
-        self._lock = threading.Lock()
-
-    def pause(self, seconds: float) -> None:
-        wakes = threading.Event()
-        with self._lock:
-            heapq.heappush(self._pauses, (self.now + seconds, next(self._number), wakes))
-        self.end()
-        assert wakes.wait(60)
-
-    def end(self) -> None:
-        """One thread runs no more."""
-        with self._lock:
-            self._running -= 1
-            if not self._running and self._pauses:
-                self.now, _, wakes = heapq.heappop(self._pauses)
-                self._running = 1
-                wakes.set()
-
-
-def test_many_writers_behind_a_stopped_one_wait_for_it_once(url: str) -> None:
-    """Not each of them in its turn: one that goes on without it shows all behind it that it does not move."""
-    at = FakeTime(20)
-    ends: list[float] = []
-
-    def write(number: int) -> None:
-        at.pause(0.04 * number)
-        with Turns(make_url(url), clock=lambda: at.now, pause=at.pause).turn():
-            ends.append(at.now)
-            at.pause(0.01)
-        at.end()
-
-    with Turns(make_url(url)).turn():
-        threads = [threading.Thread(target=write, args=(number,)) for number in range(20)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(ends) == 20
-    assert ends[0] > STUCK_SECONDS
-    assert ends[-1] < STUCK_SECONDS + 1
-    assert all(later - earlier >= 0.01 for earlier, later in itertools.pairwise(ends)), "one after the other"
-
-
-def test_a_fork_does_not_keep_the_place_of_its_parent(url: str) -> None:
-    turns = Turns(make_url(url))
+def test_a_fork_does_not_keep_the_place_of_its_parent(queue: str) -> None:
+    turns = Turns(make_url(queue))
     ours, theirs = os.pipe()
     with turns.turn():
         pid = os.fork()
@@ -214,8 +133,11 @@ def test_a_fork_does_not_keep_the_place_of_its_parent(url: str) -> None:
         os.waitpid(pid, 0)
 
 
-def test_without_a_queue_nobody_waits(tmp_path: Path) -> None:
-    """A ledger in PostgreSQL has none, and one in a folder that does not exist cannot."""
+def test_which_ledgers_have_a_queue(queue: str, tmp_path: Path) -> None:
+    """A link leads to the same one. There is none in PostgreSQL, nor in a folder that does not exist."""
+    (tmp_path / "link.db").symlink_to(tmp_path / "ledger.db")
+    with Turns(make_url(f"sqlite:///{tmp_path}/link.db")).turn():
+        assert Turns(make_url(queue)).waiting() == 1
     for url in ("postgresql+psycopg://host/ledger", f"sqlite:///{tmp_path}/missing/ledger.db"):
         turns = Turns(make_url(url), pause=_never)
         with turns.turn(), turns.turn():
@@ -224,3 +146,14 @@ def test_without_a_queue_nobody_waits(tmp_path: Path) -> None:
 
 def _never(seconds: float) -> None:
     raise AssertionError(f"it waits for {seconds} s")
+
+
+def test_the_wal_file_stays_small_while_connections_are_open(path: Path, clock: Clock) -> None:
+    largest = 0
+    with Ledger(f"sqlite:///{path}") as ledger, Ledger(f"sqlite:///{path}"):
+        for _ in range(100):
+            write(ledger, 3)
+            largest = max(largest, wal_bytes(path))
+    assert SMALL_BYTES / 2 < largest < 2 * SMALL_BYTES
+    with contextlib.closing(sqlite3.connect(path)) as raw:
+        assert raw.execute("PRAGMA integrity_check").fetchall() == [("ok",)]

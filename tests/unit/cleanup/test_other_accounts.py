@@ -17,11 +17,12 @@ from skyward_core.cleanup.release import release
 from skyward_core.cleanup.sweep import sweep
 from skyward_core.errors import CredentialsError
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.ledger.rows import ResourceKind, ResourceRequest
 from skyward_core.machines.owner import Owner
 from tests.cleanup.pools import DEAD, ELSEWHERE, CloudProvider, Time, World
+from tests.ledger.fixtures import open_pool, resource_request
 
 POOL = "sky-1"
+LONG_AGO = datetime(2026, 11, 21, tzinfo=UTC)
 
 
 class Quiet(sky.Provider):
@@ -48,16 +49,9 @@ class Quiet(sky.Provider):
 @pytest.fixture
 def ledger(tmp_path: Path) -> Iterator[Ledger]:
     """A ledger with a dead pool that has one machine in the account "theirs"."""
-    now = datetime.now(UTC)
     with Ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:
-        dead = replace(Owner.here(), started="1")
-        ledger.open_pool(
-            POOL, owner=dead, provider=Quiet().to_json(), spec_json="{}", lease_expires_at=now - timedelta(hours=1)
-        )
-        intent = ledger.intend(
-            POOL, ResourceRequest(ResourceKind.INSTANCE, "quiet", "r", f"{POOL}-0", f"{POOL}-1-0", {}, now)
-        )
-        ledger.bind(intent, "i-1")
+        open_pool(ledger, POOL, DEAD, provider=Quiet().to_json(), lease_expires_at=LONG_AGO)
+        ledger.bind(ledger.intend(POOL, replace(resource_request(POOL, POOL), provider="quiet")), "i-1")
         ledger.turn_to(POOL, Quiet().to_json(), "theirs")
         yield ledger
 
@@ -70,7 +64,6 @@ def states(ledger: Ledger) -> tuple[bool, bool]:
 
 
 def test_a_sweep_with_other_credentials_leaves_the_entry_open(ledger: Ledger) -> None:
-    """The report names the account of the machines. With the right credentials the same listing closes the entry."""
     report = sweep(ledger, [Quiet().of("ours")], is_dry_run=False)
     assert states(ledger) == (False, True)
     (failure,) = report.failures
@@ -82,8 +75,7 @@ def test_a_sweep_with_other_credentials_leaves_the_entry_open(ledger: Ledger) ->
     assert states(ledger) == (True, False)
 
 
-def test_a_pool_is_not_stopped_with_other_credentials(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wrong account receives no request, and no entry is closed."""
+def test_a_pool_is_not_stopped_with_other_credentials(ledger: Ledger) -> None:
     ours = Quiet().of("ours")
     with pytest.raises(CredentialsError, match="'theirs'"):
         release(POOL, ledger=ledger, credentials=ours)
@@ -92,7 +84,6 @@ def test_a_pool_is_not_stopped_with_other_credentials(ledger: Ledger, monkeypatc
 
 
 def test_an_entry_without_an_account_needs_no_matching_account(ledger: Ledger) -> None:
-    """Entries of a ledger of the first version, and of providers that have no accounts."""
     ledger.turn_to(POOL, Quiet().to_json(), "")
     assert sweep(ledger, [Quiet().of("another")], is_dry_run=False).failures == ()
     assert states(ledger) == (True, False)
@@ -101,7 +92,6 @@ def test_an_entry_without_an_account_needs_no_matching_account(ledger: Ledger) -
 def test_a_provider_that_cannot_return_its_account_is_not_swept(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A failure to return the account has the same effect as a failure to list."""
 
     def fail(_: Any) -> str:
         raise sky.ProviderFailed("it does not answer")
@@ -113,9 +103,7 @@ def test_a_provider_that_cannot_return_its_account_is_not_swept(
 
 
 class Keyed(CloudProvider):
-    """Identifies the account by its key, as RunPod and Verda do. With a new key the account is another one, but lists
-    the same machines.
-    """
+    """Identifies the account by its key, as RunPod and Verda do."""
 
     name: ClassVar[str] = "keyed"
     _key: str = PrivateAttr(default="old")
@@ -129,16 +117,11 @@ def rotated(tmp_path: Path, owner: Owner, *, lease_seconds: float, lives_by_leas
     provider = Keyed(folder=str(tmp_path))
     ledger = Ledger(f"sqlite:///{tmp_path / 'keyed.db'}")
     now = datetime.now(UTC)
-    ledger.open_pool(
-        POOL,
-        owner=owner,
-        provider=provider.to_json(),
-        spec_json="{}",
-        lease_expires_at=now + timedelta(seconds=lease_seconds),
-    )
+    expires_at = now + timedelta(seconds=lease_seconds)
+    open_pool(ledger, POOL, owner, provider=provider.to_json(), lease_expires_at=expires_at)
     ledger.turn_to(POOL, provider.to_json(), "old")
     if lives_by_lease:
-        ledger.live_by_lease(POOL, now + timedelta(seconds=lease_seconds))
+        ledger.live_by_lease(POOL, expires_at)
     world = World(ledger, provider, Time())
     world.rent(POOL, owner=owner)
     provider._key = "new"
@@ -148,7 +131,6 @@ def rotated(tmp_path: Path, owner: Owner, *, lease_seconds: float, lives_by_leas
 @pytest.mark.parametrize("include_unknown", [False, True])
 @pytest.mark.parametrize("owner", [DEAD, ELSEWHERE], ids=["its opener has ended", "its opener is elsewhere"])
 def test_a_live_pool_stays_when_the_key_was_changed(tmp_path: Path, owner: Owner, include_unknown: bool) -> None:
-    """Its tags name a dead or unknown process, as those of every detached pool do. The ledger has its lease."""
     ledger, provider = rotated(tmp_path, owner, lease_seconds=3600, lives_by_lease=owner is DEAD)
     with ledger:
         report = sweep(ledger, [provider], is_dry_run=False, min_age_seconds=0, include_unknown=include_unknown)
@@ -159,9 +141,7 @@ def test_a_live_pool_stays_when_the_key_was_changed(tmp_path: Path, owner: Owner
 
 
 def test_a_dead_pool_is_ended_when_the_key_was_changed(tmp_path: Path) -> None:
-    """The ledger says that the pool is dead. Its entry stays open, because the new key may not list all its
-    machines.
-    """
+    """Its entry stays open, because the new key may not list all its machines."""
     ledger, provider = rotated(tmp_path, ELSEWHERE, lease_seconds=-1, lives_by_lease=True)
     with ledger:
         report = sweep(ledger, [provider], is_dry_run=False)

@@ -10,18 +10,9 @@ from pydantic import PrivateAttr
 from skyward_core import Instance
 from skyward_core.cleanup.policy import Action
 from skyward_core.cleanup.sweep import sweep
-from skyward_core.errors import LedgerError, ProviderFailed
+from skyward_core.errors import ProviderFailed
 from skyward_core.ledger.ledger import Ledger
-from tests.cleanup.pools import (
-    ELSEWHERE,
-    HERE,
-    CloudProvider,
-    FailingLedger,
-    LaggingProvider,
-    Time,
-    World,
-    of_kind,
-)
+from tests.cleanup.pools import ELSEWHERE, HERE, CloudProvider, LaggingProvider, Time, World, of_kind
 
 
 def actions(report: Any) -> list[tuple[str, str]]:
@@ -29,7 +20,6 @@ def actions(report: Any) -> list[tuple[str, str]]:
 
 
 def test_a_dry_run_reports_and_changes_nothing(world: World) -> None:
-    """A dry run is the default, and reports what the real sweep does."""
     dead = world.pool("sky-dead")
     world.rent(dead, 2)
     world.rent(world.pool("sky-live", HERE), 1, owner=HERE)
@@ -47,7 +37,6 @@ def test_a_dry_run_reports_and_changes_nothing(world: World) -> None:
 
 
 def test_an_owner_that_renews_in_time_keeps_its_machines(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lease was renewed between the sweep's read and the condemnation: the sweep leaves the pool."""
     pool = world.pool(owner=ELSEWHERE, lease_seconds=-1)
     world.rent(pool, owner=ELSEWHERE)
     listing = CloudProvider.instances
@@ -66,9 +55,6 @@ def test_an_owner_that_renews_in_time_keeps_its_machines(world: World, monkeypat
 
 
 def test_a_late_launch_of_a_dead_pool_is_left_to_the_next_sweep(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
-    """The first sweep condemns the pool and does not wait. When a listing must show the machine, a later sweep ends it,
-    or closes the entry without one.
-    """
     LaggingProvider.clock = hands
     world = of_kind(LaggingProvider, ledger, tmp_path, hands)
     for pool_id in ("sky-came", "sky-never"):
@@ -84,7 +70,6 @@ def test_a_late_launch_of_a_dead_pool_is_left_to_the_next_sweep(ledger: Ledger, 
 
 
 def test_a_live_pool_adopts_the_machine_of_a_lost_answer(world: World) -> None:
-    """The machine is bound to its entry, and nothing else happens to it."""
     pool = world.pool(owner=HERE)
     (its,) = world.intend(pool, owner=HERE)
     (instance,) = world.launch(pool, owner=HERE)
@@ -94,9 +79,6 @@ def test_a_live_pool_adopts_the_machine_of_a_lost_answer(world: World) -> None:
 
 
 def test_machines_that_no_ledger_has_are_swept_by_their_tags(world: World) -> None:
-    """The ledger was lost. Old machines of a dead owner end; new ones and those of other users stay, unless
-    `include_unknown` is set.
-    """
     world.launch("sky-dead")
     world.launch("sky-theirs", owner=ELSEWHERE)
     world.launch("sky-mine", owner=HERE)
@@ -116,7 +98,6 @@ def test_machines_that_no_ledger_has_are_swept_by_their_tags(world: World) -> No
 
 
 def test_machines_of_a_pool_that_has_ended_are_ended(world: World) -> None:
-    """The pool has ended and its entries are closed, but the machine is listed again."""
     pool = world.pool()
     world.rent(pool)
     world.ledger.close_all([world.ledger.open_intents()[0].id], "cloud lists it no more")
@@ -144,7 +125,6 @@ class PruningProvider(CloudProvider):
 def test_a_sweep_that_cannot_remove_what_outlives_pools_ends_machines(
     ledger: Ledger, tmp_path: Path, hands: Time
 ) -> None:
-    """The error is in the report, after the machines are gone."""
     world = of_kind(PruningProvider, ledger, tmp_path, hands, trouble="503")
     world.rent(world.pool())
     report = world.sweep()
@@ -153,28 +133,3 @@ def test_a_sweep_that_cannot_remove_what_outlives_pools_ends_machines(
         ("pruning", "", "503")
     ]
     assert (report.pruned, str(report.failures[0])) == ((), "pruning: 503")
-
-
-def test_a_ledger_that_cannot_be_written_to_ends_nothing_of_its_pools(world: World) -> None:
-    """A pool that cannot be condemned keeps its machines; unknown machines end. The other pools are not tried, because
-    each would wait as long.
-    """
-    for number in range(3):
-        world.rent(world.pool(f"sky-{number}"))
-    world.launch("sky-stranger")
-    world.hands.go(1000)
-    failing: Any = FailingLedger(world.ledger, ["condemn_all"])
-    report = sweep(failing, [world.provider], is_dry_run=False, **world.hands.keywords)
-    assert len(report.failures) == 1
-    assert [finding.pool_id for finding in report.ended] == ["sky-stranger"]
-    assert {instance.pool_id for instance in world.provider.instances()} == {"sky-0", "sky-1", "sky-2"}
-
-
-def test_a_ledger_that_cannot_be_read_ends_nothing(world: World) -> None:
-    """Without the ledger every live pool would be unknown."""
-    failing: Any = FailingLedger(world.ledger, ["open_intents"])
-    world.launch("sky-stranger")
-    world.hands.go(1000)
-    with pytest.raises(LedgerError):
-        sweep(failing, [world.provider], is_dry_run=False, **world.hands.keywords)
-    assert world.provider.machines.terminated == []

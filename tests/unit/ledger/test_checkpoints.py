@@ -12,16 +12,9 @@ from sqlalchemy import create_engine, make_url
 from skyward_core.ledger import checkpoints
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Account, Period
+from tests.ledger.fixtures import MeterClock
 
 SMALL_BYTES = 100_000
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -32,8 +25,8 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> MeterClock:
+    clock = MeterClock()
     monkeypatch.setattr(checkpoints.Checkpoints.__init__, "__defaults__", (clock,))
     return clock
 
@@ -49,7 +42,7 @@ def write(ledger: Ledger, times: int) -> None:
         ledger.set_account(Account("team", limit, Period.RUN))
 
 
-def test_a_reader_delays_a_checkpoint_and_no_write_fails(path: Path, clock: Clock):
+def test_a_reader_delays_a_checkpoint_and_no_write_fails(path: Path, clock: MeterClock) -> None:
     """The next attempt is a minute later."""
     with Ledger(f"sqlite:///{path}") as ledger, contextlib.closing(sqlite3.connect(path)) as reader:
         reader.execute("BEGIN")
@@ -59,12 +52,12 @@ def test_a_reader_delays_a_checkpoint_and_no_write_fails(path: Path, clock: Cloc
         reader.rollback()
         write(ledger, 3)
         assert wal_bytes(path) > 2 * SMALL_BYTES
-        clock.now += checkpoints.AGAIN_SECONDS
+        clock.go(checkpoints.AGAIN_SECONDS)
         write(ledger, 1)
         assert wal_bytes(path) == 0
 
 
-def test_while_a_process_keeps_the_write_lock_there_is_no_checkpoint(path: Path):
+def test_while_a_process_keeps_the_write_lock_there_is_no_checkpoint(path: Path) -> None:
     """SQLite would make one without the lock. A checkpoint that fails is no error: the commit before it counts."""
     with Ledger(f"sqlite:///{path}") as ledger:
         write(ledger, 3)

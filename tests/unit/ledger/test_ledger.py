@@ -1,202 +1,75 @@
-"""The ledger: writes are committed, a killed writer leaves a readable file, and no limit is overdrawn."""
+"""The ledger in a file: its place, its modes and locks, its entries, and its bills when a row is damaged."""
 
 import os
-import shutil
-import signal
 import sqlite3
-import subprocess
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
-from datetime import UTC, datetime, timedelta
-from decimal import Decimal
-from itertools import count
+from dataclasses import replace
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Engine, create_engine, event
+from sqlalchemy import Engine, event
 
-from skyward_core.errors import LedgerError
+from skyward_core.errors import BadRequest, LedgerError
 from skyward_core.ledger.database import Database
 from skyward_core.ledger.ledger import Ledger, default_url
-from skyward_core.ledger.rows import (
-    Account,
-    Intent,
-    Period,
-    PoolEntry,
-    Price,
-    ResourceKind,
-    ResourceRequest,
-)
+from skyward_core.ledger.rows import Account, Bucket, CostBy, Period, Price, Pruned, Rented, ResourceKind, UnreadableRow
 from skyward_core.ledger.tables import POOLS
-from skyward_core.machines.owner import Owner
-from tests.conftest import wait_until
+from skyward_core.work import Work
+from tests.ledger.fixtures import (  # noqa: F401 - tests of other folders take their fixtures from here
+    LATER,
+    NOON,
+    PROVIDER,
+    USD,
+    Clock,
+    clock,
+    intend,
+    ledger,
+    open_pool,
+    postgresql_server,
+    postgresql_url,
+    resource_request,
+    run_on,
+    sqlite_url,
+    url,
+)
 
-NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
-LATER = NOON + timedelta(hours=1)
-OWNER = Owner("ada", "laptop", "c0ffee-boot", "4026531836", 4711, "1234")
-PROVIDER = {"provider": "verda", "regions": ["FIN-01"]}
-USD = Decimal
-
-
-class Clock:
-    """A time that the test sets."""
-
-    def __init__(self) -> None:
-        self.time = NOON
-
-    def __call__(self) -> datetime:
-        return self.time
-
-
-@pytest.fixture
-def clock() -> Clock:
-    """Noon, until the test sets it."""
-    return Clock()
+HOURLY = Price(USD(3600), USD(7200))  # a dollar a second
 
 
-@pytest.fixture
-def sqlite_url(tmp_path: Path) -> str:
-    """A ledger file that does not exist yet, in a directory that does not exist yet."""
-    return f"sqlite:///{tmp_path}/state/ledger.db"
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def url(request: pytest.FixtureRequest) -> str:
-    """A ledger that does not exist yet, in each kind of database."""
-    return request.getfixturevalue("sqlite_url" if request.param == "sqlite" else "postgresql_url")
-
-
-@pytest.fixture
-def ledger(url: str, clock: Clock) -> Iterator[Ledger]:
-    """An open ledger with one pool, `p`."""
-    with Ledger(url, clock=clock, busy_timeout_seconds=10) as opened:
-        open_pool(opened, "p")
-        yield opened
-
-
-@pytest.fixture
-def file_ledger(sqlite_url: str, clock: Clock) -> Iterator[Ledger]:
-    """The same in a file, for tests of files."""
-    with Ledger(sqlite_url, clock=clock, busy_timeout_seconds=10) as opened:
-        open_pool(opened, "p")
-        yield opened
-
-
-def open_pool(ledger: Ledger, pool_id: str, owner: Owner = OWNER) -> PoolEntry:
-    return ledger.open_pool(pool_id, owner=owner, provider=PROVIDER, spec_json="{}", lease_expires_at=LATER)
-
-
-def resource_request(token: str = "t1", pool_id: str = "p", price: Price = Price()) -> ResourceRequest:
-    return ResourceRequest(
-        kind=ResourceKind.INSTANCE,
-        provider="verda",
-        region="FIN-01",
-        name=f"skyward-{token}",
-        token=token,
-        tags={"skyward-pool": pool_id, "skyward-rank": "0"},
-        expires_at=LATER,
-        price=price,
-    )
-
-
-def intend(ledger: Ledger, token: str = "t1", pool_id: str = "p", price: Price = Price()) -> Intent:
-    return ledger.intend(pool_id, resource_request(token, pool_id, price))
-
-
-# ── a PostgreSQL server for the tests ────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.fixture(scope="session")
-def postgresql_server() -> Iterator[str]:
-    """The URL of a server that lives as long as the test session, or less if that is killed; reached over a Unix
-    socket.
-    """
-    programs = next(
-        (path.parent for path in sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), reverse=True)), None
-    )
-    if programs is None:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("no PostgreSQL server is installed (Debian: postgresql)")
-    folder = tempfile.mkdtemp(prefix="ledger-")
-    ours = ["setpriv"]
-    if os.getuid() == 0:  # the server refuses to run as root
-        shutil.chown(folder, "nobody", "nogroup")
-        ours = ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups"]
-    quiet = {"cwd": folder, "stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    server: subprocess.Popen[bytes] | None = None
-    try:
-        subprocess.run(
-            [
-                *ours,
-                programs / "initdb",
-                "-D",
-                f"{folder}/data",
-                "-U",
-                "ada",
-                "-A",
-                "trust",
-                "-N",
-                "-E",
-                "UTF8",
-                "--no-locale",
-            ],
-            check=True,
-            timeout=100,
-            **quiet,
-        )
-        says = ["-D", f"{folder}/data", "-k", folder, "-c", "listen_addresses=", "-c", "fsync=off"]
-        server = subprocess.Popen([*ours, "--pdeathsig=INT", programs / "postgres", *says], **quiet)
-        wait_until(
-            lambda: subprocess.run([programs / "pg_isready", "-h", folder], check=False, **quiet).returncode == 0,
-            "the server to be ready",
-            60,
-        )
-        yield f"postgresql+psycopg://ada@/postgres?host={folder}"
-    finally:
-        if server is not None:
-            server.send_signal(signal.SIGINT)  # "fast shutdown": connections are closed
-            server.wait(30)
-        shutil.rmtree(folder)
-
-
-_DATABASES = count(1)
-
-
-@pytest.fixture
-def postgresql_url(postgresql_server: str) -> Iterator[str]:
-    """A new database."""
-    name = f"ledger_{next(_DATABASES)}"
-    run_on(postgresql_server, f"CREATE DATABASE {name}")
-    yield postgresql_server.replace("/postgres?", f"/{name}?")
-    run_on(postgresql_server, f"DROP DATABASE {name} WITH (FORCE)")
-
-
-def run_on(url: str, statement: str) -> None:
-    engine = create_engine(url, isolation_level="AUTOCOMMIT")
-    with engine.connect() as connection:
-        connection.exec_driver_sql(statement)
-    engine.dispose()
+def spend(ledger: Ledger, pool_id: str, token: str, seconds: float = 1) -> int:
+    """Record a machine that has cost a dollar for each second."""
+    number = ledger.bind(intend(ledger, token, pool_id, HOURLY), f"i-{token}").id
+    ledger.note_all({number: {Bucket.IDLE: seconds}})
+    return number
 
 
 @pytest.mark.parametrize("kind", ["key pair", "volume", "other"])
 def test_entries_of_earlier_kinds_can_be_read(file_ledger: Ledger, sqlite_url: str, kind: str) -> None:
     """Earlier versions had kinds that this one does not create: their rows stay readable, and are not machines."""
-    open_pool(file_ledger, "old")
-    intend(file_ledger, pool_id="old")
+    intend(file_ledger)
     run_on(sqlite_url, f"UPDATE skyward_resources SET kind = '{kind}'")
     assert [its.kind for its in file_ledger.open_intents()] == [ResourceKind.OTHER]
 
 
-def test_a_reader_blocks_no_writer(file_ledger: Ledger, tmp_path: Path) -> None:
-    """A pool writes during an open read transaction, which still sees the old state."""
-    raw = sqlite3.connect(tmp_path / "state/ledger.db", isolation_level=None)
-    raw.execute("BEGIN")
-    assert raw.execute("SELECT count(*) FROM skyward_resources").fetchone() == (0,)
-    with Ledger(str(file_ledger.url), busy_timeout_seconds=0) as impatient:
-        intend(impatient)
-    assert raw.execute("SELECT count(*) FROM skyward_resources").fetchone() == (0,)
-    raw.close()
-    assert len(file_ledger.intents()) == 1
+def test_a_reader_blocks_no_writer_and_a_writer_that_stays_is_an_error(file_ledger: Ledger, tmp_path: Path) -> None:
+    """The error names the writer as the cause. Readers do not wait, and later writers work."""
+    with closing(sqlite3.connect(tmp_path / "state/ledger.db", isolation_level=None)) as raw:
+        raw.execute("BEGIN")
+        assert raw.execute("SELECT count(*) FROM skyward_resources").fetchone() == (0,)
+        with Ledger(str(file_ledger.url), busy_timeout_seconds=0) as impatient:
+            intend(impatient)
+        assert raw.execute("SELECT count(*) FROM skyward_resources").fetchone() == (0,)
+        raw.execute("ROLLBACK")
+        raw.execute("BEGIN IMMEDIATE")
+        with Ledger(str(file_ledger.url), busy_timeout_seconds=0.05) as impatient:
+            with pytest.raises(LedgerError, match=r"ledger\.db is locked by another process"):
+                intend(impatient, "t2")
+            assert len(impatient.intents()) == 1
+            raw.execute("ROLLBACK")
+            intend(impatient, "t2")
+    assert len(file_ledger.intents()) == 2
 
 
 @pytest.mark.parametrize(
@@ -207,10 +80,7 @@ def test_a_reader_blocks_no_writer(file_ledger: Ledger, tmp_path: Path) -> None:
 def test_closing_a_ledger_in_use_closes_every_connection(
     tmp_path: Path, clock: Clock, use: Callable[[Ledger], object]
 ) -> None:
-    """This includes the one that another thread uses during the close, and one that is used later.
-
-    The methods themselves do their work.
-    """
+    """Also the one that another thread uses meanwhile, and one that is used later. The methods do their work."""
     path = tmp_path / "state/ledger.db"
 
     def connections() -> int:
@@ -225,41 +95,18 @@ def test_closing_a_ledger_in_use_closes_every_connection(
     with Ledger(f"sqlite:///{path}", clock=closing) as ledger:
         open_pool(ledger, "p")
         ledger.set_account(Account("team", USD(10), Period.RUN))
-        closes = True
-        use(ledger)
-        assert connections() == 0
-        closes = False
-        use(ledger)
-        assert connections() == 0
-
-
-def test_a_ledger_that_stays_locked_is_an_error(file_ledger: Ledger, tmp_path: Path) -> None:
-    """The error names the writer as the cause. Readers do not wait, and later writers work."""
-    raw = sqlite3.connect(tmp_path / "state/ledger.db", isolation_level=None)
-    raw.execute("BEGIN IMMEDIATE")
-    with Ledger(str(file_ledger.url), busy_timeout_seconds=0.05) as impatient:
-        with pytest.raises(LedgerError, match=r"ledger\.db is locked by another process"):
-            intend(impatient)
-        assert impatient.intents() == []
-        raw.close()
-        intend(impatient)
+        for closes in (True, False):
+            use(ledger)
+            assert connections() == 0
 
 
 @pytest.mark.parametrize("garbage", [b"not a database at all" * 100, b"SQLite format 3\0" + b"\x5a" * 5000])
 def test_a_garbage_file_is_refused_and_not_changed(tmp_path: Path, garbage: bytes) -> None:
-    """The message says what to do."""
     path = tmp_path / "ledger.db"
     path.write_bytes(garbage)
     with pytest.raises(LedgerError, match=r"is damaged, or no ledger\. Move it away"):
         Ledger(f"sqlite:///{path}")
     assert path.read_bytes() == garbage
-
-
-def test_a_directory_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
-    """A file has its name."""
-    (tmp_path / "state").write_text("")
-    with pytest.raises(LedgerError, match="Check the path"):
-        Ledger(f"sqlite:///{tmp_path}/state/ledger.db")
 
 
 @pytest.mark.parametrize(
@@ -270,6 +117,7 @@ def test_a_directory_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
         ("sqlite://", "lost with its process"),
         ("postgresql+nothing://ada:secret@host/x", "driver for .*is not installed"),
         ("postgresql+psycopg://ada:secret@127.0.0.1:9/x", "is not installed|cannot be reached"),
+        (f"sqlite:///{__file__}/ledger.db", "Check the path"),
     ],
 )
 def test_a_wrong_url_is_an_error(url: str, message: str) -> None:
@@ -279,28 +127,29 @@ def test_a_wrong_url_is_an_error(url: str, message: str) -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_the_default_ledger_is_in_the_state_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """This holds without SKYWARD_LEDGER. A new directory is private."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert default_url({}) == f"sqlite:///{tmp_path}/skyward/ledger.db"
-    assert default_url({"SKYWARD_LEDGER": "sqlite:////x.db"}) == "sqlite:////x.db"
-    Ledger(default_url({})).close()
-    assert (tmp_path / "skyward").stat().st_mode & 0o777 == 0o700
-
-
-# ── owners and modes of files ────────────────────────────────────────────────────────────────────────────────────────
-
-
 def modes(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
 
 
+def test_the_default_ledger_is_in_the_state_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A new folder is private; so is one that an earlier version, or a wide umask, has left open."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "not/there/yet"))
+    folder = tmp_path / "not/there/yet/skyward"
+    assert default_url({}) == f"sqlite:///{folder}/ledger.db"
+    assert default_url({"SKYWARD_LEDGER": "sqlite:////x.db"}) == "sqlite:////x.db"
+    for mode in (0o700, 0o755):
+        folder.mkdir(mode=mode, parents=True, exist_ok=True)
+        folder.chmod(mode)
+        Ledger(default_url({})).close()
+        assert folder.stat().st_mode & 0o777 == 0o700
+
+
 def test_the_files_of_a_ledger_are_private(tmp_path: Path) -> None:
-    """This holds with any umask, and for the default folder."""
+    """With any umask."""
     before = os.umask(0)
     try:
         with Ledger(f"sqlite:///{tmp_path / 'new' / 'ledger.db'}") as ledger:
-            ledger.set_account(Account("team", Decimal(1), Period.RUN))
+            ledger.set_account(Account("team", USD(1), Period.RUN))
             names = ("ledger.db", "ledger.db-wal", "ledger.db-shm", "ledger.db-queue")
             assert modes(tmp_path / "new") == dict.fromkeys(names, 0o600)
             assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
@@ -312,26 +161,17 @@ def test_a_ledger_that_others_could_read_becomes_private(tmp_path: Path, caplog:
     """There is one warning, and no entry is lost. Only the default folder's mode changes too."""
     path = tmp_path / "ledger.db"
     with Ledger(f"sqlite:///{path}") as ledger, Ledger(f"sqlite:///{path}"):
-        ledger.set_account(Account("team", Decimal(1), Period.RUN))
+        ledger.set_account(Account("team", USD(1), Period.RUN))
         for name in modes(tmp_path):
             (tmp_path / name).chmod(0o644)
         tmp_path.chmod(0o755)
         with caplog.at_level("WARNING"), Ledger(f"sqlite:///{path}") as again:
             assert [account.name for account in again.accounts()] == ["team"]
             assert set(modes(tmp_path).values()) == {0o600}
-        with Ledger(f"sqlite:///{path}"):
-            pass
+        Ledger(f"sqlite:///{path}").close()
     ours = [record.getMessage() for record in caplog.records if record.name.startswith("skyward")]
     assert ours == [f"other users could read the ledger {path} (mode 0644); its mode is 0600 now"]
     assert tmp_path.stat().st_mode & 0o777 == 0o755
-
-
-def test_the_default_folder_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An earlier version, or a wide umask, may have left it open."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    (tmp_path / "skyward").mkdir(mode=0o755)
-    Ledger(default_url({})).close()
-    assert (tmp_path / "skyward").stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777])
@@ -357,3 +197,124 @@ def test_a_transaction_that_a_signal_interrupts_keeps_no_lock(tmp_path: Path) ->
         assert caught.value.__traceback__ is not None
         with database.write() as connection:
             connection.execute(POOLS.select())
+
+
+@pytest.mark.parametrize(
+    "price", [Price(increment_seconds=0), Price(minimum_seconds=-1), Price(minimum_usd=USD("-0.01"))]
+)
+def test_impossible_billing_rules_are_refused(file_ledger: Ledger, price: Price) -> None:
+    """A second, no minimum and no lowest cost are possible, and an on-demand price of zero."""
+    with pytest.raises(BadRequest, match="billing increment"):
+        intend(file_ledger, price=price)
+    assert file_ledger.intents() == []
+    smallest = Price(increment_seconds=1, minimum_seconds=0, minimum_usd=USD(0), on_demand_per_hour=USD(0))
+    assert intend(file_ledger, price=smallest).price == smallest
+    assert intend(file_ledger, "t2", price=Price(USD(2))).price.on_demand_per_hour == 2
+
+
+def test_an_entry_that_is_gone_is_not_asked_to_end(file_ledger: Ledger) -> None:
+    one, other = intend(file_ledger, "a"), intend(file_ledger, "b")
+    file_ledger.close_all([one.id], "404")
+    asked = file_ledger.ask_end_all([other.id, one.id])
+    assert [(its.id, its.end_asked_at) for its in asked] == [(other.id, NOON), (one.id, None)]
+
+
+def test_what_was_rented_replaces_the_price_and_the_tags(file_ledger: Ledger) -> None:
+    """A lower price replaces the entry's, a higher one does not. Tags are added. Later calls change nothing."""
+    cheap, dear, same = (intend(file_ledger, token, price=Price(USD(2), USD(3))) for token in "abc")
+    ids = {cheap.id: "i-1", dear.id: "i-2", same.id: "i-3"}
+    rented = {cheap.id: Rented(USD(1), {"skyward-rank": "7", "more": "x"}), dear.id: Rented(USD(4))}
+    bound = file_ledger.bind_all(ids, rented)
+    assert [its.price.per_hour for its in bound] == [1, 2, 2]
+    assert [its.price.on_demand_per_hour for its in bound] == [3, 3, 3]
+    assert bound[0].tags == {**cheap.tags, "skyward-rank": "7", "more": "x"}
+    assert [its.tags for its in bound[1:]] == [dear.tags, same.tags]
+    assert file_ledger.bind_all(ids, {cheap.id: Rented(USD("0.5"))}) == bound == file_ledger.intents()
+
+
+def test_entries_are_listed_by_pool_and_provider(file_ledger: Ledger) -> None:
+    """Open and closed, oldest first."""
+    open_pool(file_ledger, "q")
+    ours, theirs = intend(file_ledger, "a"), intend(file_ledger, "b", "q")
+    elsewhere = file_ledger.intend("p", replace(resource_request("c"), provider="aws"))
+    (ours,) = file_ledger.close_all([ours.id], "404")
+    assert file_ledger.intents() == [ours, theirs, elsewhere]
+    assert file_ledger.intents(pool_id="p") == [ours, elsewhere]
+    assert file_ledger.intents(provider="verda") == [ours, theirs]
+    assert file_ledger.intents(pool_id="p", provider="aws") == [elsewhere]
+    assert file_ledger.open_intents(pool_id="p") == [elsewhere]
+    assert file_ledger.open_intents(provider="verda") == [theirs]
+
+
+def test_a_row_without_numbers_is_left_out_of_its_own_bill_only(file_ledger: Ledger, sqlite_url: str) -> None:
+    """It is named in the bills that would have it, with its pool. All other rows are billed."""
+    open_pool(file_ledger, "q")
+    spend(file_ledger, "p", "a", 2)
+    damaged = spend(file_ledger, "q", "b", 3)
+    run_on(sqlite_url, f"UPDATE skyward_resources SET price_micro_usd_per_hour = '3600000000 USD' WHERE id = {damaged}")
+    for by in (CostBy.POOL, CostBy.RESOURCE, CostBy.BUCKET, CostBy.TASK):
+        unreadable: list[UnreadableRow] = []
+        assert sum(row.cost_usd for row in file_ledger.cost_rows(by, unreadable=unreadable)) == 2
+        (error,) = unreadable
+        assert (error.pool_id, error.is_pool) == ("q", False)
+        assert f"row {damaged} of skyward_resources in the ledger cannot be read (pool 'q')" in str(error)
+    unreadable = []
+    assert [row.key for row in file_ledger.cost_rows(pool_id="p", unreadable=unreadable)] == ["p"]
+    assert unreadable == []
+
+
+def test_lists_survive_damaged_sums_and_days(file_ledger: Ledger, sqlite_url: str) -> None:
+    """A sum that is no number counts as zero. The cost counts all the same on a day that no calendar has."""
+    spend(file_ledger, "p", "a")
+    run_on(sqlite_url, f"UPDATE skyward_resources SET intended_microseconds = {5_000_000 * 86_400_000_000 + 1}")
+    (day,) = file_ledger.cost_rows(CostBy.DAY)
+    assert (day.key, day.cost_usd) == ("day 5000000 after 1970-01-01", 1)
+    run_on(sqlite_url, "UPDATE skyward_resources SET idle_milliseconds = 1e999")
+    (row,) = file_ledger.pool_rows()
+    assert (row.open_resources, row.resources, row.seconds) == (1, 1, 0)
+
+
+def test_the_newest_pools_of_one_moment_are_chosen_by_their_ids(file_ledger: Ledger) -> None:
+    for pool_id in ("a", "z"):
+        open_pool(file_ledger, pool_id)
+        spend(file_ledger, pool_id, pool_id)
+    assert [row.entry.id for row in file_ledger.pool_rows()] == ["a", "p", "z"]
+    assert [(row.entry.id, row.cost_usd) for row in file_ledger.pool_rows(limit=2)] == [("p", 0), ("z", 1)]
+
+
+def test_shares_replace_earlier_shares_of_the_same_pool_only(file_ledger: Ledger) -> None:
+    """They are rounded to a micro-dollar. No shares delete the earlier ones."""
+    open_pool(file_ledger, "q")
+    one, other = Work(task="one"), Work(task="other")
+    file_ledger.set_shares("q", {one: USD(5)})
+    file_ledger.set_shares("p", {one: USD(1)})
+    file_ledger.set_shares("p", {other: USD("0.0000016"), one: USD(0)})
+    assert list(file_ledger.shares("p").items()) == [(other, USD("0.000002")), (one, USD(0))]
+    file_ledger.set_shares("p", {})
+    assert (file_ledger.shares("p"), file_ledger.shares("q")) == ({}, {one: USD(5)})
+
+
+def test_a_bill_has_the_intents_of_its_time_only(file_ledger: Ledger, clock: Clock) -> None:
+    """From the first time on, and before the last one."""
+    for minutes in range(3):
+        clock.time = NOON + timedelta(minutes=minutes)
+        spend(file_ledger, "p", f"t{minutes}", 10**minutes)
+    minute = timedelta(minutes=1)
+    (row,) = file_ledger.cost_rows(since=NOON + minute, until=NOON + 2 * minute)
+    assert (row.resources, row.seconds, row.cost_usd, row.on_demand_usd, row.saved_usd) == (1, 10, 10, 20, 10)
+    assert sum(row.resources for row in file_ledger.cost_rows(CostBy.BUCKET, since=LATER)) == 0
+
+
+def test_a_pool_that_ended_at_the_given_time_is_not_pruned(file_ledger: Ledger, sqlite_url: str, clock: Clock) -> None:
+    """Only an earlier end counts. Damaged tags stay as they are."""
+    number = spend(file_ledger, "p", "a")
+    file_ledger.close_all([number], "404")
+    file_ledger.end_pool("p")
+    run_on(sqlite_url, "UPDATE skyward_resources SET tags_json = '[damaged'")
+    clock.time = LATER
+    assert file_ledger.prune(NOON, is_dry_run=False) == Pruned(0, 0, 0)
+    assert file_ledger.prune(LATER, is_dry_run=False) == Pruned(1, 0, 0)
+    unreadable: list[UnreadableRow] = []
+    assert file_ledger.intents(unreadable=unreadable) == []
+    assert "JSONDecodeError" in str(unreadable[0])
+    assert [row.cost_usd for row in file_ledger.cost_rows()] == [1]

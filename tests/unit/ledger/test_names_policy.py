@@ -16,12 +16,13 @@ from skyward_core.ledger.names_policy import (
     NameState,
     Refused,
     Rent,
+    Standing,
     Wait,
     decide_claim,
-    differences,
     is_last,
     may_be_condemned,
     may_come_back,
+    standing,
 )
 from skyward_core.ledger.rows import PoolEntry
 from skyward_core.machines.owner import Owner, OwnerState
@@ -56,32 +57,24 @@ def in_state(state: NameState, **changes: Any) -> NamedPool:
 DEAD = {ADA: OwnerState.DEAD}
 
 
-def test_a_name_without_a_pool_is_rented_for() -> None:
-    assert decide_claim(None, TERMS) == Rent(1)
-
-
-def test_a_name_whose_pool_has_ended_is_free() -> None:
+def test_a_name_without_a_pool_or_whose_pool_has_ended_is_free() -> None:
     """Whatever its state says: the pool may have ended itself."""
+    assert decide_claim(None, TERMS) == Rent(1)
     ended = replace(POOL, ended_at=NOON)
     for state in NameState:
         assert decide_claim(facts(in_state(state), ended), TERMS) == Rent(4)
 
 
 @pytest.mark.parametrize("state", [NameState.IN_USE, NameState.WARM])
-def test_a_pool_in_use_or_warm_is_joined(state: NameState) -> None:
+def test_a_pool_in_use_or_warm_is_joined_on_the_same_terms(state: NameState) -> None:
     row = in_state(state)
-    assert decide_claim(facts(row), TERMS) == Join(row)
-
-
-@pytest.mark.parametrize("state", [NameState.IN_USE, NameState.WARM])
-def test_other_terms_are_refused_with_the_fields(state: NameState) -> None:
-    claim = decide_claim(facts(in_state(state)), {"nodes": 3, "machine": "big"})
+    assert decide_claim(facts(row), {**TERMS, "machine": None}) == Join(row)
+    claim = decide_claim(facts(row), {"nodes": 3, "machine": "big"})
     assert claim == Refused("sky-1", {"nodes": (2, 3), "machine": (None, "big")})
 
 
 @pytest.mark.parametrize("state", [NameState.OPENING, NameState.CLOSING])
 def test_a_pool_that_is_opened_or_closed_is_waited_for(state: NameState) -> None:
-    """Also by a process with other terms: the end of the opening shows whether they matter."""
     claim = decide_claim(facts(in_state(state), None), {"nodes": 3})
     assert isinstance(claim, Wait)
     assert claim.pool_id == "sky-1"
@@ -113,28 +106,21 @@ def test_another_client_does_not_stand_for_a_dead_opener(state: NameState) -> No
     ],
 )
 def test_how_long_a_client_lives(state: OwnerState, seconds: float, lives: bool) -> None:
-    """By its lease, as long as it is not known to be dead."""
     assert CLIENT.lives(NOON + timedelta(seconds=seconds), state) is lives
-
-
-def test_a_client_that_has_left_does_not_live() -> None:
-    assert not replace(CLIENT, left_at=NOON).lives(NOON, OwnerState.ALIVE)
+    assert not replace(CLIENT, left_at=NOON).lives(NOON, state)
 
 
 def test_a_pool_whose_opener_has_died_is_joined_as_long_as_its_lease_lasts() -> None:
-    """The nodes live by their lease. No process is special after the opening."""
     assert isinstance(decide_claim(facts(states=DEAD, seconds=119), TERMS), Join)
     assert isinstance(decide_claim(facts(states=DEAD, seconds=121), TERMS), Rent)
 
 
 def test_a_pool_with_a_living_client_is_joined_although_its_lease_seems_to_be_over() -> None:
-    """The pool's lease was written with another clock."""
     bob = Client("b", "sky-1", BOB, NOON, NOON + timedelta(seconds=300))
     assert isinstance(decide_claim(facts(clients=(bob,), seconds=200, states={}), TERMS), Join)
 
 
 def test_the_lease_of_a_pool_has_the_allowance_for_the_clocks_of_machines() -> None:
-    """If the server's clock judges it."""
     for seconds, expected in ((120 + SKEW_SECONDS - 1, Join), (120 + SKEW_SECONDS + 1, Rent)):
         found = replace(facts(states=DEAD, seconds=seconds), lease_skew_seconds=SKEW_SECONDS)
         assert isinstance(decide_claim(found, TERMS), expected)
@@ -150,16 +136,9 @@ def test_a_warm_pool_is_joined_until_its_time_is_over() -> None:
     assert claim.dead_pool == "sky-1"
 
 
-def test_a_condemned_pool_is_not_joined() -> None:
-    assert isinstance(decide_claim(facts(pool=replace(POOL, condemned_at=NOON)), TERMS), Rent)
-
-
-def test_a_pool_that_the_ledger_does_not_have_is_not_joined() -> None:
-    assert isinstance(decide_claim(facts(pool=None), TERMS), Rent)
-
-
-def test_equal_terms_have_no_differences() -> None:
-    assert differences({"a": 1, "b": None}, {"a": 1}) == {}
+@pytest.mark.parametrize("pool", [replace(POOL, condemned_at=NOON), None], ids=["condemned", "not in the ledger"])
+def test_a_pool_that_is_not_there_is_not_joined(pool: PoolEntry | None) -> None:
+    assert isinstance(decide_claim(facts(pool=pool), TERMS), Rent)
 
 
 def test_the_last_client_is_the_one_beside_which_no_other_lives() -> None:
@@ -184,7 +163,6 @@ def test_the_last_client_is_the_one_beside_which_no_other_lives() -> None:
 def test_who_cannot_reach_a_pool_condemns_it_if_nobody_reaches_it(
     seconds: float, clients: tuple[Client, ...], expected: bool
 ) -> None:
-    """Client "a" gives up. A client that lives counts only while the pool's own lease does: it renews that, too."""
     found = replace(facts(clients=clients, seconds=seconds), lease_skew_seconds=SKEW_SECONDS)
     assert may_be_condemned(found, "a") is expected
 
@@ -203,13 +181,48 @@ def test_who_cannot_reach_a_pool_condemns_it_if_nobody_reaches_it(
 def test_who_may_come_back_after_an_outage_of_the_ledger(
     other: Client, states: Mapping[Owner, OwnerState], expected: bool
 ) -> None:
-    """At second 200, after 100 s without the ledger: a row that has run out in this time, and whose process may live.
-
-    If another client lives for certain, no process has to be waited for: the caller is not the last one.
-    """
     found = facts(clients=(CLIENT, other), seconds=200.0, states=states)
     assert may_come_back(found, "a", 100.0) is expected
+    assert not may_come_back(facts(clients=(other,), seconds=200.0, states=states), "a", 100.0), "it has left itself"
 
 
-def test_a_client_that_has_left_waits_for_no_other() -> None:
-    assert not may_come_back(facts(clients=(OTHER,), seconds=200.0), "a", 100.0)
+BOTH = (CLIENT, LONG)
+ALIVE = {ADA: OwnerState.ALIVE, BOB: OwnerState.ALIVE}
+
+
+@pytest.mark.parametrize(
+    ("row", "pool", "clients", "seconds", "states", "expected"),
+    [
+        (ROW, POOL, BOTH, 0, ALIVE, Standing.OTHER),
+        (replace(ROW, steward="b"), POOL, BOTH, 0, ALIVE, Standing.HELD),
+        (replace(ROW, steward=""), POOL, BOTH, 0, ALIVE, Standing.VACANT),
+        (ROW, POOL, BOTH, 0, {**ALIVE, ADA: OwnerState.DEAD}, Standing.VACANT),
+        (ROW, POOL, BOTH, 119, ALIVE, Standing.OTHER),
+        (ROW, POOL, BOTH, 121, ALIVE, Standing.VACANT),
+        (ROW, POOL, BOTH, 119, {**ALIVE, ADA: OwnerState.UNKNOWN}, Standing.OTHER),
+        (ROW, POOL, BOTH, 121, {**ALIVE, ADA: OwnerState.UNKNOWN}, Standing.VACANT),
+        (replace(ROW, steward="gone"), POOL, BOTH, 0, ALIVE, Standing.VACANT),
+        (ROW, POOL, (replace(CLIENT, left_at=NOON), LONG), 0, ALIVE, Standing.VACANT),
+        (replace(ROW, steward="", state=NameState.OPENING), POOL, BOTH, 0, ALIVE, Standing.OTHER),
+        (replace(ROW, steward="", state=NameState.CLOSING), POOL, BOTH, 0, ALIVE, Standing.OTHER),
+        (replace(ROW, steward="", state=NameState.WARM), POOL, BOTH, 0, ALIVE, Standing.OTHER),
+        (replace(ROW, steward=""), replace(POOL, ended_at=NOON), BOTH, 0, ALIVE, Standing.GONE),
+        (replace(ROW, steward=""), replace(POOL, condemned_at=NOON), BOTH, 0, ALIVE, Standing.GONE),
+        (replace(ROW, steward=""), None, BOTH, 0, ALIVE, Standing.GONE),
+        (replace(ROW, steward="b", state=NameState.OPENING), None, BOTH, 0, ALIVE, Standing.HELD),
+        (replace(ROW, steward="b"), POOL, (CLIENT, replace(LONG, left_at=NOON)), 0, ALIVE, Standing.GONE),
+        (replace(ROW, steward="", pool_id="sky-2"), POOL, BOTH, 0, ALIVE, Standing.GONE),
+        (replace(ROW, steward=""), POOL, (CLIENT,), 0, ALIVE, Standing.GONE),
+        (replace(ROW, steward=""), POOL, BOTH, 9999, ALIVE, Standing.OTHER),
+    ],
+)
+def test_what_a_client_is_to_the_steward(
+    row: NamedPool,
+    pool: PoolEntry | None,
+    clients: tuple[Client, ...],
+    seconds: float,
+    states: Mapping[Owner, OwnerState],
+    expected: Standing,
+) -> None:
+    assert standing(facts(row, pool, clients, seconds=seconds, states=states), "b") is expected
+    assert standing(None, "b") is Standing.GONE

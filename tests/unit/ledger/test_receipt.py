@@ -4,44 +4,23 @@ import contextlib
 import json
 import sqlite3
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from skyward_core import Instance, InstanceState
 from skyward_core.errors import LedgerConflict
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.metering import Meter
 from skyward_core.ledger.receipt import receipt
 from skyward_core.ledger.rows import Bucket, CostBy, Price, ResourceKind, ResourceRequest, UnreadableRow
 from skyward_core.machines.offers import Extra
-from skyward_core.machines.owner import Owner
 from skyward_core.providers.base import TYPE_TAG
+from tests.ledger.fixtures import NOON, Clock, machine, open_pool
 
-NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
 SPOT = Price(Decimal("1.5"), Decimal(4), is_spot=True, increment_seconds=60)
-
-
-class Clock:
-    """A time that the test sets."""
-
-    def __init__(self) -> None:
-        self.time = NOON
-
-    def __call__(self) -> datetime:
-        return self.time
-
-    def monotonic(self) -> float:
-        return self.time.timestamp()
-
-
-@pytest.fixture
-def clock() -> Clock:
-    """Noon, until the test sets it."""
-    return Clock()
 
 
 @pytest.fixture
@@ -49,13 +28,7 @@ def ledger(clock: Clock, tmp_path: Path) -> Iterator[Ledger]:
     """A ledger in which pool `p` is open."""
     with Ledger(f"sqlite:///{tmp_path}/ledger.db", clock=clock) as opened:
         for pool_id in ("p", "other"):
-            opened.open_pool(
-                pool_id,
-                owner=Owner("ada", "laptop", "boot", "1", 4711, "1234"),
-                provider={"name": "verda", "token": "a secret"},
-                spec_json="{}",
-                lease_expires_at=NOON + timedelta(hours=1),
-            )
+            open_pool(opened, pool_id, provider={"name": "verda", "token": "a secret"})
         yield opened
 
 
@@ -70,17 +43,12 @@ def intend(
 
 
 def of_an_afternoon(ledger: Ledger, clock: Clock) -> dict[str, Any]:
-    """The receipt of a pool with four resources: a machine that ended, one that may still run, one that is no machine,
-    and one that was never created.
-    """
-    gone, left, key = (
-        intend(ledger, "p-0"),
-        intend(ledger, "p-1", Price(Decimal("0.5"))),
-        intend(ledger, "key", Price(), ResourceKind.OTHER),
-    )
+    """The receipt of a machine that ended, one that may still run, one that never came, and a thing that is none."""
+    gone, left = intend(ledger, "p-0"), intend(ledger, "p-1", Price(Decimal("0.5")))
+    key = intend(ledger, "key", Price(), ResourceKind.OTHER)
     never = intend(ledger, "p-2")
     intend(ledger, "elsewhere", pool_id="other")
-    clock.time += timedelta(seconds=5)
+    clock.go(5)
     ledger.bind_all({gone: "i-0", left: "i-1", key: "k-1"})
     ledger.close_all([never], "there was none")
     ledger.note_all(
@@ -98,9 +66,6 @@ def of_an_afternoon(ledger: Ledger, clock: Clock) -> dict[str, Any]:
 
 
 def test_a_receipt_has_the_state_of_each_resource(ledger: Ledger, clock: Clock) -> None:
-    """Each resource has its times, its evidence, its seconds and its price; a resource that is not known to be gone is
-    listed as left.
-    """
     found = of_an_afternoon(ledger, clock)
     assert (found["pool_id"], found["owner"], found["provider"], found["account"]) == ("p", "ada@laptop", "verda", None)
     assert (found["created_at"], found["ended_at"]) == ("2026-11-21T12:00:00+00:00", "2026-11-21T12:51:00+00:00")
@@ -137,10 +102,12 @@ def test_a_receipt_has_the_state_of_each_resource(ledger: Ledger, clock: Clock) 
         {"kind": "instance", "provider": "verda", "region": "FIN-01", "name": "p-1", "cloud_id": "i-1"}
     ]
     assert [resource["cost_usd"] for resource in found["resources"][1:]] == [0.013889, 0.0, 0.0]
+    written = json.dumps(found, allow_nan=False)
+    assert json.loads(written) == found
+    assert "secret" not in written, "other fields of the provider than its name may be secret"
 
 
 def test_a_receipt_adds_up(ledger: Ledger, clock: Clock) -> None:
-    """The costs of the resources, of the buckets and of the pool's row are one sum, and so are the savings."""
     found = of_an_afternoon(ledger, clock)
     (row,) = ledger.cost_rows(CostBy.POOL, pool_id="p")
     assert found["total_cost_usd"] == float(row.cost_usd) == 1.288889
@@ -157,9 +124,6 @@ def test_a_receipt_adds_up(ledger: Ledger, clock: Clock) -> None:
 
 
 def test_a_receipt_has_a_line_for_each_extra(ledger: Ledger, clock: Clock) -> None:
-    """Each extra is a line, with the source of its price. The lines of a resource add up to its cost, and those of all
-    resources to the bill.
-    """
     disk = Extra(name="disk", usd_per_hour=0.25, source="a page", checked="2026-11-22")
     address = Extra(name="public IPv4", usd_per_hour=0.1, source="another page", checked="2026-11-21")
     gone = intend(ledger, "p-0", Price(Decimal("1.35"), Decimal("2.35"), is_spot=True, extras=(disk, address)))
@@ -178,33 +142,18 @@ def test_a_receipt_has_a_line_for_each_extra(ledger: Ledger, clock: Clock) -> No
     assert found["resources"][0]["on_demand_usd"] == 2.35
 
 
-def test_a_receipt_is_json(ledger: Ledger, clock: Clock) -> None:
-    """It is equal after JSON, and has only the provider's name, because its other fields may be secret."""
-    found = of_an_afternoon(ledger, clock)
-    written = json.dumps(found, allow_nan=False)
-    assert json.loads(written) == found
-    assert "secret" not in written
-
-
 def test_a_live_pool_has_a_receipt(ledger: Ledger) -> None:
-    """A pool that has rented nothing yet has a receipt without an end."""
     found = receipt(ledger, "p")
-    assert (found["ended_at"], found["resources"], found["left"], found["total_cost_usd"], found["saved_usd"]) == (
-        None,
-        [],
-        [],
-        0.0,
-        0.0,
-    )
+    assert (found["ended_at"], found["resources"], found["left"]) == (None, [], [])
+    assert (found["total_cost_usd"], found["saved_usd"]) == (0.0, 0.0)
+    with pytest.raises(LedgerConflict, match="no pool 'q'"):
+        receipt(ledger, "q")
 
 
 @pytest.mark.parametrize(("column", "total_usd"), [("tags_json", 1.5), ("price_micro_usd_per_hour", 1.0)])
 def test_a_receipt_leaves_out_an_entry_that_cannot_be_read(
     ledger: Ledger, tmp_path: Path, column: str, total_usd: float
 ) -> None:
-    """Its cost counts, if that can be read. The caller gets the error of each row, and none of other pools. A caller
-    that gives no list for errors gets no receipt.
-    """
     whole, damaged = intend(ledger, "p-0", Price(Decimal(36))), intend(ledger, "p-1", Price(Decimal(36)))
     other = intend(ledger, "elsewhere", pool_id="other")
     ledger.note_all({whole: {Bucket.IDLE: 100.0}, damaged: {Bucket.IDLE: 50.0}})
@@ -221,17 +170,8 @@ def test_a_receipt_leaves_out_an_entry_that_cannot_be_read(
         receipt(ledger, "p")
 
 
-def test_an_unknown_pool_has_no_receipt(ledger: Ledger) -> None:
-    """The error names the ledger and the pool."""
-    with pytest.raises(LedgerConflict, match="no pool 'q'"):
-        receipt(ledger, "q")
-
-
 def test_the_meters_bill_is_the_ledgers(ledger: Ledger, clock: Clock) -> None:
-    """The meter's bill for random machines equals the ledger's bill of the recorded seconds to the micro-dollar, bucket
-    by bucket.
-    """
-    meter = Meter(clock.monotonic)
+    meter = Meter(lambda: clock.time.timestamp())
     prices = [
         Price(Decimal("0.333333"), Decimal("1.1"), is_spot=True),
         Price(Decimal("2.49"), increment_seconds=60),
@@ -240,16 +180,7 @@ def test_the_meters_bill_is_the_ledgers(ledger: Ledger, clock: Clock) -> None:
     numbers = {f"i-{rank}": intend(ledger, f"p-{rank}", price) for rank, price in enumerate(prices)}
     ledger.bind_all({number: instance_id for instance_id, number in numbers.items()})
     for rank, (instance_id, price) in enumerate(zip(numbers, prices, strict=True)):
-        instance = Instance(
-            id=instance_id,
-            provider="verda",
-            pool_id="p",
-            rank=rank,
-            state=InstanceState.RUNNING,
-            region="FIN-01",
-            instance_type="t",
-        )
-        meter.start(instance, clock.monotonic(), price)
+        meter.start(machine(instance_id), clock.time.timestamp(), price)
     for rank, instance_id in enumerate(numbers):
         for phase in (Bucket.BOOTSTRAPPING, Bucket.IDLE, Bucket.TERMINATING):
             clock.time += timedelta(seconds=17.1234 * (rank + 1))

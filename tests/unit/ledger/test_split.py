@@ -29,7 +29,6 @@ def test_the_largest_remainders_are_rounded_up(amount: int, weights: list[int], 
 
 @given(AMOUNTS, WEIGHTS)
 def test_the_parts_add_up_and_are_fair(amount: int, weights: list[int]) -> None:
-    """No part is a unit or more away from its exact share; one without weight gets nothing."""
     parts, total = split_exactly(amount, weights), sum(weights)
     assert sum(parts) == (amount if total else 0)
     for part, weight in zip(parts, weights, strict=True):

@@ -12,7 +12,6 @@ from skyward_core.ledger.sql_engine import open_engine, parse_url
 
 @pytest.mark.parametrize("seconds", [0, 0.05, 30])
 def test_a_connection_waits_for_writers_as_long_as_it_should(tmp_path: Path, seconds: float) -> None:
-    """SQLite's own default is five seconds."""
     engine = open_engine(parse_url(f"sqlite:///{tmp_path}/ledger.db"), seconds)
     with engine.connect() as connection:
         assert connection.exec_driver_sql("PRAGMA busy_timeout").scalar() == seconds * 1000
@@ -20,7 +19,6 @@ def test_a_connection_waits_for_writers_as_long_as_it_should(tmp_path: Path, sec
 
 
 def test_a_database_that_stays_locked_is_an_error_of_sqlite(tmp_path: Path) -> None:
-    """Another process may switch it to WAL at the same time: this one tries again until its time is over."""
     with contextlib.closing(sqlite3.connect(tmp_path / "ledger.db", isolation_level=None)) as raw:
         raw.execute("CREATE TABLE t (x)")
         raw.execute("BEGIN EXCLUSIVE")

@@ -1,8 +1,4 @@
-"""Ledgers that older code has written open in this one, and their money is the same.
-
-`test_schema.py` makes old ledgers of new ones. The files in `written/` come from the code of then: a dump of SQLite for
-each version that is kept. CONTRIBUTING.md ("How to release") says when one is added.
-"""
+"""Ledgers that older code has written open in this one, and their money is the same."""
 
 import sqlite3
 from decimal import Decimal
@@ -13,24 +9,19 @@ import pytest
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import CostBy
 from skyward_core.ledger.schema import MIGRATIONS
+from tests.ledger.fixtures import NOON, TRAIN, Clock, bill, pay
 from tests.ledger.write import WRITTEN, write
-from tests.system.ledger.test_ledger import TRAIN, bill, pay
 from tests.system.ledger.test_schema import schema, versions
-from tests.unit.ledger.test_ledger import NOON, Clock
 
 DUMPS = sorted(WRITTEN.glob("version_*.sql"))
 
 
 @pytest.mark.parametrize("dump", DUMPS, ids=lambda dump: dump.stem)
 def test_a_ledger_that_older_code_wrote_is_migrated_with_its_money(dump: Path, tmp_path: Path) -> None:
-    """The pools `p`, `q` (2 USD) and `shared` (16 USD, of which 5.000001 for an asset), an account of 30 USD with 0.37
-    reserved, and a machine that was asked for and not confirmed. The old code printed these sums when it wrote it.
-    """
     _expect_its_money(dump, tmp_path)
 
 
 def test_the_ledger_that_this_code_writes_is_the_one_that_is_expected(tmp_path: Path) -> None:
-    """`python -m tests.ledger.write` adds a file that the test above accepts."""
     write(tmp_path / "this.sql")
     _expect_its_money(tmp_path / "this.sql", tmp_path)
 
@@ -65,5 +56,4 @@ def _expect_its_money(dump: Path, tmp_path: Path) -> None:
 
 
 def test_there_is_a_written_ledger() -> None:
-    """None is lost by a move of the folder."""
     assert DUMPS

@@ -1,3 +1,0 @@
-"""Fixtures of this folder."""
-
-from tests.kill.fixtures import rental  # noqa: F401 - fixtures
