@@ -31,7 +31,7 @@ class FarProvider(FakeProvider):
     is_here: ClassVar[bool] = False
     end_command: ClassVar[str] = "poweroff --now"
     _scripts: list[str] = PrivateAttr(default_factory=list[str])
-    _during: list[Callable[[], None]] = PrivateAttr(default_factory=list[Callable[[], None]])
+    _during: list[Callable[[], object]] = PrivateAttr(default_factory=list[Callable[[], object]])
     """Called before a launch is answered."""
 
     def launch(self, offer: Offer, count: int, tags: Mapping[str, str], startup: str) -> list[Instance]:
@@ -90,24 +90,21 @@ def make(tmp_path: Path) -> Iterator[Make]:
         yield made
 
 
-def test_a_machine_gets_the_guard_of_its_pool(make: Make) -> None:
-    """With the pool's lease and lifetime, and how the machine ends itself: nothing else ends it without a client."""
-    it = make(lease_seconds=90, max_lifetime=7200)
+def node_of(instance: Instance) -> Any:
+    return SimpleNamespace(instance=instance, rank=instance.rank)
+
+
+@pytest.mark.parametrize("max_cost", [None, 36.0])
+def test_a_machine_gets_the_guard_of_its_pool(make: Make, max_cost: float | None) -> None:
+    """Nothing else ends it without a client. With a limit it also knows from its start how long it is paid."""
+    it = make(lease_seconds=90, max_lifetime=7200, **({} if max_cost is None else {"max_cost": max_cost}))
     it.rental.launch(it.offer, 2, 0)
-    assert it.provider._scripts == [guard_script(90, 7200, "poweroff --now", None)]
-
-
-def test_a_machine_of_a_pool_with_a_limit_knows_how_long_it_is_paid(make: Make) -> None:
-    """From its start on, before a client has reached it."""
-    it = make(max_cost=36.0, max_lifetime=7200, lease_seconds=90)
-    it.rental.launch(it.offer, 1, 0)
     (script,) = it.provider._scripts
-    assert script != guard_script(90, 7200, "poweroff --now", None)
     assert script.splitlines()[0] == "#!/bin/sh"
+    assert (script == guard_script(90, 7200, "poweroff --now", None)) is (max_cost is None)
 
 
 def test_a_launch_is_announced_and_its_machines_are_reported(make: Make) -> None:
-    """With their number, addresses and prices. The end of one machine names it."""
     it = make()
     instances = it.rental.launch(it.offer, 2, 3)
     assert it.recorded.of(sky.InstanceLaunching) == [sky.InstanceLaunching(2, "fake.1", "fake")]
@@ -119,18 +116,13 @@ def test_a_launch_is_announced_and_its_machines_are_reported(make: Make) -> None
     assert it.recorded.of(sky.InstanceStopping) == [sky.InstanceStopping("fake-1")]
 
 
-def node_of(instance: Instance) -> Any:
-    return SimpleNamespace(instance=instance, rank=instance.rank)
-
-
 def test_nothing_is_rented_after_the_stop(make: Make) -> None:
     """Nothing is requested: the provider would bill its first minute."""
     it = make()
     it.rental.launch_no_more()
     with pytest.raises(PoolClosed):
         it.rental.launch_up_to(it.offer, 1, 0)
-    assert it.provider.machines.launched == []
-    assert it.recorded.events == []
+    assert (it.provider.machines.launched, it.recorded.events) == ([], [])
 
 
 def test_the_money_of_a_launch_that_was_never_requested_is_free(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,35 +139,26 @@ def test_the_money_of_a_launch_that_was_never_requested_is_free(make: Make, monk
                 it.rental.launch_up_to(it.offer, 1, 0)
     assert it.provider.machines.launched == []
     it.rental.launch_up_to(it.offer, 1, 0)
-    assert it.limit.paid_seconds() > 400  # a cent a second
+    assert it.limit.paid_seconds() > 400  # type: ignore[operator]  # a cent a second
 
 
-def test_a_machine_that_calls_could_not_use_is_not_rented(make: Make) -> None:
-    """It has fewer cores than calls run at once. The attempt is recorded with the reason."""
-    it = make(concurrency=3)
+def test_an_attempt_that_is_refused_before_its_request_is_recorded_with_the_reason(make: Make) -> None:
+    """A machine with fewer cores than calls run at once, and one that costs too much."""
+    it = make(concurrency=3, max_cost=0.1)
     small = it.offer.model_copy(update={"accelerator": "Inferentia2", "accelerators": 1})
-    with pytest.raises(BadRequest, match="concurrency=3"):
+    with pytest.raises(BadRequest, match="concurrency=3") as wrong:
         it.rental.launch_up_to(small, 1, 0)
-    assert it.provider.machines.launched == []
-    assert [(name, "concurrency=3" in text) for name, text in it.attempts()] == [("BadRequest", True)]
-
-
-def test_an_attempt_that_costs_too_much_is_recorded(make: Make) -> None:
-    """With the error that the caller gets."""
-    it = make(max_cost=0.1)
     with pytest.raises(BudgetExceeded) as caught:
         it.rental.launch_up_to(it.offer, 1, 0)
-    assert it.attempts() == [("BudgetExceeded", str(caught.value))]
+    assert it.provider.machines.launched == []
+    assert it.attempts() == [("BadRequest", str(wrong.value)), ("BudgetExceeded", str(caught.value))]
 
 
 @pytest.mark.parametrize(("seconds", "presumed"), [(-1.0, set[str]()), (1.0, {"fake-0"})])
 def test_a_machine_is_presumed_gone_some_time_after_its_lease(
     make: Make, monkeypatch: pytest.MonkeyPatch, seconds: float, presumed: set[str]
 ) -> None:
-    """Its guard gets a grace to end it. Before that only the provider can prove its end.
-
-    Looks inside: no time passes, and the teardown has separate tests.
-    """
+    """Its guard gets a grace to end it. Before that only the provider can prove its end."""
     it, now, seen = make(lease_seconds=60), [1000.0], list[frozenset[str]]()
     lost, *_ = it.rental.launch(it.offer, 2, 0)
     monkeypatch.setattr(rental_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -188,30 +171,6 @@ def test_a_machine_is_presumed_gone_some_time_after_its_lease(
     now[0] += 60 + GUARD_GRACE_SECONDS + seconds
     it.rental.tear_down()
     assert seen == [presumed]
-
-
-def test_a_machine_that_comes_when_the_pool_is_closed_is_ended_with_all_others(make: Make) -> None:
-    it = make()
-    it.rental.launch(it.offer, 1, 0)
-    it.provider._during.append(it.rental.stop)
-    with pytest.raises(PoolClosed):
-        it.rental.launch(it.offer, 1, 1)
-    assert it.provider.machines.running == {}
-
-
-def test_a_machine_that_comes_when_the_process_has_left_is_ended_alone(make: Make) -> None:
-    """The others belong to other processes."""
-    it = make()
-    it.rental.launch(it.offer, 1, 0)
-
-    def leave() -> None:
-        it.rental.leave()
-        it.rental.stop()
-
-    it.provider._during.append(leave)
-    with pytest.raises(PoolClosed):
-        it.rental.launch(it.offer, 1, 1)
-    assert list(it.provider.machines.running) == ["fake-0"]
 
 
 def test_nothing_is_rented_when_another_process_keeps_the_pool(make: Make) -> None:
@@ -227,16 +186,31 @@ def test_nothing_is_rented_when_another_process_keeps_the_pool(make: Make) -> No
     assert it.limit.paid_seconds() is None
 
 
-def test_a_machine_that_comes_when_another_process_keeps_the_pool_is_ended_alone(make: Make) -> None:
-    kept = {"by this process"}
+@pytest.mark.parametrize(
+    ("why", "error", "running"),
+    [("closed", PoolClosed, []), ("left", PoolClosed, ["fake-0"]), ("kept by another", NotSteward, ["fake-0"])],
+)
+def test_a_machine_that_comes_too_late_is_ended(
+    make: Make, why: str, error: type[Exception], running: list[str]
+) -> None:
+    """With all others when the pool was closed; alone when the others belong to other processes."""
+    has_lost_the_pool = False
 
-    def refuse_later() -> None:
-        if not kept:
+    def may_act() -> None:
+        if has_lost_the_pool:
             raise NotSteward("another process keeps the pool now")
 
-    it = make(refuse_later)
+    def meanwhile() -> None:
+        nonlocal has_lost_the_pool
+        has_lost_the_pool = why == "kept by another"
+        if why == "left":
+            it.rental.leave()
+        if not has_lost_the_pool:
+            it.rental.stop()
+
+    it = make(may_act)
     it.rental.launch(it.offer, 1, 0)
-    it.provider._during.append(kept.clear)
-    with pytest.raises(NotSteward):
+    it.provider._during.append(meanwhile)
+    with pytest.raises(error):
         it.rental.launch(it.offer, 1, 1)
-    assert list(it.provider.machines.running) == ["fake-0"]
+    assert list(it.provider.machines.running) == running
