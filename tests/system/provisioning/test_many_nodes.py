@@ -1,7 +1,6 @@
 """Operations on many nodes run on all nodes at the same time, not one after the other.
 
-Each node blocks in an operation until all nodes have begun it. A sequential client would stop at the first node. No
-test measures time. `benchmarks/clouds.py` measures 64 nodes.
+Each node blocks in an operation until all nodes have begun it. A sequential client would stop at the first node.
 """
 
 from __future__ import annotations
@@ -25,17 +24,16 @@ from skyward_core.ledger.budgets import SpendingLimit
 from skyward_core.ledger.journal import Journal
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.metering import Meter
-from skyward_core.machines.instances import Endpoint, Instance
+from skyward_core.machines.instances import Endpoint, Instance, Lease
 from skyward_core.machines.offers import Offer
 from skyward_core.provisioning import lifecycle
-from skyward_core.transport import ssh_transport
 from skyward_core.worker.settings import NodeSettings
-from tests.conftest import RecordedEvents
-from tests.fake_nodes import Before, FakeNode, FakeNodes, Played
+from tests.conftest import RecordedEvents, wait_until
+from tests.fake_nodes import FakeNode, FakeNodes, Played
 from tests.fakes import FakeProvider
 
 NODES = 16
-PATIENCE_SECONDS = 15.0
+PATIENCE_SECONDS = 120.0
 """How long a node waits for the others. Only a failed wait takes as long."""
 
 CERTIFICATE = make_certificate("sky-many")
@@ -137,25 +135,28 @@ class Many:
             dict.fromkeys(what, NODES) | {name.replace("_", " "): count for name, count in others.items()}, excused
         )
 
+    def is_as_expected(self) -> None:
+        """Fail if a node has waited in vain, or if not all have done what was expected."""
+        assert self.together.alone == []
+        assert self.together.met == self.together.wanted.keys()
+        assert self.nodes.unknown == []
+
     def settings_of(self, instance_id: str) -> NodeSettings:
         """Return the latest settings that a node has received."""
         return NodeSettings.from_json(self.nodes.nodes[instance_id].files["settings.json"].decode())
 
 
-type Rent = Callable[..., Many]
+type Rent = Callable[..., tuple[Many, Lease]]
 
 
 @pytest.fixture
-def rent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rent]:
-    """Make the machines of a pool, without renting them. They are terminated at the end."""
-    monkeypatch.setattr(ssh_transport, "LONGEST_RENEWAL_SECONDS", 600.0)  # only the test renews leases
+def rent(tmp_path: Path) -> Iterator[Rent]:
+    """Rent the machines of a pool. They are terminated at the end."""
     with ExitStack() as undo:
 
-        def rent(
-            played: Played = Played(has_uv=False), before: Before | None = None, nodes_wanted: int = NODES
-        ) -> Many:
+        def rent(played: Played, *what: str, **others: int) -> tuple[Many, Lease]:
             together, recorded = Together(), RecordedEvents()
-            nodes = FakeNodes(played, before=before or together)
+            nodes = FakeNodes(played, before=together)
             undo.callback(nodes.close)
             host_key, login = (asyncssh.generate_private_key("ssh-ed25519") for _ in range(2))
             login.write_private_key(tmp_path / "id")
@@ -169,7 +170,7 @@ def rent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rent]:
             cloud._nodes = nodes
             certificate = Future[Any]()
             certificate.set_result(CERTIFICATE)
-            spec, meter = sky.PoolSpec.of(nodes=nodes_wanted, lease_seconds=3600), Meter()
+            spec, meter = sky.PoolSpec.of(nodes=NODES, lease_seconds=3600), Meter()
             ledger = undo.enter_context(Ledger(f"sqlite:///{tmp_path / 'ledger.db'}"))
             journal = Journal(ledger, "sky-many", spec, cloud, meter, recorded)
             journal.open()
@@ -184,37 +185,50 @@ def rent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rent]:
                 spending_limit=SpendingLimit("sky-many", meter),
             )
             undo.callback(machines.release)
-            return Many(nodes, together, machines, meter, recorded)
+            many = Many(nodes, together, machines, meter, recorded)
+            many.expect(*what, excused="fake-0", **others)
+            with ExitStack() as opening:
+                lease = machines.acquire(opening)
+                opening.pop_all()
+            many.is_as_expected()
+            return many, lease
 
         yield rent
 
 
-# ── opening ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_all_nodes_are_prepared_and_replaced_at_the_same_time(rent: Rent) -> None:
+    """Each step is in flight on all nodes before one node goes on.
 
-
-def test_all_nodes_are_prepared_at_the_same_time(rent: Rent) -> None:
-    """The steps are login, look, both uploads, start, the route to the head, and settings.
-
-    Each step is in flight on all nodes before one node goes on.
+    Then the processes of all nodes die. All are asked at the same time, and terminated. One launch rents as many
+    machines, which get the same ranks.
     """
-    many = rent()
-    many.expect(
-        "login",
-        "look",
-        "put uv",
-        "put ship.tar.gz",
-        "start",
-        excused="fake-0",
-        reach=NODES - 1,
-        put_settings=NODES - 1,
-    )
-    with ExitStack() as undo:
-        lease = many.machines.acquire(undo)
-        undo.pop_all()
-    assert many.together.alone == []
-    assert many.together.met == many.together.wanted.keys()
-    assert many.nodes.unknown == []
-    assert [node.rank for node in lease.nodes] == list(range(NODES))
-    assert {many.settings_of(node.instance.id).scheduler for node in lease.nodes} == {None, lease.scheduler}
+    steps = ("login", "look", "put uv", "put ship.tar.gz", "start")
+    many, before = rent(Played(has_uv=False), *steps, reach=NODES - 1, put_settings=NODES - 1)
+    assert [node.rank for node in before.nodes] == list(range(NODES))
+    assert {many.settings_of(node.instance.id).scheduler for node in before.nodes} == {None, before.scheduler}
     phases = Counter(event.instance_id for event in many.recorded.of(sky.BootstrapProgress))
-    assert phases == {node.instance.id: 4 for node in lease.nodes}
+    assert phases == {node.instance.id: 4 for node in before.nodes}
+
+    many.expect("lives")
+    for node in many.nodes.nodes.values():
+        node.lives = False
+    assert many.machines.lives(range(NODES)) == dict.fromkeys(range(NODES), False)
+    many.is_as_expected()
+    many.expect("login", "look", "start", excused=f"fake-{NODES}", put_settings=NODES - 1)
+    lease = many.machines.restart([], {node.instance.id for node in before.nodes})
+    many.is_as_expected()
+    assert [(node.rank, node.instance.id) for node in lease.nodes] == [
+        (rank, f"fake-{NODES + rank}") for rank in range(NODES)
+    ]
+    assert {many.settings_of(node.instance.id).scheduler for node in lease.nodes} == {None, lease.scheduler}
+    assert [event.count for event in many.recorded.of(sky.InstanceLaunching)] == [NODES, NODES]
+    there = {node.instance.id for node in lease.nodes}
+    wait_until(lambda: many.meter.rented() == there, "the dead ones to be gone", seconds=120)
+
+
+def test_forwarded_ports_are_opened_on_all_nodes_at_the_same_time(rent: Rent) -> None:
+    """The nodes cannot reach each other. The first port is requested on all nodes before the second on any."""
+    many, lease = rent(Played(sees_others=False), "lead")
+    asked = {node.instance.id: many.nodes.nodes[node.instance.id].asked.count("lead") for node in lease.nodes}
+    # two ports for each other node, and the head's rendezvous
+    assert asked == {node.instance.id: 2 * (NODES - 1) + (node.rank > 0) for node in lease.nodes}

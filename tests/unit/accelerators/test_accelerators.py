@@ -74,9 +74,7 @@ def test_a_name_is_parsed(requested, meant):
         assert parse(requested) is parse(requested), "orchestrators parse their files often"
 
 
-LITERALS = (
-    "T4 L4 L40 L40S A10 A10G A100-40GB A100-80GB H100-80GB H100-SXM H100-PCIe H100-NVL H200 B100 B200 GB200 GH200 A100 H100"
-)
+LITERALS = "T4 L4 L40 L40S A10 A10G A100-40GB A100-80GB H100-80GB H100-SXM H100-PCIe H100-NVL H200 B100 B200 GB200 GH200 A100 H100"
 
 
 @pytest.mark.parametrize("value", LITERALS.split())
