@@ -238,7 +238,7 @@ class _Door(asyncssh.SSHServer):
 
 
 class _Nobody(asyncssh.SSHListener):
-    """Refuse a port of a node: it would be a port of this machine."""
+    """Listens at no port of a node: it would be a port of this machine."""
 
     def __init__(self, port: int) -> None:
         super().__init__()
@@ -247,11 +247,9 @@ class _Nobody(asyncssh.SSHListener):
     def get_port(self) -> int:
         return self._port
 
-    def close(self) -> None:
-        """Nothing to close."""
+    def close(self) -> None: ...
 
-    async def wait_closed(self) -> None:
-        """Nothing to wait for."""
+    async def wait_closed(self) -> None: ...
 
 
 class _Command(asyncssh.SSHServerSession[bytes]):

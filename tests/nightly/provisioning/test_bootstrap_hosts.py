@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from skyward_core.events.events import InstanceProvisioned
-from skyward_core.transport import ssh_transport
 from skyward_core.transport.ssh_connection import SSHConnection
 from tests.conftest import RecordedEvents, members, wait_until
 from tests.real_hosts import owned_by, tagged
@@ -167,19 +165,6 @@ def test_a_machine_that_dies_during_the_bootstrap_is_reported_long_before_the_de
     assert (error.node, error.phase, error.exit_code) == (0, "deps", None)
     assert "gone" in str(error)
     assert time.monotonic() - started < 100
-
-
-def test_a_host_that_refuses_our_key_is_reported(cloud, monkeypatch):
-    """When the time for cloud-init is over, a refusal is final: the error has advice. The machine is terminated."""
-    monkeypatch.setattr(ssh_transport, "AUTH_GRACE_SECONDS", 1.0)
-
-    def lock_out(instance_id: str) -> None:
-        (cloud.host(instance_id).root / "root/.ssh/authorized_keys").write_text("")
-
-    recorded = Reaction(InstanceProvisioned, lock_out)
-    with pytest.raises(sky.CredentialsError, match="refuses our keys"), pool_on(cloud.provider(), recorded):
-        pass
-    assert cloud.machines == {}
 
 
 def test_a_short_network_failure_does_not_stop_the_bootstrap(cloud):

@@ -116,11 +116,7 @@ def test_gpus_are_split_and_restored(tmp_path: Path, profiles: tuple[str, ...], 
     """Each partition has a line, in the order of the GPUs. An A100's mode changes with a reset only, both ways."""
     machine = Machine(tmp_path, needs_reset=needs_reset)
     code, said = machine.partition(profiles)
-    assert (code, said.splitlines()[0], said.splitlines()[-1]) == (
-        0,
-        "::skyward phase mig",
-        "::skyward done phase=mig",
-    )
+    assert (code, said.splitlines()[0], said.splitlines()[-1]) == (0, "::skyward phase mig", "::skyward done phase=mig")
     assert machine.gpus.partitions == [list(profiles)] * 2
     assert machine.partitions == machine.gpus.uuids
     assert len(set(machine.partitions)) == 2 * len(profiles)

@@ -75,15 +75,6 @@ def test_a_package_that_does_not_exist_is_named(cloud):
     assert error.output[-1] in str(error)
 
 
-def test_another_host_key_is_refused(fleet, mirror):
-    """A machine shows another key than the one of its launch. The client sends it nothing, and it is terminated."""
-    cloud = Cloud(fleet, prepare=lambda host: (mirror.configure(host), host.change_host_key()))
-    recorded = RecordedEvents()
-    with pytest.raises(sky.HostKeyChanged), pool_on(cloud.provider(), recorded):
-        pass
-    assert (steps(recorded), cloud.machines) == ([], {})
-
-
 # ── TLS, and the variables of an image ───────────────────────────────────────────────────────────────────────────────
 
 

@@ -4,7 +4,7 @@ import threading
 
 from skyward_core.errors import BudgetExceeded
 from skyward_core.provisioning.growth import ENOUGH_SECONDS
-from tests.unit.provisioning.test_growth import A, Make, make  # noqa: F401 - a fixture
+from tests.unit.provisioning.test_growth import A, Make, make, opened  # noqa: F401 - fixtures
 
 
 def test_of_two_nodes_that_come_at_once_only_one_has_money_for_ten_minutes(make: Make) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from skyward_core.concurrency.threads import MOST_THREADS
 from skyward_core.errors import BootstrapFailed, NodeLost, PoolClosed, SkywardError, Unreachable
 from skyward_core.provisioning import bootstrap, head_restart
 from skyward_core.provisioning.head_restart import BEGIN_SECONDS, HEIR_SECONDS, HeadRestart
@@ -34,6 +33,15 @@ class Clock:
 
     def sleep(self, _: float) -> None:
         self.now += 1
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of the code under test."""
+    clock = Clock()
+    monkeypatch.setattr(head_restart, "time", clock)
+    monkeypatch.setattr(bootstrap, "time", clock)
+    return clock
 
 
 class RestartedNode:
@@ -77,20 +85,18 @@ class RestartedNode:
 class Pool:
     """The nodes of a pool, its selection of machines and its rental, as the restart of a head uses them."""
 
-    def __init__(self, clock: Clock, nodes: int = 3, *, is_here: bool = False, frees_machines: bool = True) -> None:
+    def __init__(self, clock: Clock, nodes: int = 3, *, frees_machines: bool = True) -> None:
         self.all: dict[int, Any] = {rank: RestartedNode(f"i-{rank}", rank) for rank in range(nodes)}
         self.first = dict(self.all)
         self.settings_lock = threading.Lock()
         self.generation, self.scheduler = 0, "tls://i-0"
-        self.done: list[str] = []
-        self.forwarding = SimpleNamespace(choose=lambda: self.done.append("choose ports"), is_on=False)
+        self.forwarding = SimpleNamespace(is_on=False)
         self.rented: list[list[int]] = []
         self.ended: list[str] = []
         self.waited: list[float] = []
         self.clock = clock
         self.asked: list[float] = []
         """When the head was asked whether its processes live."""
-        self.unconnected = set[int]()
         self.dead = set[int]()
         self.broken_starts: dict[int, Exception] = {}
         self.slow_starts = set[int]()
@@ -102,7 +108,7 @@ class Pool:
         """The machine whose scheduler does not listen."""
         spec = sky.PoolSpec.of(provider=sky.Local(), nodes=nodes, lease_seconds=60, provision_timeout=SECONDS)
         rental: Any = SimpleNamespace(
-            provider=SimpleNamespace(is_here=is_here, terminate_confirms=frees_machines),
+            provider=SimpleNamespace(is_here=False, terminate_confirms=frees_machines),
             end_in_thread=self._end,
             end=self._end,
             go_on_until=self._go_on_until,
@@ -115,10 +121,7 @@ class Pool:
 
     def _end(self, node: RestartedNode) -> Any:
         self.ended.append(node.instance.id)
-        return SimpleNamespace(over=SimpleNamespace(wait=self._wait))
-
-    def _wait(self, seconds: float) -> None:
-        self.waited.append(seconds)
+        return SimpleNamespace(over=SimpleNamespace(wait=self.waited.append))
 
     def _rent_again(self, ranks: Sequence[int], terminations: Any) -> list[Any]:
         assert {self.first[rank].instance.id for rank in terminations} == set(self.ended)
@@ -154,15 +157,12 @@ class Pool:
         return rank, scheduler, self.generation
 
     def connect(self) -> None:
-        self.done.append(f"connect {sorted(self.all)}")
+        """No port is forwarded."""
 
     def lives(self, ranks: Sequence[int]) -> dict[int, bool]:
         assert list(ranks) == [0]
         self.asked.append(self.clock.now)
         return {rank: rank not in self.dead for rank in ranks}
-
-    def is_connected(self, rank: int) -> bool:
-        return rank not in self.unconnected
 
     def raise_if_lost(self, node: Any) -> None:
         if node.instance.id == self.lost_machine:
@@ -172,45 +172,20 @@ class Pool:
         return Nodes.drop(self, rank, node)  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock of the code under test."""
-    clock = Clock()
-    monkeypatch.setattr(head_restart, "time", clock)
-    monkeypatch.setattr(bootstrap, "time", clock)
-    return clock
-
-
 def test_the_node_of_the_lowest_rank_becomes_the_head(clock: Clock) -> None:
-    """Its scheduler listens before the other nodes get its address. The lost head's machine ends."""
-    pool = Pool(clock, 4)
-    assert pool.restart(heirs={"i-2", "i-3"}) == [(0, "i-2"), (1, "i-1"), (3, "i-3")]
+    """Its scheduler listens before the other nodes get its address. The lost head's machine ends, and so do dead nodes:
+    their ranks are vacant.
+    """
+    pool = Pool(clock, 5)
+    assert pool.restart(heirs={"i-2", "i-3"}, dead={"i-4"}) == [(0, "i-2"), (1, "i-1"), (3, "i-3")]
     assert (pool.scheduler, pool.generation) == ("tls://i-2", 1)
     assert pool.first[2].done == [(0, None, 1), "opened"]
     assert pool.first[1].done == [(1, "tls://i-2", 1), "opened"]
     assert pool.first[3].done == [(3, "tls://i-2", 1), "opened"]
-    assert (pool.ended, pool.rented, pool.done) == (["i-0"], [], ["connect [0, 1, 3]"])
+    assert (pool.ended, pool.rented) == (["i-0", "i-4"], [])
     del pool.all[0]
     assert pool.restart(heirs={"i-3"})[0] == (0, "i-3")
     assert pool.first[3].done[-2:] == [(0, None, 2), "opened"], "each head has a number of its own"
-
-
-def test_many_nodes_get_the_address_of_the_head_at_once(clock: Clock) -> None:
-    """A node that is slow delays no other one, also where there are more nodes than `side_by_side` has threads."""
-    pool = Pool(clock, MOST_THREADS + 3)
-    others = [pool.all[rank] for rank in range(2, MOST_THREADS + 3)]
-    together = threading.Barrier(len(others), timeout=120)
-    for node in others:
-        node.opened = together.wait
-    pool.restart(heirs={"i-1"})
-    assert len(pool.all) == 1 + len(others)
-
-
-def test_dead_nodes_end_with_the_head(clock: Clock) -> None:
-    """Their ranks are vacant, because a node that is left becomes the head."""
-    pool = Pool(clock, 4)
-    assert pool.restart(heirs={"i-3"}, dead={"i-1"}) == [(0, "i-3"), (2, "i-2")]
-    assert (pool.ended, pool.rented) == (["i-0", "i-1"], [])
 
 
 @pytest.mark.parametrize("error", [Unreachable("cut"), OSError("cut")])
@@ -222,31 +197,26 @@ def test_a_node_that_does_not_receive_the_new_head_ends(clock: Clock, error: Exc
     assert pool.first[3].done == [(3, "tls://i-2", 1), "opened"]
 
 
-@pytest.mark.parametrize("is_here", [True, False])
-def test_a_node_of_this_machine_that_is_gone_gets_no_settings(clock: Clock, is_here: bool) -> None:
-    """A file would be written for no process. Over SSH the message itself shows whether it is there."""
-    pool = Pool(clock, 3, is_here=is_here)
-    pool.unconnected = {2}
-    pool.restart(heirs={"i-1"})
-    assert (pool.first[2].done == []) == ("i-2" in pool.ended) == is_here
-
-
 @pytest.mark.parametrize(
-    ("dead", "rented", "lease"),
+    ("dead", "rented", "lease", "frees_machines"),
     [
-        ((), [0], [(0, "new-0"), (1, "i-1"), (2, "i-2")]),
-        (("i-0",), [0], [(0, "new-0"), (1, "i-1"), (2, "i-2")]),
-        (("i-0", "i-1", "i-2"), [0, 1, 2], [(0, "new-0"), (1, "new-1"), (2, "new-2")]),
-        (("i-1", "i-2"), [1, 2], [(0, "new-1"), (2, "new-2")]),
+        ((), [0], [(0, "new-0"), (1, "i-1"), (2, "i-2")], True),
+        (("i-0",), [0], [(0, "new-0"), (1, "i-1"), (2, "i-2")], True),
+        (("i-0", "i-1", "i-2"), [0, 1, 2], [(0, "new-0"), (1, "new-1"), (2, "new-2")], True),
+        (("i-1", "i-2"), [1, 2], [(0, "new-1"), (2, "new-2")], False),
     ],
 )
 def test_without_an_heir_machines_are_rented_for_the_dead_nodes(
-    clock: Clock, dead: tuple[str, ...], rented: list[int], lease: list[tuple[int, str]]
+    clock: Clock, dead: tuple[str, ...], rented: list[int], lease: list[tuple[int, str]], frees_machines: bool
 ) -> None:
-    """The first one becomes the head. If no node died, one machine is rented for the head that was lost."""
-    pool = Pool(clock, 3)
+    """The first one becomes the head. If no node died, one machine is rented for the head that was lost.
+
+    Their ends are awaited where the same machines are used again, as with hosts; a cloud rents others.
+    """
+    pool = Pool(clock, 3, frees_machines=frees_machines)
     assert pool.restart(dead=dead) == lease
     assert (pool.rented, pool.ended) == ([rented], sorted({"i-0", *dead}))
+    assert len(pool.waited) == (len({"i-0", *dead}) if dead and frees_machines else 0)
     head, *others = [pool.first[rank + 100] for rank in rented]
     assert pool.scheduler == f"tls://{head.instance.id}"
     assert head.done == [SCRIPT, (0, None, 1), "opened"]
@@ -254,50 +224,22 @@ def test_without_an_heir_machines_are_rented_for_the_dead_nodes(
         assert node.done == [SCRIPT, (node.rank, pool.scheduler, 1), "opened"]
 
 
-@pytest.mark.parametrize(
-    ("is_here", "frees_machines", "dead", "waits"),
-    [
-        (True, False, ("i-1",), 2),
-        (False, True, ("i-1",), 2),
-        (False, True, ("i-0",), 1),
-        (False, False, ("i-1",), 0),
-        (False, True, (), 0),
-    ],
-)
-def test_the_end_of_dead_nodes_is_awaited_where_their_machines_are_used_again(
-    clock: Clock, is_here: bool, frees_machines: bool, dead: tuple[str, ...], waits: int
-) -> None:
-    """On this machine and on hosts; at a cloud other machines are rented."""
-    pool = Pool(clock, 2, is_here=is_here, frees_machines=frees_machines)
-    pool.restart(dead=dead)
-    assert len(pool.waited) == waits
-    assert all(0 < seconds <= 10 for seconds in pool.waited)
-
-
 def test_a_node_that_could_not_begin_ends_before_others_get_the_head(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It gets no settings: a node without its script would take them, and never come. Without the head there is none."""
-    pool = Pool(clock, 3)
-    pool.broken_starts = {1: SkywardError("no space left")}
-    assert pool.restart(dead={"i-0", "i-1", "i-2"}) == [(0, "new-0"), (2, "new-2")]
-    assert (pool.first[101].done, pool.ended[3:]) == ([SCRIPT], ["new-1"])
+    """It gets no settings: a node without its script would take them, and never come. One may take BEGIN_SECONDS."""
+    pool = Pool(clock, 4)
+    pool.broken_starts, pool.slow_starts = {1: SkywardError("no space left")}, {3}
+    assert pool.restart(dead={"i-0", "i-1", "i-2", "i-3"}) == [(0, "new-0"), (2, "new-2")]
+    assert (pool.first[101].done, sorted(pool.ended[4:])) == ([SCRIPT], ["new-1", "new-3"])
     assert "node 1 could not be started again, and is replaced: no space left" in caplog.text
+    assert "it takes too long" in caplog.text
+    assert [what for _, what in pool.pauses].count("the nodes did not begin in time") == BEGIN_SECONDS
+    pool.first[103].holds_start.set()
     headless = Pool(clock, 2)
     headless.broken_starts = {0: SkywardError("no space left")}
     with pytest.raises(SkywardError, match="no space left"):
         headless.restart(dead={"i-0", "i-1"})
-
-
-def test_a_node_that_takes_too_long_to_begin_ends(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """It has BEGIN_SECONDS after the head has begun."""
-    pool = Pool(clock, 2)
-    pool.slow_starts = {1}
-    assert pool.restart(dead={"i-0", "i-1"}) == [(0, "new-0")]
-    assert pool.ended[2:] == ["new-1"]
-    assert [what for _, what in pool.pauses].count("the nodes did not begin in time") == BEGIN_SECONDS
-    assert "it takes too long" in caplog.text
-    pool.first[101].holds_start.set()
 
 
 @pytest.mark.parametrize(("fault", "error"), [("closes", PoolClosed), ("lost_machine", BootstrapFailed)])
@@ -326,13 +268,3 @@ def test_an_heir_whose_processes_have_died_is_the_error(clock: Clock) -> None:
         pool.restart(heirs={"i-1"})
     assert len(pool.asked) > 1
     assert all(later - earlier > 2 for earlier, later in pairwise(pool.asked))
-
-
-@pytest.mark.parametrize(("heirs", "dead"), [({"i-1"}, set[str]()), (set[str](), {"i-0", "i-1"})])
-def test_ports_are_chosen_again_where_they_are_forwarded(clock: Clock, heirs: set[str], dead: set[str]) -> None:
-    """Before the head gets its settings, which name them. A node that could not begin has no ports."""
-    pool = Pool(clock, 2)
-    pool.forwarding.is_on = True
-    pool.broken_starts = {1: SkywardError("no space left")}
-    pool.restart(heirs, dead)
-    assert pool.done == ["choose ports", "connect [0]"]

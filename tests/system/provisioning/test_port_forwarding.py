@@ -40,15 +40,6 @@ def nodes_of(*ranks: int) -> dict[int, Any]:
     return {rank: Forwarded(rank) for rank in ranks}
 
 
-def test_nodes_that_reach_each_other_need_no_ports() -> None:
-    """Until ports are chosen nothing is forwarded, and a replacement gets none."""
-    forwarding, nodes = forwarding_of(2), nodes_of(0, 1)
-    forwarding.choose_for(1)
-    forwarding.connect(nodes, HEAD_PORT)
-    assert (forwarding.is_on, forwarding.ports_of(1)) == (False, ())
-    assert [node.ways for node in nodes.values()] == [[], []]
-
-
 def test_every_node_reaches_the_ports_of_all_others() -> None:
     """Each rank has its own for a scheduler and each worker. And that of the head, through a port of this client."""
     forwarding, nodes = forwarding_of(3, workers=2), nodes_of(0, 1, 2)
@@ -78,13 +69,3 @@ def test_ports_are_forwarded_once() -> None:
     forwarding.connect(nodes, HEAD_PORT)
     assert [port for port, _ in nodes[0].ways] == [port for port, _ in nodes[1].ways] == list(forwarding.ports_of(2))
     assert len(nodes[2].ways) == 5
-
-
-def test_ports_that_are_chosen_anew_are_forwarded_anew() -> None:
-    """Another program used one of them."""
-    forwarding, nodes = forwarding_of(2), nodes_of(0, 1)
-    for times in (1, 2):
-        forwarding.choose()
-        forwarding.connect(nodes, HEAD_PORT)
-        assert [port for port, _ in nodes[1].ways].count(HEAD_PORT) == times
-        assert {port for port, _ in nodes[0].ways[-2:]} == set(forwarding.ports_of(1))

@@ -344,14 +344,6 @@ def test_missing_spot_is_logged_once(
     assert said == (["elsewhere/nowhere-1 fake.1 has no spot offer: it is rented on demand"] if is_warned else [])
 
 
-def test_spot_is_tried_several_times(folder: str) -> None:
-    """`Spot.Always(retries, interval)` tries all candidates this number of times more."""
-    scarce = Refusing(folder=folder, spot_is_sold=True).with_error(NoCapacity("none"))
-    error, seen = run([scarce], expected=NoCapacity, spot=sky.Spot.Always(retries=2, interval=0.0))
-    assert [one.spot for one in seen.of(sky.CandidateRefused)] == [True] * 3
-    assert [one.spot for one in error.refusals] == [True]
-
-
 class Fickle(Refusing):
     """A provider that lists spot machines from its third answer on, or never. With `fails` it has an outage until then."""
 
@@ -385,11 +377,16 @@ def test_spot_that_is_not_available_yet_is_tried_again(folder: str, fails: bool)
 
 
 def test_spot_that_never_becomes_available_is_no_capacity(folder: str) -> None:
-    """The error has the reasons of the last round. A share of spot is tried once."""
+    """`Spot.Always(retries, interval)` tries so many times more; the error has the reasons of the last round.
+
+    A share of spot is tried once. Where no provider may sell it later, it is a BadRequest.
+    """
     fickle = Fickle(folder=folder, spot_is_sold=True, asked_first=99)
+    scarce = Refusing(folder=folder + "/scarce", spot_is_sold=True).with_error(NoCapacity("none"))
     plain = Elsewhere(folder=folder + "/plain")
-    error, _ = run([fickle, plain], expected=NoCapacity, spot=sky.Spot.Always(retries=2, interval=0.0))
-    assert (len(fickle._asked), len(error.refusals)) == (3, 2)
+    error, seen = run([fickle, scarce, plain], expected=NoCapacity, spot=sky.Spot.Always(retries=2, interval=0.0))
+    assert (len(fickle._asked), len(error.refusals)) == (3, 3)
+    assert [one.spot for one in seen.of(sky.CandidateRefused)].count(True) == 3
     run([fickle, plain], expected=NoCapacity, spot=0.5)
     assert len(fickle._asked) == 4
     run([plain], expected=sky.BadRequest, spot=sky.Spot.Always(retries=2, interval=9.0))

@@ -181,28 +181,6 @@ def test_a_pool_that_is_to_end_does_not_wait_for_machines(waits_for: str) -> Non
     assert pool.is_closed.is_set()
 
 
-def test_a_machine_may_be_lost_while_the_head_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The new scheduler does not come up, and the opening does not wait for it."""
-    pool = Opening(is_here=True)
-    pool.reached[1] = False
-    pool.nodes[0].silent_from = 1
-    monkeypatch.setattr(pool, "connect", lambda: pool.lost.add("i-2"))
-    with pytest.raises(BootstrapFailed, match="i-2: it is gone"):
-        pool.prepare()
-
-
-def test_only_the_head_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its image's disk, instead of a start; `tests/unit/provisioning/test_image_capture.py` has the capture."""
-    pool, captured = Opening(2), list[Any]()
-    pool.spec = sky.PoolSpec.of(provider=sky.Local(), nodes=2, image=sky.Image(cache=True))
-    pool.provider.keeps_images = True
-    pool.startup = Startup(pool.spec, pool.rental, pool)  # type: ignore[arg-type]
-    monkeypatch.setattr(startup_module, "start_and_keep", lambda node, *_: captured.append(node))
-    pool.prepare()
-    assert captured == [pool.nodes[0]]
-    assert pool.done() == [[(0, None, 0), "opened"], [(SCRIPT, SECONDS), (1, "tls://head:0", 0), "opened"]]
-
-
 # ── machines that are gone ───────────────────────────────────────────────────────────────────────────────────────────
 
 

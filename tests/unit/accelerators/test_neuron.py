@@ -141,8 +141,8 @@ def test_a_machine_chosen_by_its_type_gets_the_settings_of_its_chips() -> None:
 )
 def test_the_catalogue_determines_the_chips_of_a_machine(name: str, memory_gb: float | None, gb: int) -> None:
     """Clouds report their memory in other units, or not at all."""
-    offer = CPUS.model_copy(update={"accelerator": name, "accelerators": 2, "accelerator_memory_gb": memory_gb})
-    assert sky.PoolSpec.of(machine="x").accelerator_on(offer) == sky.Accelerator(name, gb, 2)
+    machine = offer(accelerator=name, accelerators=2, accelerator_memory_gb=memory_gb)
+    assert sky.PoolSpec.of(machine="x").accelerator_on(machine) == sky.Accelerator(name, gb, 2)
 
 
 def test_without_neuroncores_the_environment_is_unchanged() -> None:
@@ -152,23 +152,11 @@ def test_without_neuroncores_the_environment_is_unchanged() -> None:
         assert (settings.neuron_cores, settings.cores_of(1), settings.environment_of(0, 1)) == ((), (), {})
 
 
-INFO = InstanceInfo(
-    node=0,
-    total_nodes=1,
-    is_head=True,
-    accelerators=["Trainium1"],
-    head_addr="h",
-    head_port=1,
-    job_id="j",
-    worker=0,
-    workers_per_node=1,
-)
-
-
 def test_the_cores_survive_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without cores the text is the one that older versions read. A text without cores is accepted too."""
-    assert INFO.neuron_cores == []
-    assert "neuron_cores" not in json.loads(to_env(INFO))
-    for info in (INFO, InstanceInfo(**{**json.loads(to_env(INFO)), "neuron_cores": [4, 5]})):
-        monkeypatch.setenv(ENV, to_env(info))
-        assert instance_info() == info
+    """Without cores the text is the one that older versions read."""
+    place = {"node": 0, "total_nodes": 1, "is_head": True, "head_addr": "h", "head_port": 1, "job_id": "j"}
+    info = InstanceInfo(**place, accelerators=["Trainium1"], worker=0, workers_per_node=1)
+    assert "neuron_cores" not in json.loads(to_env(info))
+    for one in (info, InstanceInfo(**{**json.loads(to_env(info)), "neuron_cores": [4, 5]})):
+        monkeypatch.setenv(ENV, to_env(one))
+        assert instance_info() == one

@@ -25,12 +25,8 @@ from skyward_core.machines.offers import (
     total_of,
     why_none,
 )
-from skyward_core.providers.host_connections import HostAnswer
-from skyward_core.providers.hosts import _Host
-from skyward_core.providers.vastai.market import merge, to_market_offer
 from skyward_core.provisioning.candidates import ProviderOffers, candidates
 from tests.offers import offer
-from tests.providers.fake_vastai import ask
 
 H100 = Accelerator("H100", 80)
 
@@ -174,25 +170,6 @@ def test_a_pool_accepts_all_names_of_an_architecture(requested: str | None, kept
     found, _ = candidates(spec, [ProviderOffers(sky.Local(), (T3, T4G))])
     expected = {"arm64": [T4G], "x86_64": [T3], None: [T4G, T3]}[kept]
     assert [part.offer for one in found for part in one.parts] == expected
-
-
-def test_vastai_reports_the_architecture_of_each_machine() -> None:
-    """Machines of one class and price are one offer only with the same processor. Grace boards are arm64."""
-    rows = [ask(1), ask(2, cpu_arch="amd64"), ask(3, cpu_arch="arm64"), ask(4, gpu_name="GH200 SXM", gpu_ram=97871)]
-    read = [to_market_offer(row, (), is_spot=False) for row in rows]
-    assert [one.offer.architecture for one in read if one is not None] == ["x86_64", "x86_64", "arm64", "arm64"]
-    merged = merge(one.offer for one in read[:3] if one is not None)
-    assert [one.architecture for one in merged] == ["x86_64", "arm64"]
-
-
-@pytest.mark.parametrize(("reported", "architecture"), [("x86_64", "x86_64"), ("aarch64", "arm64"), ("riscv64", None)])
-def test_a_host_reports_its_architecture(reported: str, architecture: str | None) -> None:
-    """Other machines have no architecture, and match only without a requirement."""
-    lines = f"::skyward vcpus 2\n::skyward memory_kib 1000000\n::skyward machine {reported}\n"
-    host = _Host.of(HostAnswer.read(lines))
-    free = offer("hosts", 0.0, vcpus=1, memory_gb=0.5)
-    assert (host.architecture, host.unfit_for(free)) == (architecture, "")
-    assert (host.unfit_for(free.model_copy(update={"architecture": "arm64"})) == "") is (architecture == "arm64")
 
 
 def test_the_runtime_pins_have_wheels_for_both_architectures() -> None:

@@ -17,17 +17,9 @@ POOL = "sky-signed"
 def lease(
     directory: str = "/root/x", endpoint: sky.Endpoint | None = None, instance_id: str = "host-0123456789ab"
 ) -> Lease:
-    instance = sky.Instance(
-        id=instance_id,
-        provider="hosts" if endpoint else "local",
-        pool_id=POOL,
-        rank=0,
-        state=InstanceState.RUNNING,
-        region="r",
-        instance_type="t",
-        directory=directory,
-        endpoint=endpoint,
-    )
+    kind = {"provider": "hosts" if endpoint else "local", "region": "r", "instance_type": "t"}
+    place = {"pool_id": POOL, "rank": 0, "directory": directory, "endpoint": endpoint}
+    instance = sky.Instance(id=instance_id, state=InstanceState.RUNNING, **kind, **place)
     return Lease(
         pool_id=POOL,
         provider={"name": "hosts"},
@@ -93,8 +85,8 @@ def test_a_changed_lease_is_refused(where: tuple[Any, ...], value: object) -> No
         sky.ComputePool.attach(claim)
 
 
-def test_the_secret_key_signs_too(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An older key of the list is accepted; SKYWARD_LEASE_KEY goes first."""
+def test_two_computers_can_share_a_key(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SKYWARD_SECRET_KEY signs; an older key of its list is accepted. SKYWARD_LEASE_KEY goes first. No file is written."""
     old, new = "b2xk" * 10 + "b2w=", "bmV3" * 10 + "bmU="
     monkeypatch.setenv("SKYWARD_SECRET_KEY", old)
     claim = signing.signed(ELSEWHERE)
@@ -104,11 +96,17 @@ def test_the_secret_key_signs_too(state: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("SKYWARD_SECRET_KEY", new)
     with pytest.raises(sky.CredentialsError, match="another key"):
         signing.verify(claim)
-    assert not state.exists()
     monkeypatch.setenv("SKYWARD_LEASE_KEY", "k" * 16)
     both = signing.signed(ELSEWHERE)
     monkeypatch.delenv("SKYWARD_SECRET_KEY")
     signing.verify(both)
+    assert not state.exists()
+    monkeypatch.setenv("SKYWARD_LEASE_KEY", "l" * 16)
+    with pytest.raises(sky.CredentialsError, match="another key"):
+        signing.verify(both)
+    monkeypatch.setenv("SKYWARD_LEASE_KEY", "short")
+    with pytest.raises(sky.BadRequest, match="at least 16"):
+        signing.verify(both)
 
 
 def test_a_providers_address_in_a_lease_is_verified_before_it_gets_our_credentials(tmp_path: Path) -> None:
@@ -124,20 +122,6 @@ def test_a_providers_address_in_a_lease_is_verified_before_it_gets_our_credentia
             with pytest.raises(sky.CredentialsError, match=words):
                 sky.release(altered(changed, ("signature",), signature), ledger_url=nowhere)
     signing.verify(signing.signed(altered(claim, ("nodes",), [])), asks_provider=True)
-
-
-def test_two_computers_can_share_a_key(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The key is in a variable, and no file is written. A short key is refused."""
-    monkeypatch.setenv("SKYWARD_LEASE_KEY", "k" * 16)
-    claim = signing.signed(ELSEWHERE)
-    signing.verify(claim)
-    assert not state.exists()
-    monkeypatch.setenv("SKYWARD_LEASE_KEY", "l" * 16)
-    with pytest.raises(sky.CredentialsError, match="another key"):
-        signing.verify(claim)
-    monkeypatch.setenv("SKYWARD_LEASE_KEY", "short")
-    with pytest.raises(sky.BadRequest, match="at least 16"):
-        signing.verify(claim)
 
 
 @pytest.mark.parametrize(

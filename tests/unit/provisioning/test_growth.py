@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -15,19 +11,14 @@ from pydantic import PrivateAttr
 import skyward_core as sky
 from skyward_core import Instance, Offer
 from skyward_core.errors import NoCapacity, SkywardError
-from skyward_core.ledger.budgets import SpendingLimit
-from skyward_core.ledger.journal import Journal
-from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.metering import Meter
 from skyward_core.machines import spot
 from skyward_core.provisioning import growth
 from skyward_core.provisioning import selection as selection_module
-from skyward_core.provisioning.rental import Rental
-from skyward_core.provisioning.selection import Selection
-from tests.conftest import RecordedEvents
 from tests.fakes import FakeProvider
 from tests.offers import offer
 from tests.unit.ledger.test_budgets import Clock
+from tests.unit.provisioning.test_lifecycle import Opened, Pool, opened  # noqa: F401 - a fixture
 
 HEAD, CHEAP, SPOT, OTHER = offer("a", 2.0), offer("b", 1.0), offer("a", 0.5, is_spot=True), offer("c", 1.5)
 ELSEWHERE = offer("a", 0.1, region="r-2")
@@ -102,14 +93,12 @@ class Market(FakeProvider):
         return super().launch(offer, count, tags, startup)
 
 
-@dataclass
-class Pool:
-    """A pool of one node, on a market."""
+class Growing:
+    """A pool of one node, on a market. It keeps the refusals."""
 
-    selection: Selection
-    market: Market
-    limit: SpendingLimit
-    refusals: list[SkywardError] = field(default_factory=list[SkywardError])
+    def __init__(self, pool: Pool) -> None:
+        self.market, self.limit, self.selection = pool.provider, pool.limit, pool.machines._selection
+        self.refusals: list[SkywardError] = []
 
     def sell(self, *offers: Offer, sold_out: Sequence[str] = ()) -> None:
         self.market._sold, self.market._sold_out = [*offers], {*sold_out}
@@ -136,38 +125,22 @@ class Pool:
         return seconds
 
 
-type Make = Callable[..., Pool]
+type Make = Callable[..., Growing]
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
+def make(opened: Opened) -> Make:
     """Open a pool with these options, whose machines hear at once for how long they are paid."""
-    with ExitStack() as undo:
 
-        def made(*offers: Offer, **options: Any) -> Pool:
-            market, meter, recorded = Market(folder=str(tmp_path)), Meter(Clock()), RecordedEvents()
-            spec = sky.PoolSpec.of(nodes=(1, 9), **options)
-            ledger = undo.enter_context(Ledger(f"sqlite:///{tmp_path / 'ledger.db'}"))
-            journal = Journal(ledger, "sky-1", spec, market, meter, recorded)
-            journal.open()
-            limit = SpendingLimit("sky-1", meter, max_cost=spec.max_cost)
-            rental = Rental(
-                spec,
-                market,
-                "sky-1",
-                emit=recorded,
-                meter=meter,
-                journal=journal,
-                spending_limit=limit,
-                transports=SimpleNamespace(send_paid_time=meter.rented),  # type: ignore[arg-type]
-            )
-            undo.callback(rental.stop)
-            it = Pool(Selection(spec, [market], rental, emit=recorded, journal=journal), market, limit)
-            it.sell(*offers)
-            it.selection.rent_all(float("inf"))
-            return it
+    def made(*offers: Offer, **options: Any) -> Growing:
+        pool = opened(Market, meter=Meter(Clock()), nodes=(1, 9), **options)
+        pool.rental.transports.send_paid_time = pool.meter.rented  # type: ignore[method-assign]
+        it = Growing(pool)
+        it.sell(*offers)
+        it.selection.rent_all(float("inf"))
+        return it
 
-        yield made
+    return made
 
 
 A, DEAR, NEW = offer("a", 36.0), offer("dear", 180.0), offer("new", 40.0)  # A: a cent a second

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import pytest
 
-import skyward_core as sky
 from skyward_core.errors import BootstrapFailed, ConnectionLost, PoolClosed
 from skyward_core.image.image import Image
 from skyward_core.ledger.budgets import Commitment
@@ -119,18 +118,14 @@ def test_an_image_is_captured_before_secrets_reach_the_disk(caplog: pytest.LogCa
     assert "is being kept" not in caplog.text, "another pool has captured it earlier"
 
 
-@pytest.mark.parametrize("error", [sky.ProviderFailed("out"), sky.CredentialsError("may not"), OSError("whatever")])
-def test_a_failed_capture_does_not_fail_the_pool(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_capture_does_not_fail_the_pool(caplog: pytest.LogCaptureFixture) -> None:
     """The failure is reported, and the machine is used."""
 
     def keep() -> str | None:
-        raise error
+        raise OSError("whatever")
 
     assert Machine(keep=keep).prepare()[-2:] == ["keep", REST]
-    assert (
-        f"is not kept, and later pools install the packages of image {SPEC.image.content_hash()} again: {error}"
-        in caplog.text
-    )
+    assert f"later pools install the packages of image {SPEC.image.content_hash()} again: whatever" in caplog.text
 
 
 def test_a_machine_without_space_in_memory_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
@@ -142,7 +137,7 @@ def test_a_machine_without_space_in_memory_is_not_captured(caplog: pytest.LogCap
 
 
 def test_without_an_environment_the_node_is_at_the_capture_at_once() -> None:
-    """The wait for that ends if another node fails meanwhile."""
+    """The wait for that ends if another node fails meanwhile. A machine that stops answering is reported."""
     machine = Machine()
     machine.node.phase = KEEP_PHASE
     assert machine.prepare(BARE) == ["start", "keep", REST]
@@ -151,10 +146,7 @@ def test_without_an_environment_the_node_is_at_the_capture_at_once() -> None:
     with pytest.raises(PoolClosed):
         over.prepare(BARE)
     assert [name for name, _ in over.given] == ["start"]
-
-
-def test_a_machine_that_stops_answering_during_the_capture_is_reported() -> None:
-    machine = Machine()
-    machine.is_cut = True
+    cut = Machine()
+    cut.is_cut = True
     with pytest.raises(BootstrapFailed, match="it does not answer any more: cut"):
-        machine.prepare()
+        cut.prepare()

@@ -84,18 +84,6 @@ class Pool:
         return self.listed
 
 
-def test_only_the_given_node_is_dropped() -> None:
-    """Another node may have its rank by now."""
-    pool, other = Pool(), Pool()
-    first: Any = pool.other
-    second: Any = other.other
-    assert not pool.nodes.drop(2, second)
-    assert pool.nodes.all[2] is first
-    assert pool.nodes.drop(2, first)
-    assert not pool.nodes.drop(2, first)
-    assert [*pool.nodes.all] == [0]
-
-
 def test_a_node_dropped_by_a_failed_replacement_does_not_fail_the_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     """The restart sends the new head's address to all nodes; meanwhile the replacement of one drops and ends it."""
     pool = Pool()

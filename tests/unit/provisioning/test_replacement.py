@@ -208,8 +208,7 @@ def test_a_machine_that_the_restart_of_the_head_has_dropped_is_terminated(world:
     """It does not take the rank from the machine that has it by then."""
 
     def drop() -> bool:
-        if world.nodes.all.get(1) is world.new:
-            del world.nodes.all[1]
+        world.nodes.all.pop(1, None)
         return False
 
     with pytest.raises(NodeLost, match="node 1 could not get the address"):
@@ -284,22 +283,6 @@ def test_a_node_that_has_joined_just_before_its_process_leaves_stays(world: Worl
     world.rental.go_on_until = leave
     world.replacement.replace(1, lambda: has_joined)
     assert (world.ended, world.nodes.all) == ([], {1: world.new})
-
-
-def test_a_machine_that_is_to_be_a_new_node_is_abandoned_while_it_starts(world: World) -> None:
-    """It may take minutes until it answers. Its connection is closed, so that what waits for it ends at once."""
-
-    def start(script: str, timeout: float) -> None:
-        world.replacement.abandon_coming()
-        raise Unreachable("the connection was closed")
-
-    world.new.start = start  # type: ignore[method-assign]
-    with pytest.raises(Unreachable):
-        world.replacement.add(2, lambda: True)
-    assert world.log == ["new for 2", "no other offer for 2", "new disconnected", "no offer for 2"]
-    assert (world.ended, world.nodes.all) == (["new"], {1: world.old})
-    world.replacement.abandon_coming()
-    assert len(world.log) == 4, "there is none any more"
 
 
 def test_a_machine_that_is_abandoned_when_it_has_joined_is_no_node(world: World) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from skyward_core import Instance, InstancesLeft, InstanceState
 from skyward_core.providers.base import Provider
 from skyward_core.provisioning.teardown import DEADLINE_SECONDS, tear_down
-from skyward_core.provisioning.termination_request import TerminationAnswer, report_gone, request_termination
+from skyward_core.provisioning.termination_request import report_gone
 from tests.conftest import examples
 
 POOL = "sky-1"
@@ -273,12 +272,7 @@ def test_an_early_listing_does_not_prove_that_a_machine_is_gone(
 
 @pytest.mark.parametrize(
     ("endings", "asked"),
-    [
-        ([], ["abcd"]),
-        (["refuse"], ["abcd", "cd"]),
-        (["vague", "vague"], ["abcd"] * 3),
-        (["fail"], ["abcd"] * 2),
-    ],
+    [([], ["abcd"]), (["refuse"], ["abcd", "cd"]), (["vague", "vague"], ["abcd"] * 3), (["fail"], ["abcd"] * 2)],
 )
 def test_a_provider_that_confirms_needs_no_listing(endings: list[str], asked: list[str]) -> None:
     """Machines that it names as left are requested again; all, if it names none or fails."""
@@ -349,41 +343,6 @@ def test_while_listings_fail_all_machines_may_be_left(
     assert "503" in str(caught.value.__cause__)
 
 
-# ── one request ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-PROOFS = {"a": "its processes have ended"}
-LEFT, UNNAMED, FAILED = InstancesLeft("b is left", ["b"]), InstancesLeft("which?", []), ConnectionError("503")
-
-
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [
-        (None, TerminationAnswer(frozenset())),
-        (PROOFS, TerminationAnswer(frozenset(), PROOFS)),
-        (LEFT, TerminationAnswer(frozenset({"b"}), {}, LEFT)),
-        (UNNAMED, TerminationAnswer(None, {}, UNNAMED)),
-        (FAILED, TerminationAnswer(None, {}, FAILED)),
-    ],
-    ids=["no proofs", "proofs", "one is left", "it does not say which", "an error"],
-)
-def test_the_answer_says_which_machines_are_not_confirmed(
-    answer: Mapping[str, str] | Exception | None, expected: TerminationAnswer
-) -> None:
-    """No machine needs no request."""
-    requests: list[list[str]] = []
-
-    def terminate(ids: Sequence[str]) -> Mapping[str, str] | None:
-        requests.append([*ids])
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    provider: Any = SimpleNamespace(name="answering", terminate_confirms=True, terminate=terminate)
-    assert request_termination(provider, ["a", "b"]) == expected
-    assert request_termination(provider, []) == TerminationAnswer(frozenset())
-    assert requests == [["a", "b"]]
-
-
 def test_machines_are_recorded_with_their_proofs() -> None:
     """Those with the same proof together. The evidence alone stands where there is none."""
     recorded: list[tuple[list[str], str]] = []
@@ -400,26 +359,25 @@ def test_machines_are_recorded_with_their_proofs() -> None:
 # ── arbitrary failures ───────────────────────────────────────────────────────────────────────────────────────────────
 
 LETTERS = "abcdef"
-endings = st.lists(st.sampled_from(["", "fail", "nothing", "half", "refuse", "vague"]), max_size=8)
-listings = st.lists(st.sampled_from(["", "fail"]), max_size=8)
+FAULTS = ["", "fail", "refuse", "vague"]
 
 
 @pytest.mark.generated
+@pytest.mark.parametrize("confirms", [False, True])
 @settings(max_examples=examples(300), deadline=None)
 @given(
     billed=st.sets(st.sampled_from(LETTERS)),
-    gone_before=st.sets(st.sampled_from("xy")),
     hidden=st.sets(st.sampled_from(LETTERS)),
     lags=st.dictionaries(st.sampled_from(LETTERS), st.floats(0, 30)),
-    endings=endings,
-    listings=listings,
+    endings=st.lists(st.sampled_from([*FAULTS, "nothing", "half"]), max_size=8),
+    listings=st.lists(st.sampled_from(["", "fail"]), max_size=8),
     always=st.sampled_from(["", "", "nothing", "fail", "refuse"]),
     is_blind=st.booleans(),
     listing_seconds=st.sampled_from([0.0, 3.0]),
 )
 def test_teardown_ends_all_machines_or_names_those_that_are_left(
+    confirms: bool,
     billed: set[str],
-    gone_before: set[str],
     hidden: set[str],
     lags: dict[str, float],
     endings: list[str],
@@ -428,12 +386,18 @@ def test_teardown_ends_all_machines_or_names_those_that_are_left(
     is_blind: bool,
     listing_seconds: float,
 ) -> None:
-    """For all scripts of all methods, in any order. Each machine that is recorded as gone is gone (`Page.gone`)."""
+    """For all scripts of all methods, in any order. Each machine that is recorded as gone is gone (`Page.gone`).
+
+    A provider that confirms tells the truth, and need not list machines that the pool knows.
+    """
     time = Time()
+    if confirms:
+        lags, always, endings = {}, "", [does for does in endings if does in FAULTS]
     listed_from = {name: time.now + lag for name, lag in lags.items()}
     cloud = Cloud(
         time,
         set(billed),
+        terminate_confirms=confirms,
         endings=endings,
         listings=listings,
         always=always,
@@ -441,40 +405,14 @@ def test_teardown_ends_all_machines_or_names_those_that_are_left(
         listed_from=listed_from,
         listing_seconds=listing_seconds,
     )
-    page = Page(cloud, (billed - hidden) | gone_before)
+    page = Page(cloud, (billed - hidden) | (set() if confirms else {"x"}))
+    keywords: dict[str, Any] = {"are_all_known": confirms and not billed & hidden}
     unsure_until = max(listed_from.values(), default=0.0)
+    provider = cast("Provider", cloud)
     try:
-        tear_down(cast("Provider", cloud), POOL, page, unsure_until=unsure_until, clock=time, pause=time.pause)
+        tear_down(provider, POOL, page, unsure_until=unsure_until, clock=time, pause=time.pause, **keywords)
     except InstancesLeft as error:
-        assert set(error.ids) >= cloud.billed & page.known
-        assert set(error.ids) >= page.rented()
+        assert set(error.ids) >= (cloud.billed & page.known) | page.rented()
         assert always or is_blind, "nothing stood in the way for ever"
-    else:
-        assert cloud.billed == set()
-        assert page.rented() == set()
-
-
-@pytest.mark.generated
-@settings(max_examples=examples(400), deadline=None)
-@given(
-    billed=st.sets(st.sampled_from(LETTERS)),
-    hidden=st.sets(st.sampled_from(LETTERS)),
-    endings=endings,
-    listings=listings,
-    is_blind=st.booleans(),
-)
-def test_the_same_with_providers_that_confirm(
-    billed: set[str], hidden: set[str], endings: list[str], listings: list[str], is_blind: bool
-) -> None:
-    """A confirmation counts, except for machines that the pool does not know."""
-    time = Time()
-    truthful = [does for does in endings if does not in ("nothing", "half")]
-    cloud = Cloud(time, set(billed), terminate_confirms=True, endings=truthful, listings=listings, is_blind=is_blind)
-    page = Page(cloud, billed - hidden)
-    try:
-        tear_down(cast("Provider", cloud), POOL, page, are_all_known=not billed & hidden, clock=time, pause=time.pause)
-    except InstancesLeft as error:
-        assert set(error.ids) >= cloud.billed & page.known
-        assert billed & hidden or billed == set() or is_blind
     else:
         assert (cloud.billed, page.rented()) == (set(), set())
