@@ -15,7 +15,7 @@ from pydantic import PrivateAttr
 
 import skyward_core as sky
 from skyward_core import Instance, Offer
-from skyward_core.engine.certificates import make_certificate
+from skyward_core.engine.certificates import PoolCertificate, make_certificate
 from skyward_core.errors import BadRequest, BudgetExceeded, LedgerError, PoolClosed
 from skyward_core.ledger.budgets import SpendingLimit
 from skyward_core.ledger.journal import Journal
@@ -83,13 +83,17 @@ def opened(tmp_path: Path) -> Iterator[Opened]:
     with ExitStack() as undo:
 
         def open_one(
-            kind: type[FakeProvider] = FakeProvider,
+            kind: type[FakeProvider] | FakeProvider = FakeProvider,
             may_act: Callable[[], object] = lambda: None,
             meter: Meter | None = None,
+            certificate: PoolCertificate | None = None,
             **options: Any,
         ) -> Pool:
-            meter = meter or Meter()
-            provider, spec, recorded = kind(folder=str(tmp_path)), sky.PoolSpec.of(**options), RecordedEvents()
+            meter, spec, recorded = meter or Meter(), sky.PoolSpec.of(**options), RecordedEvents()
+            provider = kind(folder=str(tmp_path)) if isinstance(kind, type) else kind
+            made = Future[PoolCertificate]()
+            if certificate is not None:
+                made.set_result(certificate)
             ledger = undo.enter_context(Ledger(f"sqlite:///{tmp_path / 'ledger.db'}"))
             journal = Journal(ledger, "sky-1", spec, provider, meter, recorded)
             journal.open()
@@ -98,7 +102,7 @@ def opened(tmp_path: Path) -> Iterator[Opened]:
                 spec,
                 [provider],
                 "sky-1",
-                Future[Any](),
+                made,
                 emit=recorded,
                 meter=meter,
                 journal=journal,

@@ -188,47 +188,12 @@ def test_a_termination_without_effect_is_repeated(times: int) -> None:
     assert (it.time.pauses[0], max(it.time.pauses) <= 2.0) == (0.2, True)
 
 
-def test_only_machines_that_are_left_are_requested_again() -> None:
-    it = scene("abcd", endings=["half", "half"])
+def test_a_failure_proves_nothing() -> None:
+    """A cloud with a failure may list too little: a second listing must lack the machines too."""
+    it = scene("ab", endings=["fail", "fail"], listings=["", "blank", "", ""])
     it.tear_down()
-    assert it.cloud.asked == [["a", "b", "c", "d"], ["c", "d"], ["d"]]
-
-
-@pytest.mark.parametrize(
-    ("settings", "asked"),
-    [
-        ({"listings": ["fail"] * 7}, 3),
-        # a cloud with a failure may list too little: a second listing must lack the machines too
-        ({"endings": ["fail", "fail"], "listings": ["", "blank", "", ""]}, 3),
-        ({"listings": ["fail"] * 9, "endings": ["fail"] * 4}, 5),
-    ],
-    ids=["listings fail", "a blank listing after failures", "an outage of both"],
-)
-def test_a_failure_proves_nothing(settings: dict[str, Any], asked: int) -> None:
-    """Terminations are requested until a listing proves that they had effect."""
-    it = scene("ab", **settings)
-    it.tear_down()
-    assert len(it.cloud.asked) >= asked
-    assert (it.cloud.billed, it.page.evidence) == (set(), dict.fromkeys("ab", LISTED_NO_MORE))
-
-
-@pytest.mark.parametrize(
-    ("settings", "keywords"),
-    [
-        ({}, {}),
-        ({"listings": ["fail"]}, {}),
-        ({"terminate_confirms": True}, {}),
-        ({"terminate_confirms": True, "endings": ["refuse"]}, {"are_all_known": True, "unsure_until": 1010.0}),
-    ],
-    ids=["listed", "listed after the first termination", "after a lost launch", "listed after a refusal"],
-)
-def test_a_machine_that_only_the_listing_has_is_ended_too(settings: dict[str, Any], keywords: dict[str, Any]) -> None:
-    """It is recorded before its termination is requested."""
-    it = scene("abz", known="ab", **settings)
-    it.tear_down(**keywords)
-    assert (it.cloud.billed, it.page.rented()) == (set(), set())
-    order = [it.page.entries.index((what, "z")) for what in ("found", "ending", "gone")]
-    assert order == sorted(order)
+    assert (len(it.cloud.asked), it.cloud.billed) == (3, set())
+    assert it.page.evidence == dict.fromkeys("ab", LISTED_NO_MORE)
 
 
 def test_a_second_teardown_finishes_an_interrupted_one() -> None:
@@ -250,7 +215,6 @@ def test_a_second_teardown_finishes_an_interrupted_one() -> None:
     ("billed", "known", "lag_seconds", "settings", "at_least_seconds"),
     [
         ("az", "a", 30.0, {}, 30.0),
-        ("z", "z", 20.0, {"endings": ["nothing"] * 3}, 20.0),
         # a listing has the state of its request, although its answer takes 20 s
         ("z", "", 30.0, {"listing_seconds": 20.0}, 30.0),
         # the whole deadline begins when the listing is reliable
