@@ -84,7 +84,12 @@ def owned_by(hosts: Sequence[Host], known_hosts: Path) -> sky.Hosts:
 
 
 def pool_on(provider: sky.Provider, recorded: Callable[[Any], Any], **options: Any) -> sky.ComputePool:
-    fields = {"nodes": 3, "image": sky.Image(pip=["numpy"]), "display": "quiet", "provision_timeout": 150}
+    fields: dict[str, Any] = {
+        "nodes": 3,
+        "image": sky.Image(pip=["numpy"]),
+        "display": "quiet",
+        "provision_timeout": 150,
+    }
     return sky.ComputePool(**{**fields, "provider": provider, "on_event": recorded, **options})
 
 

@@ -92,7 +92,13 @@ def pool_on(
         config="/dev/null",
         price_per_hour=PRICE_PER_HOUR,
     )
-    fields = {"nodes": len(machines), "accelerator": HALVES, "display": "quiet", "provision_timeout": 120, **options}
+    fields: dict[str, Any] = {
+        "nodes": len(machines),
+        "accelerator": HALVES,
+        "display": "quiet",
+        "provision_timeout": 120,
+        **options,
+    }
     return sky.ComputePool(provider=provider, on_event=recorded or RecordedEvents(), **fields)
 
 

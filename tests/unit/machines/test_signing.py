@@ -17,8 +17,8 @@ POOL = "sky-signed"
 def lease(
     directory: str = "/root/x", endpoint: sky.Endpoint | None = None, instance_id: str = "host-0123456789ab"
 ) -> Lease:
-    kind = {"provider": "hosts" if endpoint else "local", "region": "r", "instance_type": "t"}
-    place = {"pool_id": POOL, "rank": 0, "directory": directory, "endpoint": endpoint}
+    kind: dict[str, Any] = {"provider": "hosts" if endpoint else "local", "region": "r", "instance_type": "t"}
+    place: dict[str, Any] = {"pool_id": POOL, "rank": 0, "directory": directory, "endpoint": endpoint}
     instance = sky.Instance(id=instance_id, state=InstanceState.RUNNING, **kind, **place)
     return Lease(
         pool_id=POOL,
