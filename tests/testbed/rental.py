@@ -102,14 +102,6 @@ class Cloud:
         for instance_id in list(self.machines):
             self.take_back(instance_id)
 
-    def _claim(self, count: int) -> int:
-        """Reserve capacity, so that two launches do not share it; return for how many machines."""
-        with self._lock:
-            taken = self._places + sum(machine.host.is_up for machine in list(self.machines.values()))
-            places = count if self.capacity is None else max(0, min(count, self.capacity - taken))
-            self._places += places
-            return places
-
     def _rent_one(self, offer: Offer, rank: int, tags: Tags, startup: str) -> Instance:
         host = self._fleet.create(**self._options)
         instance = _instance(offer, {**tags, RANK_TAG: str(rank)}, host)

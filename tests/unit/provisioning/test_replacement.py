@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -177,11 +176,6 @@ def raise_closed(*_: object) -> None:
     raise PoolClosed("the pool is closing")
 
 
-def pass_half_a_minute_at_each_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter(range(1000, 9000, 30))
-    monkeypatch.setattr(replacement, "time", SimpleNamespace(monotonic=lambda: float(next(times))))
-
-
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
@@ -195,13 +189,22 @@ def pass_half_a_minute_at_each_look(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_machine_that_fails_before_it_has_joined_is_terminated(
     world: World, monkeypatch: pytest.MonkeyPatch, fault: Callable[[World], None], words: str
 ) -> None:
-    """Its rank is vacant again, and the lock of the settings is free."""
+    """Its rank is vacant again, and the lock of the settings is free. One that is to stand by is terminated, too."""
     fault(world)
-    pass_half_a_minute_at_each_look(monkeypatch)
+    times = iter(range(1000, 90_000, 30))
+    monkeypatch.setattr(replacement, "time", SimpleNamespace(monotonic=lambda: float(next(times))))
     with pytest.raises(sky.errors.SkywardError, match=words):
         world.replacement.replace(1, world.joins_after(9))
     assert (world.ended, world.nodes.all) == (["new"], {})
     assert not world.nodes.settings_lock.locked()
+    if fault is cut_off:
+        return
+    world.machines, world.new.phase = iter((world.new,)), "installing"
+    with pytest.raises(sky.errors.SkywardError):
+        world.replacement.stand_by(1)
+    assert world.ended == ["new", "new"]
+    world.replacement.dismiss(1)
+    assert world.ended_in_thread == ["old"]
 
 
 def test_a_machine_that_the_restart_of_the_head_has_dropped_is_terminated(world: World) -> None:
@@ -227,35 +230,12 @@ def test_a_machine_that_stands_by_takes_the_next_vacant_rank(world: World) -> No
     assert len(world.rented) == 1
     assert (world.ended_in_thread, world.nodes.all) == (["old"], {1: world.new})
     world.replacement.dismiss(1)
-    assert world.ended_in_thread == ["old"]
-
-
-def test_a_machine_that_stands_by_is_dismissed_once(world: World) -> None:
-    """The next one that stands by is another machine."""
+    assert world.ended_in_thread == ["old"], "it is a node now"
+    world.machines = iter((world.new,))
     world.replacement.stand_by(1)
-    world.replacement.dismiss(1)
-    world.replacement.dismiss(1)
-    assert world.ended_in_thread == ["new"]
-    with contextlib.suppress(StopIteration):
-        world.replacement.stand_by(1)
-    assert world.rented == [(1, None)] * 2
-
-
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [(late, "the machine that stands by for node 1 was not ready in time"), (gone, "its machine is gone")],
-)
-def test_a_machine_that_is_not_ready_to_stand_by_is_terminated(
-    world: World, monkeypatch: pytest.MonkeyPatch, fault: Callable[[World], None], words: str
-) -> None:
-    fault(world)
-    world.new.phase = "installing"
-    pass_half_a_minute_at_each_look(monkeypatch)
-    with pytest.raises(sky.errors.SkywardError, match=words):
-        world.replacement.stand_by(1)
-    assert world.ended == ["new"]
-    world.replacement.dismiss(1)
-    assert world.ended_in_thread == []
+    for _ in range(2):
+        world.replacement.dismiss(1)
+    assert world.ended_in_thread == ["old", "new"]
 
 
 def test_a_node_that_retires_has_no_workers_any_more(world: World) -> None:
