@@ -60,12 +60,8 @@ class Played:
 
     install_seconds: float = 0.0
     has_uv: bool = True
-    system: str = "Linux x86_64"
-    """In the format of `uname -s -m`."""
     sees_others: bool = True
     """Whether nodes can connect to each other."""
-    forwards_ports: bool = True
-    """Whether its sshd allows a client to connect to ports of the node: `AllowTcpForwarding`."""
 
 
 @dataclass
@@ -204,8 +200,7 @@ class FakeNodes:
             task.cancel()
         await asyncio.gather(*node.tasks, return_exceptions=True)
 
-    # ── for its servers and commands
-    # ─────────────────────────────────────────────────────────────────────────────────────
+    # ── for its servers and commands ─────────────────────────────────────────────────────────────────────────────────
 
     async def begin(self, what: str, node: FakeNode) -> None:
         """Record a request to a node, and wait as long as it takes."""
@@ -235,8 +230,6 @@ class _Door(asyncssh.SSHServer):
         return _Command(self._nodes, self._node)
 
     def connection_requested(self, dest_host: str, dest_port: int, orig_host: str, orig_port: int) -> bool:
-        if not self._node.played.forwards_ports:
-            raise asyncssh.ChannelOpenError(asyncssh.OPEN_ADMINISTRATIVELY_PROHIBITED, "open failed")
         return True
 
     async def server_requested(self, listen_host: str, listen_port: int) -> asyncssh.SSHListener:  # type: ignore[override]
@@ -245,7 +238,7 @@ class _Door(asyncssh.SSHServer):
 
 
 class _Nobody(asyncssh.SSHListener):
-    """Refuse a port of a node: it would be a port of this machine."""
+    """Listens at no port of a node: it would be a port of this machine."""
 
     def __init__(self, port: int) -> None:
         super().__init__()
@@ -254,11 +247,9 @@ class _Nobody(asyncssh.SSHListener):
     def get_port(self) -> int:
         return self._port
 
-    def close(self) -> None:
-        """Nothing to close."""
+    def close(self) -> None: ...
 
-    async def wait_closed(self) -> None:
-        """Nothing to wait for."""
+    async def wait_closed(self) -> None: ...
 
 
 class _Command(asyncssh.SSHServerSession[bytes]):
@@ -314,28 +305,21 @@ class _Command(asyncssh.SSHServerSession[bytes]):
             ssh_transport.START: "start",
             ssh_transport.LEASE: "lease",
             ssh_transport.FOLLOW: "follow",
+            ssh_transport.LIVES: "lives",
             ssh_commands.KILL: "kill",
             'cat -- "$1/$2"': "read",
         }
-        known[ssh_transport.LIVES] = "lives"
-        what = (
-            f"put {arguments[0].rpartition('/')[2]}"
-            if text == ssh_files.PUT
-            else "reach"
-            if self._words[0] == "timeout"
-            else known.get(text)
-        )
+        what = "reach" if self._words[0] == "timeout" else known.get(text)
+        if text == ssh_files.PUT:
+            what = f"put {arguments[0].rpartition('/')[2]}"
         if what is None:
             self._nodes.unknown.append(shlex.join(self._words))
             return 127, "this is a fake\n"
         await self._nodes.begin(what, self._node)
         match what:
             case "look":
-                return (
-                    0,
-                    f"guard {GUARD}\nsystem {self._node.played.system}\nmemory /dev/shm/skyward-0123456789-fake\n"
-                    + "uv\n" * self._node.played.has_uv,
-                )
+                has_uv = "uv\n" * self._node.played.has_uv
+                return 0, f"guard {GUARD}\nsystem Linux x86_64\nmemory /dev/shm/skyward-0123456789-fake\n{has_uv}"
             case "read":
                 content = self._node.files.get(arguments[1])
                 return (1, "no such file\n") if content is None else (0, content.decode())
@@ -347,12 +331,10 @@ class _Command(asyncssh.SSHServerSession[bytes]):
                 return 0, f"::skyward {'lives' if self._node.lives else 'dead'}\n"
             case "reach":
                 return (0, "") if self._node.played.sees_others else (124, "")
+            case _ if text == ssh_files.PUT:
+                return await self._put(what.removeprefix("put "), int(arguments[1]), is_packed=bool(arguments[4]))
             case _:
-                return (
-                    await self._put(what.removeprefix("put "), int(arguments[1]), is_packed=bool(arguments[4]))
-                    if text == ssh_files.PUT
-                    else (0, "")
-                )
+                return 0, ""
 
     async def _start(self, size: int) -> tuple[int, str]:
         await self._is_whole.wait()

@@ -109,17 +109,6 @@ class NothingSoldProvider(FakeProvider):
         return []
 
 
-class NeverReadyProvider(FakeProvider):
-    """Launches machines that never start anything."""
-
-
-class ShortProvider(FakeProvider):
-    """Launches one machine less than requested."""
-
-    def launch(self, offer: Offer, count: int, tags: Mapping[str, str], startup: str) -> list[Instance]:
-        return super().launch(offer, count - 1, tags, startup)
-
-
 class LossyProvider(FakeProvider):
     """Launches, and then raises an error."""
 
@@ -193,10 +182,3 @@ class DyingLocal(Local):
 
     def launch(self, offer: Offer, count: int, tags: Mapping[str, str], startup: str) -> list[Instance]:
         return super().launch(offer, count, tags, "echo 'going down'; exit 7")
-
-
-class StuckLocal(Local):
-    """Real local nodes that cannot be terminated."""
-
-    def terminate(self, ids: Sequence[str]) -> None:
-        pass

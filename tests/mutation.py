@@ -83,7 +83,7 @@ OTHERS = {
     "ledger/metering": JOURNAL,
     "ledger/pools": ("system/ledger/test_ledger.py", *JOURNAL),
     "ledger/receipt": JOURNAL,
-    "machines/offers": ("unit/provisioning/test_candidates.py", "unit/machines/test_architecture.py"),
+    "machines/offers": ("unit/provisioning/test_candidates.py",),
     "provisioning/rental": LIFECYCLE,
     "provisioning/replacement": LIFECYCLE,
     "provisioning/selection": LIFECYCLE,

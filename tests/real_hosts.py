@@ -1,4 +1,4 @@
-"""Pools on real hosts of the test bed: hosts, calls and measurements for `test_real_hosts.py`.
+"""Pools on real hosts of the test bed: hosts, calls and faults.
 
 Run as a program it is a client that opens a pool and waits to be killed.
 """
@@ -13,109 +13,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import skyward_core as sky
-from tests.conftest import RecordedEvents, processes_by_tag, wait_until
+from skyward_core.events.events import BootstrapProgress
+from tests.conftest import processes_by_tag
 from tests.testbed import Fleet, Host
 from tests.testbed.command import run
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror
 
 UNUSED_ADDRESS = "02:77:ff:00:00:00"
+REPOSITORY = Path(__file__).parents[1]
+RAN = "root/ran"
 
 
 @sky.compute
 def forever() -> None:
     """A call that does not end before its node."""
     time.sleep(3600)
-
-
-@contextmanager
-def from_everybody(hosts: Sequence[Host]) -> Iterator[None]:
-    """Cut hosts off from the client and from each other."""
-    for host in hosts:
-        host.partition()
-    yield
-    for host in hosts:
-        host.heal()
-
-
-@contextmanager
-def from_the_client(hosts: Sequence[Host]) -> Iterator[None]:
-    """Cut the client off, while the hosts see each other: packets in both directions go to a hardware address that does
-    not exist.
-    """
-
-    def address(host: Host, client: str, there: str) -> None:
-        network = host.network
-        run("ip", "neigh", "replace", host.ip, "lladdr", there, "dev", network.bridge, "nud", "permanent")
-        run(
-            "nsenter",
-            f"--net=/proc/{host.pid}/ns/net",
-            "ip",
-            "neigh",
-            "replace",
-            network.gateway,
-            "lladdr",
-            client,
-            "dev",
-            "eth0",
-            "nud",
-            "permanent",
-        )
-
-    for host in hosts:
-        address(host, UNUSED_ADDRESS, UNUSED_ADDRESS)
-    yield
-    for host in hosts:
-        address(host, host.network._mac(1), host.network._mac(host.index))
-
-
-def index_of(events: Sequence[Any], condition: Callable[[Any], bool]) -> int:
-    return next(index for index, event in enumerate(events) if condition(event))
-
-
-class Clocked(RecordedEvents):
-    """The events of a pool, with their times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.times: list[float] = []
-
-    def __call__(self, event: Any) -> None:
-        self.times.append(time.monotonic())
-        super().__call__(event)
-
-    def when(self, condition: Callable[[Any], bool]) -> float:
-        """Wait for an event; return its time, on the clock of time.monotonic."""
-        wait_until(lambda: any(condition(event) for event in list(self.events)), "the pool to tell it", seconds=90)
-        return self.times[index_of(self.events, condition)]
-
-
-def open_and_wait(*arguments: str) -> None:
-    """Open a pool on hosts, give every node a call, print a line, and wait to be killed."""
-    lease_seconds, *addresses, key, known_hosts = arguments
-    provider = sky.Hosts(*addresses, user="root", key=key, known_hosts=known_hosts, config="/dev/null")
-    with pool_on(provider, lambda event: None, lease_seconds=float(lease_seconds)) as pool:
-        pool.submit_all([forever() for _ in range(3)])
-        print("ready", flush=True)
-        time.sleep(60)
-
-
-CALLS = 200
-
-
-RAN = "root/ran"
-
-
-LEASE_SECONDS = 8
-
-
-GUARD_SECONDS = 10
-
-
-REPOSITORY = Path(__file__).parents[1]
 
 
 @sky.compute
@@ -134,29 +51,7 @@ def square(number: int) -> int:
     return number * number
 
 
-class Timings:
-    """The measurements, in seconds."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[str, float]] = []
-
-    @contextmanager
-    def of(self, what: str) -> Iterator[None]:
-        """Measure a block."""
-        started = time.monotonic()
-        yield
-        self.rows.append((what, time.monotonic() - started))
-
-    def __str__(self) -> str:
-        return "\n".join(f"{what:<70}{seconds:>8.1f} s" for what, seconds in self.rows)
-
-
-@pytest.fixture(scope="module")
-def timings() -> Iterator[Timings]:
-    """The measurements of all tests of this file."""
-    timings = Timings()
-    yield timings
-    print(f"\n\n{timings}")
+# ── hosts ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture(scope="module")
@@ -172,10 +67,7 @@ def hosts(fleet: Fleet, mirror: Mirror) -> Iterator[list[Host]]:
 
 @pytest.fixture
 def owned(hosts: list[Host], tmp_path: Path) -> Iterator[sky.Hosts]:
-    """Their provider, which has their host keys.
-
-    After each test no process of a node is left on them.
-    """
+    """Their provider, which has their host keys. After each test no process of a node is left on them."""
     yield owned_by(hosts, tmp_path / "known_hosts")
     assert [name for host in hosts for name in names_of(tagged(host))] == []
 
@@ -192,18 +84,13 @@ def owned_by(hosts: Sequence[Host], known_hosts: Path) -> sky.Hosts:
 
 
 def pool_on(provider: sky.Provider, recorded: Callable[[Any], Any], **options: Any) -> sky.ComputePool:
-    image = sky.Image(pip=["numpy"])
-    return sky.ComputePool(
-        **{
-            "provider": provider,
-            "nodes": 3,
-            "image": image,
-            "on_event": recorded,
-            "display": "quiet",
-            "provision_timeout": 150,
-            **options,
-        }
-    )
+    fields: dict[str, Any] = {
+        "nodes": 3,
+        "image": sky.Image(pip=["numpy"]),
+        "display": "quiet",
+        "provision_timeout": 150,
+    }
+    return sky.ComputePool(**{**fields, "provider": provider, "on_event": recorded, **options})
 
 
 def tagged(host: Host) -> list[int]:
@@ -235,17 +122,92 @@ def executions(hosts: Iterable[Host]) -> Counter[int]:
     return found
 
 
+# ── faults ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 @contextmanager
-def client(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
+def from_everybody(hosts: Sequence[Host]) -> Iterator[None]:
+    """Cut hosts off from the client and from each other."""
+    for host in hosts:
+        host.partition()
+    yield
+    for host in hosts:
+        host.heal()
+
+
+@contextmanager
+def from_the_client(hosts: Sequence[Host]) -> Iterator[None]:
+    """Cut the client off, while the hosts see each other: packets in both directions go to a hardware address that does
+    not exist.
+    """
+
+    def address(host: Host, client: str, there: str) -> None:
+        change, network = ("ip", "neigh", "replace"), host.network
+        run(*change, host.ip, "lladdr", there, "dev", network.bridge, "nud", "permanent")
+        inside = ("nsenter", f"--net=/proc/{host.pid}/ns/net")
+        run(*inside, *change, network.gateway, "lladdr", client, "dev", "eth0", "nud", "permanent")
+
+    for host in hosts:
+        address(host, UNUSED_ADDRESS, UNUSED_ADDRESS)
+    yield
+    for host in hosts:
+        address(host, host.network._mac(1), host.network._mac(host.index))
+
+
+# ── a client that a test kills ───────────────────────────────────────────────────────────────────────────────────────
+
+
+class Client:
+    """A program that opens a pool on hosts and gives every node a call. It prints the steps of the bootstrap."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+
+    def says(self, line: str) -> None:
+        """Wait until it has printed a line: a step, or "ready" when the pool is open."""
+        assert self._process.stdout is not None
+        for said in self._process.stdout:
+            if said == f"{line}\n":
+                return
+        pytest.fail(f"the client has ended before it said {line}")
+
+    def kill(self, *, with_reaper: bool) -> None:
+        """Kill it with SIGKILL, after its reaper."""
+        if with_reaper:
+            children = psutil.Process(self._process.pid).children()
+            (reaper,) = [one for one in children if any("reaper_process.py" in word for word in one.cmdline())]
+            reaper.kill()
+        self._process.kill()
+
+
+@contextmanager
+def client(hosts: Sequence[Host], known_hosts: Path, lease_seconds: float) -> Iterator[Client]:
     """Run this file as a program; it does not outlive the block."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.real_hosts", *arguments], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
-    )
+    addresses = [host.ip for host in hosts]
+    arguments = [str(lease_seconds), *addresses, str(hosts[0].key_path), str(known_hosts)]
+    argv = [sys.executable, "-m", "tests.real_hosts", *arguments]
+    process = subprocess.Popen(argv, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
     try:
-        yield process
+        yield Client(process)
     finally:
         process.kill()
         process.communicate(timeout=60)
+
+
+def open_and_wait(*arguments: str) -> None:
+    """Open a pool on at most three of these hosts, and wait to be killed."""
+    lease_seconds, *addresses, key, known_hosts = arguments
+    provider = sky.Hosts(*addresses, user="root", key=key, known_hosts=known_hosts, config="/dev/null")
+
+    def tell(event: Any) -> None:
+        if isinstance(event, BootstrapProgress):
+            print(event.step, flush=True)
+
+    nodes = min(3, len(addresses))
+    with pool_on(provider, tell, nodes=nodes, lease_seconds=float(lease_seconds)) as pool:
+        pool.submit_all([forever() for _ in range(nodes)])
+        print("ready", flush=True)
+        time.sleep(60)
 
 
 if __name__ == "__main__":

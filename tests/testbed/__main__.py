@@ -2,12 +2,12 @@
 
 import argparse
 import contextlib
+import shlex
 import signal
 import sys
 import time
 
 from tests.testbed.fleet import Fleet, watch
-from tests.testbed.host import shown
 from tests.testbed.preflight import why_not
 from tests.testbed.sweeping import sweep_abandoned
 
@@ -45,7 +45,7 @@ def _up(hosts: int) -> int:
     started = time.monotonic()
     with contextlib.suppress(KeyboardInterrupt), Fleet() as fleet:
         for _ in range(hosts):
-            print(shown(fleet.create()), flush=True)
+            print(shlex.join(fleet.create().ssh()), flush=True)
         print(f"{hosts} hosts in {time.monotonic() - started:.1f} s; Ctrl-C removes them", flush=True)
         signal.pause()
     return 0

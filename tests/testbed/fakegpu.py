@@ -26,6 +26,7 @@ from typing import Any
 
 SHEBANG = f"#!{'/usr/bin/python3' if os.path.exists('/usr/bin/python3') else '/usr/bin/env -S python3'} -SEB\n"
 """The system's own Python, which hosts also have; a shim of the user's would take ten times as long."""
+NAME, MIB = "NVIDIA H100 80GB HBM3", int(80e9 / 2**20)
 OPTIONS: dict[str, Any] = {
     "needs_reset": False,  # the mode changes with a reset only, as on an A100
     "refuses_reset": False,
@@ -88,34 +89,15 @@ class Gpus:
             return state
 
 
-def install(
-    folder: Path,
-    *,
-    count: int = 1,
-    chip: str = "H100",
-    memory_gb: int = 80,
-    name: str = "NVIDIA H100 80GB HBM3",
-    **options: Any,
-) -> Gpus:
-    """Put `nvidia-smi` into a folder of programs, with this many whole GPUs. `options` are those of OPTIONS."""
+def install(folder: Path, *, count: int = 1, **options: Any) -> Gpus:
+    """Put `nvidia-smi` into a folder of programs, with this many whole H100. `options` are those of OPTIONS."""
     from skyward_core.accelerators.mig import profiles
 
     gpus = Gpus(folder)
-    mib = int(memory_gb * 1e9 / 2**20)
+    whole = {"name": NAME, "mib": MIB, "current": "Disabled", "pending": "Disabled", "instances": [], "processes": []}
     state = {
-        "gpus": [
-            {
-                "name": name,
-                "uuid": _uuid("GPU"),
-                "mib": mib,
-                "current": "Disabled",
-                "pending": "Disabled",
-                "instances": [],
-                "processes": [],
-            }
-            for _ in range(count)
-        ],
-        "profiles": {profile.name: [profile.width, profile.starts] for profile in profiles(chip, memory_gb)},
+        "gpus": [{**whole, "uuid": _uuid("GPU")} for _ in range(count)],
+        "profiles": {profile.name: [profile.width, profile.starts] for profile in profiles("H100", 80)},
         "changes": [],
         **OPTIONS,
         **options,

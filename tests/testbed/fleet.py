@@ -37,6 +37,7 @@ MaxStartups 100
 MaxSessions 100
 Subsystem sftp internal-sftp
 """
+START_SECONDS = 60.0
 POWEROFF = "#!/bin/sh\nexec kill -TERM 1\n"
 
 
@@ -69,41 +70,27 @@ class Fleet:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def create(
-        self,
-        *,
-        isolated: bool = False,
-        memory: str | None = None,
-        disk: str = "4G",
-        clock_ahead_seconds: int = 0,
-        shared: Sequence[Path] = (),
-        seconds: float = 60.0,
-    ) -> Host:
-        """Return a new host, once its `sshd` listens.
+    def create(self, *, isolated: bool = False, disk: str = "4G", shared: Sequence[Path] = ()) -> Host:
+        """Return a new host, once its `sshd` listens. Raises RuntimeError or TimeoutError with what the host said.
 
         Args:
             isolated: reachable from this machine, and not from the fleet's other isolated hosts.
-            memory: what its processes may hold together, such as "256M"; its kernel kills one of them beyond that.
             disk: size of its disk, such as "64M"; kept in memory, and taken only as it is written.
-            clock_ahead_seconds: how far its monotonic and boot clocks are ahead of this machine's. The kernel has no
-                namespace for the time of day, so that one is everywhere the same.
             shared: folders of this machine that it has at the same paths, as on a network file system.
-            seconds: how long it may take. Raises RuntimeError or TimeoutError with what the host said.
         """
         index = next(self._indices)
         if index > LAST_HOST:
             raise RuntimeError(f"a fleet has at most {LAST_HOST - FIRST_HOST + 1} hosts")
         folder = self._prepare(index)
-        group = _cgroup(f"skyward-testbed-{self.number}-{index}", memory) if memory else None
-        process = self._boot(index, group, disk, clock_ahead_seconds, shared)
+        process = self._boot(index, disk, shared)
         assert process.stdin is not None and process.stdout is not None
         try:
-            pid = _first_process(process, folder, seconds)
+            pid = _first_process(process, folder)
             self.network.plug(index, pid, is_isolated=isolated)
             host = Host(self.network, index, _name(index), folder, self.key_path, process, pid, isolated)
             process.stdin.write("go\n")
             process.stdin.flush()
-            wait_until(lambda: host.is_listening() or not host.is_up, f"sshd of {host.name}", seconds)
+            wait_until(lambda: host.is_listening() or not host.is_up, f"sshd of {host.name}")
             if not host.is_up:
                 raise RuntimeError(f"{host.name} did not come up: {_console(folder)}")
         except BaseException:
@@ -153,23 +140,18 @@ class Fleet:
         write_host_key(seed / "etc/ssh", self.network.address(index), folder / "known_hosts")
         return folder
 
-    def _boot(
-        self, index: int, group: Path | None, disk: str, clock_ahead_seconds: int, shared: Sequence[Path]
-    ) -> "subprocess.Popen[str]":
+    def _boot(self, index: int, disk: str, shared: Sequence[Path]) -> "subprocess.Popen[str]":
         folder = self.directory / _name(index)
-        clocks = [f"--monotonic={clock_ahead_seconds}", f"--boottime={clock_ahead_seconds}"]
-        enter = ["sh", "-c", 'echo $$ > "$0/cgroup.procs"; exec "$@"', str(group)] if group else []
         env = {
             "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
             "NAME": _name(index),
             "DISK_SIZE": disk,
-            "CGROUPS": _cgroup_version() if group else "",
             "SHARED": ":".join(str(folder) for folder in shared),
             sweeping.TAG: str(self.number),
         }
         with (folder / "console").open("wb") as console:
             return subprocess.Popen(
-                [*enter, "unshare", *NAMESPACES, *clocks, "sh", str(INIT), str(folder)],
+                ["unshare", *NAMESPACES, "sh", str(INIT), str(folder)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=console,
@@ -197,23 +179,11 @@ def _hide_what_is_below(folder: Path) -> None:
     os.setxattr(folder, "trusted.overlay.opaque", b"y")
 
 
-def _cgroup_version() -> str:
-    return "1" if (sweeping.CGROUPS / "memory").is_dir() else "2"
-
-
-def _cgroup(name: str, memory: str) -> Path:
-    is_first = _cgroup_version() == "1"
-    group = (sweeping.CGROUPS / "memory" if is_first else sweeping.CGROUPS) / name
-    group.mkdir()
-    (group / ("memory.limit_in_bytes" if is_first else "memory.max")).write_text(memory)
-    return group
-
-
-def _first_process(process: "subprocess.Popen[str]", folder: Path, seconds: float) -> int:
+def _first_process(process: "subprocess.Popen[str]", folder: Path) -> int:
     """Wait until the host's own part of its start is done; return the pid of its first process."""
     assert process.stdout is not None
-    if not select.select([process.stdout], [], [], seconds)[0]:
-        raise TimeoutError(f"a host did not start in {seconds} s: {_console(folder)}")
+    if not select.select([process.stdout], [], [], START_SECONDS)[0]:
+        raise TimeoutError(f"a host did not start in {START_SECONDS} s: {_console(folder)}")
     if process.stdout.readline() != "ready\n":
         raise RuntimeError(f"a host did not start: {_console(folder)}")
     return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shlex
 import signal
 import subprocess
 from dataclasses import dataclass
@@ -105,25 +104,6 @@ class Host:
         """End a partition."""
         self.network.join(self.index, is_isolated=self.is_isolated)
 
-    def freeze(self) -> None:
-        """Stop all of its processes; its kernel still accepts connections, but no process answers on them."""
-        wait_until(self._is_stopped, f"{self.name} to stand still")
-
-    def thaw(self) -> None:
-        """Continue its processes."""
-        _signal(self._processes(), signal.SIGCONT)
-
-    def limit(self, rate: str | None) -> None:
-        """Limit its network to a rate such as "80mbit" each way; None: no limit. Needs the kernel's tbf."""
-        self.network.shape(self.index, self.pid, rate)
-
-    def impair(self, *, delay_milliseconds: int = 0, loss_percent: float = 0.0) -> None:
-        """Delay every packet by this time, each way, and lose some; this replaces a limit.
-
-        Raises RuntimeError if the kernel has no netem.
-        """
-        self.network.impair(self.index, self.pid, delay_milliseconds, loss_percent)
-
     def fill_disk(self) -> None:
         """Leave no free byte on its disk. The disk is memory of this machine, so give the host a small one.
 
@@ -151,12 +131,6 @@ class Host:
             return any(row[1].endswith(f":{self.port:04X}") and row[3] == "0A" for row in rows)
         return False
 
-    def _is_stopped(self) -> bool:
-        # processes that were forking are found in the next round
-        moving = [pid for pid in self._processes() if _state(pid) not in "TtZX"]
-        _signal(moving, signal.SIGSTOP)
-        return not moving
-
     def _presented(self) -> str:
         argv = ["ssh-keyscan", "-t", "ed25519", "-T", "2", self.ip]
         return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False).stdout
@@ -178,20 +152,3 @@ def write_host_key(folder: Path, address: str, known_hosts: Path) -> None:
     key.unlink(missing_ok=True)
     run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "host", "-f", str(key))
     known_hosts.write_text(f"{address} {' '.join(key.with_suffix('.pub').read_text().split()[:2])}\n")
-
-
-def shown(host: Host) -> str:
-    """Return the command line with which a person logs in."""
-    return shlex.join(host.ssh())
-
-
-def _state(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
-    return "X"
-
-
-def _signal(pids: list[int], number: signal.Signals) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)

@@ -1,6 +1,6 @@
 #!/bin/sh
 # The first process of a host, in namespaces of its own; sshd takes its place (and reaps orphans, as a first process must).
-# $1 is the host's directory on the machine; NAME, DISK_SIZE, CGROUPS (1 or 2, empty without a limit) and SHARED (folders, separated by colons) come by environment.
+# $1 is the host's directory on the machine; NAME, DISK_SIZE and SHARED (folders, separated by colons) come by environment.
 set -eu
 root=$1/root disk=$1/disk
 size=$DISK_SIZE
@@ -12,14 +12,6 @@ mount -t overlay -o "lowerdir=/,upperdir=$disk/upper,workdir=$disk/work" overlay
 
 mount -t proc proc "$root/proc"
 mount -t sysfs -o ro sysfs "$root/sys"
-case $CGROUPS in # so that a process inside finds the memory limit
-1)
-  mount -t tmpfs -o mode=755 cgroups "$root/sys/fs/cgroup"
-  mkdir "$root/sys/fs/cgroup/memory"
-  mount -t cgroup -o ro,memory cgroup "$root/sys/fs/cgroup/memory"
-  ;;
-2) mount -t cgroup2 -o ro cgroup2 "$root/sys/fs/cgroup" ;;
-esac
 mount -t tmpfs -o mode=755,size=16m dev "$root/dev"
 for node in null zero full random urandom tty; do
   : >"$root/dev/$node"

@@ -36,20 +36,8 @@ RECIPE = 1
 FILL_SECONDS = 110.0
 ARCHIVE, DOWNLOADS = "python/cpython.tar.gz", "python/downloads.json"
 NOT_NEEDED = (
-    *(
-        "site-packages",
-        "dist-packages",
-        "test",
-        "tests",
-        "idlelib",
-        "tkinter",
-        "turtledemo",
-        "ensurepip",
-        "lib2to3",
-        "pydoc_data",
-        "config-*",
-    ),
-    *("_test*", "_ctypes_test*", "*.a", "*.opt-?.pyc", "EXTERNALLY-MANAGED"),
+    "site-packages dist-packages test tests idlelib tkinter turtledemo ensurepip lib2to3 pydoc_data config-*"
+    " _test* _ctypes_test* *.a *.opt-?.pyc EXTERNALLY-MANAGED"
 )
 """Modules that no node imports, two thirds of an interpreter: hosts keep their disks in memory."""
 ORIGIN = b"$ORIGIN/../lib"
@@ -187,23 +175,9 @@ def _download(requirements: Sequence[str], simple: Path) -> None:
     flat = simple.with_name("wheels")
     indexes = (os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("UV_INDEX_URL"), os.environ.get("PIP_INDEX_URL"))
     same = {"PIP_INDEX_URL": indexes[0]} if indexes[0] and not indexes[1] else {}
-    argv = [
-        _uv(),
-        "tool",
-        "run",
-        "--python",
-        sys.executable,
-        "pip",
-        "download",
-        "--quiet",
-        "--only-binary",
-        ":all:",
-        "--dest",
-        str(flat),
-        *requirements,
-    ]
+    pip = [_uv(), "tool", "run", "--python", sys.executable, "pip", "download", "--quiet", "--only-binary", ":all:"]
     done = subprocess.run(
-        argv,
+        [*pip, "--dest", str(flat), *requirements],
         env={**os.environ, **same},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -239,7 +213,7 @@ def _pack_interpreter(site: Path, scratch: Path) -> None:
     for alias in ("python", "python3"):
         (packed / "bin" / alias).symlink_to(name)
     shutil.copytree(
-        home / "lib" / name, packed / "lib" / name, symlinks=True, ignore=shutil.ignore_patterns(*NOT_NEEDED)
+        home / "lib" / name, packed / "lib" / name, symlinks=True, ignore=shutil.ignore_patterns(*NOT_NEEDED.split())
     )
     (packed / "lib" / name / "site-packages").mkdir()
     for library in (home / "lib").glob(f"libpython{MINOR}.so*"):

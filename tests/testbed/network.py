@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.testbed.command import ip, run
+from tests.testbed.command import ip
 
 FIRST_HOST, LAST_HOST = 2, 254
 
@@ -99,25 +99,6 @@ class Network:
                 f"link set {self.port(index)} type bridge_slave isolated on",
             ]
         )
-
-    def shape(self, index: int, pid: int, rate: str | None) -> None:
-        """Limit the interface to a rate such as "80mbit", each way separately; None removes the limit."""
-        bucket = ["tbf", "rate", rate, "burst", "32k", "latency", "300ms"] if rate else ["pfifo"]
-        run("tc", "qdisc", "replace", "dev", self.port(index), "root", *bucket)
-        run("nsenter", f"--net=/proc/{pid}/ns/net", "tc", "qdisc", "replace", "dev", "eth0", "root", *bucket)
-
-    def impair(self, index: int, pid: int, delay_milliseconds: int, loss_percent: float) -> None:
-        """Delay and lose packets of the interface, each way separately; 0 and 0 remove this.
-
-        Raises RuntimeError if the kernel has no netem.
-        """
-        worse = (
-            ["netem", "delay", f"{delay_milliseconds}ms", "loss", f"{loss_percent}%"]
-            if delay_milliseconds or loss_percent
-            else ["pfifo"]
-        )
-        run("tc", "qdisc", "replace", "dev", self.port(index), "root", *worse)
-        run("nsenter", f"--net=/proc/{pid}/ns/net", "tc", "qdisc", "replace", "dev", "eth0", "root", *worse)
 
     def links(self) -> list[str]:
         """Return the network interfaces of this network that exist on this machine."""

@@ -10,13 +10,12 @@ PACKAGES = {
     "ssh": "openssh-client",
     "ssh-keygen": "openssh-client",
     "ip": "iproute2",
-    "tc": "iproute2",
     "unshare": "util-linux",
     "nsenter": "util-linux",
 }
 """Commands that the test bed calls, and the Debian packages that have them."""
 
-NAMESPACES = ("--net", "--mount", "--pid", "--uts", "--ipc", "--cgroup", "--time", "--fork", "--kill-child=KILL")
+NAMESPACES = ("--net", "--mount", "--pid", "--uts", "--ipc", "--cgroup", "--fork", "--kill-child=KILL")
 """The options of `unshare` that create a host."""
 
 REHEARSAL = """set -e

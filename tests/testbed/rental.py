@@ -6,8 +6,6 @@ with ComputePool(provider=cloud.provider(), nodes=2) as pool:
 """
 
 import shlex
-import threading
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +14,7 @@ from typing import Any, ClassVar
 
 from pydantic import PrivateAttr
 
-from skyward_core import Instance, InstanceState, NoCapacity, Offer, Provider, Requirements
+from skyward_core import Instance, InstanceState, Offer, Provider, Requirements
 from skyward_core.machines.instances import Endpoint
 from skyward_core.providers.base import POOL_TAG, RANK_TAG, Tags
 from tests.testbed.fleet import Fleet
@@ -42,16 +40,10 @@ class Machine:
 
     instance: Instance
     host: Host
-    listed_until: float = 0.0
-    """Until when it is listed although its host is down; on the clock of `time.monotonic`."""
-
-    @property
-    def is_listed(self) -> bool:
-        return self.host.is_up or time.monotonic() < self.listed_until
 
 
 class Cloud:
-    """The owner of the machines, with its faults: its attributes may be set at any time, from any thread.
+    """The owner of the machines.
 
     Args:
         fleet: creates the hosts, and removes them at its end.
@@ -64,17 +56,8 @@ class Cloud:
         self._fleet = fleet
         self._prepare = prepare
         self._options = host
-        self._lock = threading.Lock()
-        self._places = 0
-        """Machines that are being created."""
         self.machines: dict[str, Machine] = {}
         """Every machine that was rented and not terminated, by instance id."""
-        self.capacity: int | None = None
-        """How many machines may be up at once; None: as many as the fleet has."""
-        self.delay_seconds = 0.0
-        """How much longer each method takes."""
-        self.outage = False
-        """True while every method fails with a ConnectionError."""
         self.requests: list[str] = []
         """The methods that were called, in order."""
 
@@ -88,40 +71,22 @@ class Cloud:
         """Return the host of an instance, up or not, to change it. Raises KeyError once it was terminated."""
         return self.machines[instance_id].host
 
-    def preempt(self, instance_id: str, unnoticed_seconds: float = 0.0) -> None:
-        """Preempt a machine: its packets are dropped, then it ends.
-
-        The cloud lists it as running for this many seconds more.
-        """
-        machine = self.machines[instance_id]
-        machine.listed_until = time.monotonic() + unnoticed_seconds
-        machine.host.kill()
-
-    def answer(self, verb: str) -> None:
-        """Accept a request: wait, and fail if there is an outage."""
-        self.requests.append(verb)
-        time.sleep(self.delay_seconds)
-        if self.outage:
-            raise ConnectionError(f"503 from the rental's {verb}")
+    def preempt(self, instance_id: str) -> None:
+        """Preempt a machine: its packets are dropped, then it ends."""
+        self.machines[instance_id].host.kill()
 
     def rent(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
-        """Create up to `count` hosts, within the capacity. Raises NoCapacity if that allows none."""
-        if not (places := self._claim(count)):
-            raise NoCapacity(f"no {offer.instance_type} left in {offer.region}")
-        first_rank = int(tags[RANK_TAG])
-        with ThreadPoolExecutor(places, thread_name_prefix="rental") as threads:
-            return list(
-                threads.map(
-                    lambda rank: self._rent_one(offer, rank, tags, startup), range(first_rank, first_rank + places)
-                )
-            )
+        """Create hosts, all at once."""
+        ranks = range(first_rank := int(tags[RANK_TAG]), first_rank + count)
+        with ThreadPoolExecutor(count, thread_name_prefix="rental") as threads:
+            return list(threads.map(lambda rank: self._rent_one(offer, rank, tags, startup), ranks))
 
     def listed(self, pool_id: str | None) -> list[Instance]:
-        """Return the machines with this pool's tag, or all, that are up or that the cloud still lists."""
+        """Return the machines with this pool's tag, or all, that are up."""
         found = [
             machine.instance
             for machine in list(self.machines.values())
-            if pool_id in (None, machine.instance.pool_id) and machine.is_listed
+            if pool_id in (None, machine.instance.pool_id) and machine.host.is_up
         ]
         return sorted(found, key=lambda instance: (instance.pool_id, instance.rank))
 
@@ -137,93 +102,71 @@ class Cloud:
         for instance_id in list(self.machines):
             self.take_back(instance_id)
 
-    def _claim(self, count: int) -> int:
-        """Reserve capacity, so that two launches do not share it; return for how many machines."""
-        with self._lock:
-            taken = self._places + sum(machine.host.is_up for machine in list(self.machines.values()))
-            places = count if self.capacity is None else max(0, min(count, self.capacity - taken))
-            self._places += places
-            return places
-
     def _rent_one(self, offer: Offer, rank: int, tags: Tags, startup: str) -> Instance:
-        try:
-            host = self._fleet.create(**self._options)
-            instance = _instance(offer, f"rental-{uuid.uuid4().hex[:12]}", rank, tags[POOL_TAG], host).model_copy(
-                update={"tags": {**tags, RANK_TAG: str(rank)}}
-            )
-            self.machines[instance.id] = Machine(instance, host)
-        finally:
-            with self._lock:
-                self._places -= 1
+        host = self._fleet.create(**self._options)
+        instance = _instance(offer, {**tags, RANK_TAG: str(rank)}, host)
+        self.machines[instance.id] = Machine(instance, host)
         self._prepare(host)
         _boot(host, instance, startup)
         return instance
 
 
 class Rental(Provider):
-    """Rents hosts of a test bed for `price_per_hour` USD, a third of it on the spot market if `spot_is_sold`.
-
-    Made by `Cloud.provider`.
-    """
+    """Rents hosts of a test bed for `price_per_hour` USD. Made by `Cloud.provider`."""
 
     name: ClassVar[str] = "rental"
     end_command: ClassVar[str] = "poweroff"
 
     price_per_hour: float = 3.6
-    spot_is_sold: bool = False
     _cloud: Cloud = PrivateAttr()
 
-    @property
-    def cloud(self) -> Cloud:
-        """The cloud that owns these machines."""
-        return self._cloud
-
     def offers(self, want: Requirements) -> list[Offer]:
-        """Return one offer, and a second one for spot machines if they are sold."""
-        self._cloud.answer("offers")
-        on_demand = Offer(
-            provider=self.name,
-            instance_type="rental.1",
-            region="testbed",
-            price_per_hour=self.price_per_hour,
-            on_demand_price_per_hour=self.price_per_hour,
-            vcpus=2,
-            memory_gb=4,
-        )
-        spot = on_demand.model_copy(update={"is_spot": True, "price_per_hour": self.price_per_hour / 3})
-        return [on_demand, spot] if self.spot_is_sold else [on_demand]
+        """Return one offer."""
+        self._cloud.requests.append("offers")
+        return [
+            Offer(
+                provider=self.name,
+                instance_type="rental.1",
+                region="testbed",
+                price_per_hour=self.price_per_hour,
+                on_demand_price_per_hour=self.price_per_hour,
+                vcpus=2,
+                memory_gb=4,
+            )
+        ]
 
     def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
         """Create hosts, all at once.
 
         Each runs the startup script as root, detached, with its output in the instance directory's `log`.
         """
-        self._cloud.answer("launch")
+        self._cloud.requests.append("launch")
         return self._cloud.rent(offer, count, tags, startup)
 
     def instances(self, pool_id: str | None = None) -> list[Instance]:
         """Return the hosts of the pool, or all, that are up: one that has powered itself off is gone."""
-        self._cloud.answer("instances")
+        self._cloud.requests.append("instances")
         return self._cloud.listed(pool_id)
 
     def terminate(self, ids: Sequence[str]) -> None:
         """Crash these hosts; this machine's memory that they used is free when it returns."""
-        self._cloud.answer("terminate")
+        self._cloud.requests.append("terminate")
         for instance_id in ids:
             self._cloud.take_back(instance_id)
 
 
-def _instance(offer: Offer, instance_id: str, rank: int, pool_id: str, host: Host) -> Instance:
+def _instance(offer: Offer, tags: Tags, host: Host) -> Instance:
     _, kind, key = host.known_hosts_line.split()
+    instance_id = f"rental-{uuid.uuid4().hex[:12]}"
     return Instance(
         id=instance_id,
         provider=Rental.name,
-        pool_id=pool_id,
-        rank=rank,
+        pool_id=tags[POOL_TAG],
+        rank=int(tags[RANK_TAG]),
+        tags=dict(tags),
         state=InstanceState.RUNNING,
         region=offer.region,
         instance_type=offer.instance_type,
-        is_spot=offer.is_spot,
         price_per_hour=offer.price_per_hour,
         on_demand_price_per_hour=offer.on_demand_price_per_hour,
         ip=host.ip,

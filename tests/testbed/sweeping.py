@@ -10,21 +10,19 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from tests.testbed.network import Network
 
 RUN = Path("/run")
-CGROUPS = Path("/sys/fs/cgroup")
 TAG = "SKYWARD_TESTBED"
 """Every process that carries a host has the number of its fleet in this environment variable."""
 NUMBERS = range(1, 251)
 
 
-def claim(numbers: range = NUMBERS) -> tuple[int, int]:
+def claim() -> tuple[int, int]:
     """Return the first free number, and the descriptor that holds it; remains of a dead owner are removed first."""
-    for number in numbers:
+    for number in NUMBERS:
         if (lock := take(number)) is not None:
             sweep(number)
             return number, lock
@@ -66,20 +64,17 @@ def sweep_abandoned() -> list[int]:
     return swept
 
 
-def sweep(number: int, seconds: float = 60.0) -> None:
+def sweep(number: int) -> None:
     """Kill and remove everything of this fleet.
 
     The caller holds its number. Raises RuntimeError with what could not be removed in time.
     """
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + 60.0
     while True:
         for pid in _processes(number):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         Network(number).remove()
-        for group in cgroups(number):
-            with contextlib.suppress(OSError):  # busy until its last process is gone
-                group.rmdir()
         if not _processes(number):
             shutil.rmtree(directory(number), ignore_errors=True)
         if not (left := leftovers(number)):
@@ -90,24 +85,15 @@ def sweep(number: int, seconds: float = 60.0) -> None:
 
 
 def leftovers(number: int) -> list[str]:
-    """Return what exists of this fleet: processes, network interfaces, control groups, mounts of this
-    namespace, files.
-    """
+    """Return what exists of this fleet: processes, network interfaces, mounts of this namespace, files."""
     files = [str(directory(number))] if directory(number).exists() else []
     mounts = [line for line in Path("/proc/self/mounts").read_text().splitlines() if f"{directory(number)}/" in line]
-    groups = [str(group) for group in cgroups(number)]
-    return [*(f"process {pid}" for pid in _processes(number)), *Network(number).links(), *groups, *mounts, *files]
+    return [*(f"process {pid}" for pid in _processes(number)), *Network(number).links(), *mounts, *files]
 
 
 def directory(number: int) -> Path:
     """Where the fleet keeps its keys and the directories of its hosts."""
     return RUN / f"skyward-testbed-{number}"
-
-
-def cgroups(number: int) -> Iterator[Path]:
-    """Yield the control groups of the fleet's hosts, of either version of control groups."""
-    for top in (CGROUPS, CGROUPS / "memory"):
-        yield from top.glob(f"skyward-testbed-{number}-*")
 
 
 def _processes(number: int) -> list[int]:

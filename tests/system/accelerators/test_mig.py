@@ -1,168 +1,35 @@
-"""MIG without a GPU: specs, settings of nodes, and the script that partitions and restores, with a fake nvidia-smi."""
+"""The script that partitions GPUs and restores them, with a fake nvidia-smi."""
 
 import os
 import subprocess
-import time
+import sys
+import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import skyward_core as sky
-from skyward_core.accelerators.mig import CHANGED_BY_RESET, TABLES, profiles
 from skyward_core.image import shell
-from skyward_core.image.mig_shell import partition_gpus
-from skyward_core.machines.offers import Offer
-from skyward_core.providers import termination_shell
+from skyward_core.image.mig_shell import UNPARTITION, partition_gpus
+from skyward_core.providers import hosts, termination_shell
 from skyward_core.provisioning.bootstrap import node_script
-from skyward_core.provisioning.selection import refuse, warn
-from skyward_core.worker.settings import NodeSettings, with_partitions
-from skyward_core.worker.supervisor import read_settings
-from tests.accelerators.first_node import settings_of_first_node
+from skyward_core.provisioning.guard import guard_script
 from tests.testbed.fakegpu import install
 
+SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 HALVES = ("3g.40gb", "3g.40gb")
 MIXED = ("3g.40gb", "2g.20gb", "1g.10gb", "1g.10gb")
 WHOLE = [[], []]
 DISABLED = ["Disabled", "Disabled"]
-
-# ── specs ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def spec(**options: Any) -> sky.PoolSpec:
-    return sky.PoolSpec.of(provider=sky.Hosts("gpu-1"), **options)
-
-
-@pytest.mark.parametrize(
-    ("accelerator", "workers"),
-    [
-        (None, 1),
-        (sky.Accelerator.NVIDIA.H100(count=2), 1),
-        (sky.Accelerator.NVIDIA.H100(mig="3g.40gb"), 2),
-        (sky.Accelerator.NVIDIA.H100(mig=["3g.40gb"]), 1),
-        (sky.Accelerator.NVIDIA.H100(count=2, mig=["1g.10gb", "1g.10gb", "2g.20gb", "3g.40gb"]), 8),
-    ],
-)
-def test_a_partition_is_a_worker(accelerator: sky.Accelerator | None, workers: int) -> None:
-    """There is one worker for each partition of each GPU, else one worker.
-
-    The machine must have CPUs and memory for all workers.
-    """
-    wanted = spec(accelerator=accelerator, cpu=3, memory="5GB", concurrency=2)
-    assert wanted.workers_per_node == workers
-    assert (wanted.requirements.vcpus, wanted.requirements.memory_gb) == (3 * workers, 5.0 * workers)
-    assert (spec(accelerator=accelerator).requirements.vcpus, spec(accelerator=accelerator).requirements.memory_gb) == (
-        None,
-        None,
-    )
-    wanted.refuse_what_cannot_be()
-
-
-def node_settings(wanted: sky.PoolSpec, ports: tuple[int, ...] = ()) -> NodeSettings:
-    """Return the settings of the first node of a pool with these fields."""
-    return settings_of_first_node(wanted, wanted.accelerator, ports)
-
-
-def test_limits_of_one_worker_do_not_change_with_partitions() -> None:
-    """These are the memory limit, the number of calls at the same time, and the accelerators.
-
-    A worker has one chip and sees a part of it.
-    """
-    settings = node_settings(
-        spec(accelerator=sky.Accelerator.NVIDIA.H100(count=2, mig="3g.40gb"), memory="5GB", concurrency=3),
-        (1, 2, 3, 4, 5),
-    )
-    assert (settings.memory_limit_bytes, settings.slots, settings.accelerators) == (5 * 10**9, 3, ("H100",))
-    assert settings.workers == ({}, {}, {}, {})
-    assert (settings.scheduler_port, settings.worker_ports) == (1, (2, 3, 4, 5))
-    whole = node_settings(spec(accelerator=sky.Accelerator.NVIDIA.H100(count=2)))
-    assert (whole.workers, whole.accelerators, whole.memory_limit_bytes) == (({},), ("H100", "H100"), None)
-
-
-def test_this_machine_is_not_partitioned() -> None:
-    """Local refuses before the start and names a provider that supports partitions. Hosts accepts everything."""
-    requested = sky.PoolSpec.of(provider=sky.Local(), accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb"))
-    with pytest.raises(sky.NotYetSupported, match=r"local does not do mig: .*use Hosts with its address"):
-        refuse(requested, sky.Local())
-    refuse(requested, sky.Hosts("gpu-1"))
-    refuse(sky.PoolSpec.of(accelerator="H100"), sky.Local())
-
-
-@pytest.mark.parametrize("chip", [sky.Accelerator.NVIDIA.A100(mig="3g.40gb"), sky.Accelerator.NVIDIA.A30(mig="1g.6gb")])
-def test_amperes_on_rented_machines_cause_a_warning(caplog: pytest.LogCaptureFixture, chip: sky.Accelerator) -> None:
-    """A virtual machine may refuse their reset, so the warning comes before one is billed.
-
-    A user's own machines, whole chips and later chips cause no warning.
-    """
-    warn(sky.PoolSpec.of(accelerator=chip), [sky.Hosts("gpu-1")])
-    warn(sky.PoolSpec.of(accelerator=sky.Accelerator(chip.name, chip.memory_gb, 1)), [sky.AWS()])
-    warn(sky.PoolSpec.of(accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb")), [sky.AWS()])
-    assert caplog.messages == []
-    warn(sky.PoolSpec.of(accelerator=chip), [sky.Hosts("gpu-1"), sky.AWS()])
-    assert "H100, H200 and B200 need no reset" in caplog.text
-
-
-@pytest.mark.parametrize("provider", [sky.AWS(), sky.Verda(), sky.DigitalOcean()])
-@pytest.mark.parametrize("chip", ["H100", "H200", "B200", "B300", "RTX_PRO_6000"])
-def test_later_chips_are_partitioned_on_rented_machines(provider: sky.Provider, chip: str) -> None:
-    """They change to MIG mode without a reset."""
-    make = getattr(sky.Accelerator.NVIDIA, chip)
-    name, memory = make().name, make().memory_gb
-    refuse(sky.PoolSpec.of(accelerator=make(mig=profiles(name, memory)[0].name)), provider)
-
-
-def test_the_special_chips_exist_in_the_catalogue() -> None:
-    """The lists of special chips use existing names."""
-    assert set(CHANGED_BY_RESET) < {table.chip for table in TABLES}
-
-
-def test_a_local_pool_with_partitions_is_refused_before_it_starts() -> None:
-    """Opening the pool raises an error and launches nothing."""
-    events: list[object] = []
-    with pytest.raises(sky.NotYetSupported, match="use Hosts"):
-        sky.ComputePool(
-            provider=sky.Local(),
-            accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb"),
-            on_event=events.append,
-            display="quiet",
-        ).open()
-    assert not [event for event in events if isinstance(event, sky.InstanceProvisioned)]
-
-
-# ── partitions of a worker ───────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_each_worker_sees_one_partition() -> None:
-    """The order is that of the list. The setting replaces the client's for the worker, and other settings stay."""
-    settings = replace(
-        node_settings(spec(accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb"))),
-        workers=({"A": "1", "CUDA_VISIBLE_DEVICES": "0"}, {}),
-    )
-    shown = with_partitions(settings, "MIG-a\nMIG-b\n")
-    assert shown.workers == ({"A": "1", "CUDA_VISIBLE_DEVICES": "MIG-a"}, {"CUDA_VISIBLE_DEVICES": "MIG-b"})
-    assert replace(shown, workers=settings.workers) == settings
-    assert NodeSettings.from_json(shown.to_json()) == shown
-
-
-@pytest.mark.parametrize("text", ["", "MIG-a\n", "MIG-a\nMIG-b\nMIG-c\n"])
-def test_a_wrong_number_of_partitions_is_an_error(text: str) -> None:
-    """With another number two workers could share a partition, or one worker could see the whole GPU."""
-    with pytest.raises(ValueError, match=f"{len(text.split())} partitions of GPUs for 2 workers"):
-        with_partitions(node_settings(spec(accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb"))), text)
-
-
-def test_a_node_reads_its_partitions_beside_its_settings(tmp_path: Path) -> None:
-    """If the file is missing, the settings are those of the client."""
-    settings = node_settings(spec(accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb")))
-    (tmp_path / "settings.json").write_text(settings.to_json())
-    assert read_settings(tmp_path) == settings
-    (tmp_path / "partitions").write_text("MIG-a\nMIG-b\n")
-    assert read_settings(tmp_path) == with_partitions(settings, "MIG-a MIG-b")
-
-
-# ── the script, with fake GPUs ───────────────────────────────────────────────────────────────────────────────────────
+SUDO = """\
+#!/bin/sh
+[ "$1" = -n ] && shift
+[ "$1" != -- ] || shift
+[ ! -e "$0.refuses" ] || { echo 'sudo: a password is required' >&2; exit 1; }
+FAKE_ROOT=1 exec "$@"
+"""
 
 
 class Machine:
@@ -193,22 +60,27 @@ class Machine:
     def partition(self, profiles: Sequence[str], gpus: int = 2) -> tuple[int, str]:
         """Partition the GPUs; return the exit code and the output."""
         with self.start(profiles, gpus) as process:
-            said, _ = process.communicate(timeout=30)
+            said, _ = process.communicate(timeout=120)
             return process.returncode, said
 
-    def give_back(self, **environ: str) -> str:
+    def refuses(self, gpus: int = 2) -> str:
+        """Partition the GPUs, which fails; return the output."""
+        code, said = self.partition(HALVES, gpus)
+        assert code != 0
+        assert "::skyward failed phase=mig" in said
+        return said
+
+    def give_back(self, ending: str = termination_shell.ENDING, **environ: str) -> str:
         """Restore the GPUs as guard and provider do; return the output."""
-        script = f'set -u\n{termination_shell.ENDING}\nskyward_clean host-000000000000 "$SKYWARD_INSTANCE_DIRECTORY"\n'
-        done = subprocess.run(
-            [*self.prefix, "dash", "-c", script],
-            env=self.environ | environ,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        script = f'set -u\n{ending}\nskyward_clean host-000000000000 "$SKYWARD_INSTANCE_DIRECTORY"\n'
+        argv = [*self.prefix, "dash", "-c", script]
+        environment = self.environ | environ
+        done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=120, check=False)
         assert done.stderr == ""
         return done.stdout
+
+    def is_whole(self) -> bool:
+        return (self.gpus.modes, self.gpus.partitions) == (DISABLED, WHOLE)
 
     @property
     def partitions(self) -> list[str]:
@@ -221,49 +93,68 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_without_profiles_there_is_no_script() -> None:
-    """There is no phase either."""
-    assert partition_gpus((), 2) == ""
-    assert "mig" not in node_script(spec(accelerator="H100")).partition("::skyward phase skyward")[2]
+@pytest.mark.parametrize(
+    ("dialect", "script"),
+    [
+        ("bash", shell.script(shell.prelude(), partition_gpus(MIXED, 8))),
+        ("bash", node_script(sky.PoolSpec.of(accelerator=sky.Accelerator.NVIDIA.A100(mig="2g.20gb")))),
+        ("sh", UNPARTITION),
+        ("sh", guard_script(60, None)),
+        ("sh", hosts.END),
+    ],
+)
+def test_the_text_passes_shellcheck(dialect: str, script: str) -> None:
+    """Functions and variables that a part does not use are ignored. A single quote would end the program's own quoting."""
+    argv = [SHELLCHECK, f"--shell={dialect}", "--exclude=SC2329,SC2317,SC2034", "-"]
+    assert subprocess.run(argv, input=script, capture_output=True, text=True, check=False).stdout == ""
+    assert "'" not in UNPARTITION
 
 
-@pytest.mark.parametrize("profiles", [HALVES, MIXED, ("7g.80gb",)])
-def test_gpus_are_split_and_restored(machine: Machine, profiles: tuple[str, ...]) -> None:
-    """Each partition has a line, in the order of the GPUs. Later all GPUs are as before, without output."""
+@pytest.mark.parametrize("profiles", [HALVES, MIXED])
+@pytest.mark.parametrize("needs_reset", [False, True])
+def test_gpus_are_split_and_restored(tmp_path: Path, profiles: tuple[str, ...], needs_reset: bool) -> None:
+    """Each partition has a line, in the order of the GPUs. An A100's mode changes with a reset only, both ways."""
+    machine = Machine(tmp_path, needs_reset=needs_reset)
     code, said = machine.partition(profiles)
-    assert (code, said.splitlines()) == (0, ["::skyward phase mig", "::skyward done phase=mig"])
+    assert (code, said.splitlines()[0], said.splitlines()[-1]) == (0, "::skyward phase mig", "::skyward done phase=mig")
     assert machine.gpus.partitions == [list(profiles)] * 2
     assert machine.partitions == machine.gpus.uuids
     assert len(set(machine.partitions)) == 2 * len(profiles)
     assert machine.give_back() == ""
-    assert (machine.gpus.modes, machine.gpus.partitions) == (DISABLED, WHOLE)
+    assert machine.is_whole()
     assert not (machine.directory / "mig").exists()
     seen = machine.gpus.changes
+    assert sum("--gpu-reset" in change for change in seen) == (4 if needs_reset else 0)
     assert machine.give_back() == ""  # another user may use the GPUs by now
     assert machine.gpus.changes == seen
 
 
-def test_partitions_of_another_user_are_not_changed(machine: Machine) -> None:
-    """The second GPU has another user's partitions, without a compute instance.
+def test_only_the_first_gpus_are_changed_and_a_mode_that_was_on_stays_on(tmp_path: Path) -> None:
+    """The partitions of the fourth are neither used nor removed."""
+    machine = Machine(tmp_path, count=4)
+    machine.gpus.set(0, current="Enabled", pending="Enabled")
+    machine.gpus.run("-i", "3", "-mig", "1")
+    machine.gpus.run("mig", "-i", "3", "-cgi", "7g.80gb", "-C")
+    assert machine.partition(HALVES)[0] == 0
+    assert machine.partitions == machine.gpus.uuids[:4]
+    machine.give_back()
+    assert machine.gpus.modes == ["Enabled", "Disabled", "Disabled", "Enabled"]
+    assert machine.gpus.partitions == [[], [], [], ["7g.80gb"]]
 
-    The message names it, and the first GPU is restored.
-    """
+
+def test_partitions_of_another_user_are_not_changed(machine: Machine) -> None:
+    """The message names the GPU and the commands that free it, and the first GPU is restored."""
     machine.gpus.set(1, current="Enabled", pending="Enabled")
     machine.gpus.run("mig", "-i", "1", "-cgi", "4g.40gb")
-    code, said = machine.partition(HALVES)
-    assert code != 0
+    said = machine.refuses()
     assert "GPU 1 is partitioned already; if no other user needs that: sudo nvidia-smi mig -i 1 -dci" in said
     assert "::skyward failed phase=mig exit=1 command=partition 2 3g.40gb,3g.40gb" in said
     machine.give_back()
     assert (machine.gpus.modes, machine.gpus.partitions) == (["Disabled", "Enabled"], [[], ["4g.40gb"]])
 
 
-def test_after_a_reboot_only_the_mode_is_restored(tmp_path: Path) -> None:
-    """Partitions after the reboot belong to another user.
-
-    A mode that persists, as an A100's does, is restored if the GPU is unused.
-    """
-    machine = Machine(tmp_path)
+def test_after_a_reboot_only_the_mode_is_restored(machine: Machine) -> None:
+    """Partitions after the reboot belong to another user. The mode of an unused A100 persists, and is restored."""
     (machine.directory / "mig").write_text("0 Disabled another-boot\n1 Disabled another-boot\n")
     for gpu in (0, 1):
         machine.gpus.set(gpu, current="Enabled", pending="Enabled")
@@ -272,29 +163,14 @@ def test_after_a_reboot_only_the_mode_is_restored(tmp_path: Path) -> None:
     assert (machine.gpus.modes, machine.gpus.partitions) == (["Disabled", "Enabled"], [[], ["7g.80gb"]])
 
 
-def test_without_a_process_to_name_there_is_advice(machine: Machine) -> None:
-    """The command fails and lists no process: monitoring is the usual reason."""
-    machine.gpus.set(fails="-mig")
-    code, said = machine.partition(HALVES)
-    assert code != 0
-    assert (
-        "Unknown Error\nGPU 0 cannot change to MIG mode. Something may hold it that is no process of its list: stop monitoring"
-        in said
-    )
-
-
 @pytest.mark.parametrize(
     ("program", "gpus", "words"),
     [
         (None, 2, "there is no nvidia-smi here"),
-        (
-            "#!/bin/sh\necho 'NVIDIA-SMI has failed because it could not communicate with the driver'; exit 9\n",
-            2,
-            "NVIDIA-SMI has failed",
-        ),
+        ("echo 'NVIDIA-SMI has failed'; exit 9", 2, "NVIDIA-SMI has failed"),
         ("", 3, "there are 2 GPUs here, and 3 are to be partitioned"),
         (
-            "#!/bin/sh\ncase $* in *index*) echo 0 ;; *mig.mode*) echo '[N/A], [N/A]' ;; esac\n",
+            "case $* in *index*) echo 0 ;; *mig.mode*) echo '[N/A], [N/A]' ;; esac",
             1,
             "GPU 0 cannot be partitioned: its MIG mode is [N/A] [N/A]",
         ),
@@ -303,59 +179,101 @@ def test_without_a_process_to_name_there_is_advice(machine: Machine) -> None:
 def test_a_machine_that_cannot_be_partitioned_reports_the_reason(
     machine: Machine, program: str | None, gpus: int, words: str
 ) -> None:
-    """No driver, a driver that does not answer, too few GPUs, or GPUs without MIG.
-
-    Nothing is recorded, so nothing is restored.
-    """
+    """Nothing is recorded, so nothing is restored."""
     if program is None:
         machine.gpus.program.unlink()
     elif program:
-        machine.gpus.program.write_text(program)
-    code, said = machine.partition(HALVES, gpus)
-    assert code != 0
-    assert words in said
-    assert "::skyward failed phase=mig" in said
+        machine.gpus.program.write_text(f"#!/bin/sh\n{program}\n")
+    assert words in machine.refuses(gpus)
     assert not (machine.directory / "mig").exists()
 
 
-def test_an_incomplete_list_of_partitions_is_an_error(machine: Machine) -> None:
-    """The driver lists one of two partitions: no worker gets any."""
-    machine.gpus.set(hides=1)
-    code, said = machine.partition(HALVES, 1)
-    assert code != 0
-    assert '2 partitions were made, and "nvidia-smi -L" lists 1' in said
+@pytest.mark.parametrize(
+    ("state", "processes", "words"),
+    [
+        (
+            {"fails": "-mig"},
+            [],
+            "GPU 0 cannot change to MIG mode. Something may hold it that is no process of its list: stop monitoring",
+        ),
+        (
+            {},
+            [(4711, "/usr/bin/train"), (4712, "python")],
+            "cannot change to MIG mode while processes use it: 4711, /usr/bin/train; 4712, python. End them and open",
+        ),
+        ({"needs_reset": True}, [(4711, "/usr/bin/train")], "processes use it: 4711, /usr/bin/train"),
+        ({"hides": 1}, [], '4 partitions were made, and "nvidia-smi -L" lists 2'),
+    ],
+    ids=["monitoring", "busy", "busy A100", "an incomplete list"],
+)
+def test_a_gpu_that_cannot_change_is_reported_with_advice(
+    machine: Machine, state: dict[str, Any], processes: list[tuple[int, str]], words: str
+) -> None:
+    """No worker gets a partition, and the processes are not ended."""
+    machine.gpus.set(**state)
+    machine.gpus.set(0, processes=processes)
+    assert words in machine.refuses()
     assert not (machine.directory / "partitions").exists()
+    machine.gpus.set(fails="", hides=0)
+    machine.give_back()
+    assert machine.is_whole()
 
 
-def test_a_driver_that_hangs_does_not_block_the_end(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At its time limit the restoration stops, and the output has the command. The clean-up continues."""
-    monkeypatch.setattr(
-        termination_shell,
-        "ENDING",
-        termination_shell.ENDING.replace(f"seconds={termination_shell.UNPARTITION_SECONDS}\n", "seconds=1\n"),
-    )
+def test_a_refused_reset_is_reported_with_a_remedy(tmp_path: Path) -> None:
+    """A virtual machine may refuse it; the pending mode is removed. After a reboot in MIG mode it works."""
+    machine = Machine(tmp_path, needs_reset=True, refuses_reset=True)
+    said = machine.refuses()
+    assert "could not be reset" in said
+    assert 'Run "sudo nvidia-smi -i 0 -mig 1", reboot the machine, and open the pool again' in said
+    assert "there, choose an H100 or a later chip" in said
+    assert machine.give_back() == ""
+    assert machine.is_whole()
+    for gpu in (0, 1):
+        machine.gpus.set(gpu, current="Enabled", pending="Enabled")
+    assert machine.partition(HALVES)[0] == 0
+    machine.give_back()
+    assert machine.gpus.modes == ["Enabled", "Enabled"]
+
+
+def test_a_gpu_that_cannot_be_restored_is_reported(machine: Machine) -> None:
+    """The other one is restored, and the clean-up continues."""
+    machine.partition(HALVES)
+    machine.gpus.set(1, processes=[(4711, "somebody")])
+    said = machine.give_back(SKYWARD_KEEP_DIRECTORY="")
+    assert said.startswith("GPU 1 is not as it was before (MIG mode Disabled, not partitioned): ")
+    assert "In use by another client" in said
+    assert said.count("\n") == 1
+    assert (machine.gpus.modes, machine.gpus.partitions) == (["Disabled", "Enabled"], [[], list(HALVES)])
+    assert not machine.directory.exists()
+
+
+def test_a_driver_that_hangs_does_not_block_the_end(machine: Machine) -> None:
+    """At its time limit the restoration stops, and the clean-up continues."""
+    limit = f"seconds={termination_shell.UNPARTITION_SECONDS}\n"
+    assert limit in termination_shell.ENDING
     machine.partition(HALVES)
     machine.gpus.set(hangs="-dgi")
-    began = time.monotonic()
-    said = machine.give_back(SKYWARD_KEEP_DIRECTORY="")
-    assert time.monotonic() - began < 20
+    said = machine.give_back(termination_shell.ENDING.replace(limit, "seconds=1\n"), SKYWARD_KEEP_DIRECTORY="")
     assert "the GPUs could not be restored in 1 s: they may still be partitioned" in said
     assert not machine.directory.exists()
 
 
-def test_an_offer_must_have_cpus_for_all_its_workers() -> None:
-    """Two workers with 8 CPUs each do not fit on a machine with 8."""
-    small = Offer(
-        provider="p",
-        instance_type="t",
-        region="r",
-        price_per_hour=1.0,
-        vcpus=8,
-        memory_gb=64,
-        accelerator="H100",
-        accelerators=1,
-        accelerator_memory_gb=80,
-    )
-    requested = spec(accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb"), cpu=8).requirements
-    with pytest.raises(sky.NoCapacity, match="has 8 CPUs"):
-        sky.select_instance([small], requested.accelerator, cpu=requested.vcpus)
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_sudo_is_used_if_the_user_is_not_root() -> None:
+    """It needs no password. Without sudo the error comes before anything is changed."""
+    with tempfile.TemporaryDirectory() as folder:
+        machine = Machine(Path(folder))
+        sudo = machine.gpus.program.with_name("sudo")
+        sudo.write_text(SUDO)
+        sudo.chmod(0o755)
+        for path in (Path(folder), machine.directory, machine.gpus.program.with_name("nvidia-smi.json")):
+            path.chmod(0o777)
+        machine.prefix = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+        assert machine.partition(HALVES) == (0, "::skyward phase mig\n::skyward done phase=mig\n")
+        assert machine.gpus.partitions == [list(HALVES)] * 2
+        assert machine.give_back() == ""
+        assert machine.is_whole()
+        sudo.with_name("sudo.refuses").touch()
+        said = machine.refuses()
+        assert "a password is required\nGPUs are partitioned by root only: log in as root, or let sudo run" in said
+        assert not (machine.directory / "mig").exists()

@@ -1,21 +1,21 @@
-"""The processor of machines: in every offer, chosen by `architecture`, any by default."""
+"""This machine is offered with its own architecture only."""
+
+import platform
 
 import pytest
 
 import skyward_core as sky
 from skyward_core.errors import BadRequest
-from tests.unit.machines.test_architecture import (
-    HERE,
-    OTHER,
-)
+
+HERE = {"x86_64": "x86_64", "aarch64": "arm64"}[platform.machine()]
+OTHER = "arm64" if HERE == "x86_64" else "x86_64"
 
 
-def test_an_unknown_architecture_is_refused_with_the_valid_names() -> None:
-    """The message has the valid names."""
+def test_an_architecture_that_this_machine_lacks_is_refused() -> None:
+    assert list(sky.offers("local", architecture=OTHER, max_age_seconds=0)) == []
+    assert sky.offers("local", architecture=HERE, max_age_seconds=0)[0].architecture == HERE
     with pytest.raises(BadRequest, match=r"architecture='sparc': .*'x86_64' or 'arm64'"):
         sky.ComputePool(architecture="sparc")
-    with (
-        pytest.raises(sky.NoCapacity, match=f"is {HERE}"),
-        sky.ComputePool(provider=sky.Local(), architecture=OTHER, display="quiet"),
-    ):
-        pass
+    pool = sky.ComputePool(provider=sky.Local(), architecture=OTHER, display="quiet")
+    with pytest.raises(sky.NoCapacity, match=f"is {HERE}"):
+        pool.open()

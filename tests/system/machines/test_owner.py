@@ -13,29 +13,31 @@ from skyward_core.machines.owner import Owner, OwnerState
 TELL = "from skyward_core.machines.owner import Owner; o = Owner.here(); print(o.name); print(o.process)"
 
 
-def test_this_process_is_alive_and_survives_its_text_form() -> None:
-    """The text in tags is read back as the same owner."""
+def test_only_a_process_that_has_ended_is_dead() -> None:
+    """The text in tags is read back as the same owner. A reused pid, with another start time, is another owner."""
     here = Owner.here()
     assert here.state() is OwnerState.ALIVE
     assert Owner.parse(here.name, here.process) == here
     assert " " not in here.name + here.process
-
-
-def test_a_process_that_has_ended_is_dead() -> None:
-    """Another process of the same host sees it."""
     words = subprocess.run([sys.executable, "-c", TELL], capture_output=True, text=True, check=True).stdout.split()
     assert Owner.parse(*words).state() is OwnerState.DEAD
+    assert replace(here, started="1").state() is OwnerState.DEAD
 
 
-@pytest.mark.parametrize("elsewhere", [{"host": "other"}, {"boot": "b"}, {"boot": ""}, {"namespace": "1"}], ids=str)
-def test_an_invisible_owner_is_unknown_not_dead(elsewhere: dict[str, str]) -> None:
-    """It is on another host, or in another boot or container, even if no process here has its pid and start."""
-    assert replace(Owner.here(), started="1", **elsewhere).state() is OwnerState.UNKNOWN
-
-
-def test_a_reused_pid_is_another_owner() -> None:
-    """A process with the same pid and another start time is a different owner."""
-    assert replace(Owner.here(), started="1").state() is OwnerState.DEAD
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"host": "other", "started": "1"},
+        {"boot": "b", "started": "1"},
+        {"boot": "", "started": "1"},
+        {"namespace": "1", "started": "1"},
+        {"started": ""},
+    ],
+    ids=str,
+)
+def test_an_invisible_owner_is_unknown_not_dead(fields: dict[str, str]) -> None:
+    """It is on another host, in another boot or container, or /proc did not have its start time."""
+    assert replace(Owner.here(), **fields).state() is OwnerState.UNKNOWN
 
 
 AS_ANOTHER_USER = """
@@ -72,17 +74,8 @@ def test_a_hidden_owner_is_unknown_not_dead(hidepid: int) -> None:
 
 
 @pytest.mark.parametrize("pid", [0, -1, 10**30, 2**22 + 1])
-def test_an_impossible_pid_is_not_a_living_owner(pid: int) -> None:
-    """A tag of another user may contain it."""
+def test_a_tag_of_another_user_may_contain_anything(pid: int) -> None:
+    """An impossible pid is not a living owner; a malformed owner is refused."""
     assert replace(Owner.here(), pid=pid).state() is OwnerState.DEAD
-
-
-def test_an_owner_without_a_start_time_is_unknown_not_dead() -> None:
-    """/proc did not have its start time when it was written."""
-    assert replace(Owner.here(), started="").state() is OwnerState.UNKNOWN
-
-
-def test_a_malformed_owner_is_refused() -> None:
-    """A tag of another user may contain it."""
     with pytest.raises(ValueError, match="unpack"):
         Owner.parse("ada@host", "nonsense")

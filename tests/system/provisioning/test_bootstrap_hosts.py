@@ -1,35 +1,19 @@
-"""Bootstrap of a bare host over SSH: all steps, all failures, and what a failure leaves.
-
-Run as a program, with the data of a host, it is a client that opens a pool on that host. Tests kill this client.
-"""
+"""Bootstrap of bare machines of a cloud over SSH, and who may connect to the nodes."""
 
 import os
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import groupby
-from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any
 
 import pytest
-from pydantic import PrivateAttr
 
 import skyward_core as sky
-from skyward_core.events.events import BootstrapProgress, InstanceProvisioned, compose
-from skyward_core.machines.instances import Instance
-from skyward_core.machines.offers import Offer
-from skyward_core.providers.base import POOL_TAG, Tags
-from skyward_core.transport import ssh_transport
-from skyward_core.transport.ssh_connection import SSHConnection
-from tests.conftest import RecordedEvents, members, wait_until
-from tests.testbed import Fleet, Host
+from skyward_core.events.events import BootstrapProgress, InstanceProvisioned
+from tests.conftest import RecordedEvents, members
+from tests.testbed import Fleet
 from tests.testbed.fixtures import PURE_PACKAGE, fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror
-from tests.testbed.network import Network
-from tests.testbed.rental import Cloud, _boot, _instance  # pyright: ignore[reportPrivateUsage]
-
-LEASE_SECONDS = 5
+from tests.testbed.rental import Cloud
 
 pytestmark = [pytest.mark.timeout(240)]
 
@@ -68,38 +52,15 @@ def steps(recorded: RecordedEvents) -> list[str]:
     return [step for step, _ in groupby(event.step for event in recorded.of(BootstrapProgress))]
 
 
-class Reaction(RecordedEvents):
-    """A callback of a pool. It runs an action at the first event of a kind, or at the first report of a step."""
-
-    def __init__(self, to: type | str, action: Callable[[str], object]) -> None:
-        super().__init__()
-        self._to = to
-        self._action: Callable[[str], object] | None = action
-
-    def __call__(self, event: Any) -> None:
-        super().__call__(event)
-        if self._action is not None and (
-            isinstance(event, self._to) if isinstance(self._to, type) else getattr(event, "step", None) == self._to
-        ):
-            action, self._action = self._action, None
-            action(event.instance_id)
-
-
-# ── failures ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def failure(cloud: Cloud, recorded: Callable[..., Any], **options: Any) -> sky.BootstrapFailed:
+def failure(cloud: Cloud, recorded: RecordedEvents | None = None, **options: Any) -> sky.BootstrapFailed:
     """Open a pool that cannot open. Return the error after all machines of the pool have ended.
 
     The conftest checks that no thread and no socket is left.
     """
-    launched = RecordedEvents()
-    with (
-        pytest.raises(sky.BootstrapFailed) as caught,
-        pool_on(cloud.provider(), compose(launched, recorded), **options),
-    ):
+    recorded = recorded or RecordedEvents()
+    with pytest.raises(sky.BootstrapFailed) as caught, pool_on(cloud.provider(), recorded, **options):
         pass
-    assert launched.of(InstanceProvisioned) != []
+    assert recorded.of(InstanceProvisioned) != []
     assert cloud.machines == {}  # a terminated host has been ended
     assert cloud.requests[-1] == "instances"
     return caught.value
@@ -107,91 +68,11 @@ def failure(cloud: Cloud, recorded: Callable[..., Any], **options: Any) -> sky.B
 
 def test_a_package_that_does_not_exist_is_named(cloud):
     """The error has the step, the exit code, the uv command and its output, for the node that failed first."""
-    error = failure(cloud, RecordedEvents(), image=sky.Image(pip=["skyward-no-such-package==9"]))
+    error = failure(cloud, image=sky.Image(pip=["skyward-no-such-package==9"]))
     assert (error.node, error.phase, error.exit_code) == (0, "deps", 1)
     assert "command=uv pip install" in str(error)
     assert "skyward-no-such-package was not found" in error.output[-1]
     assert error.output[-1] in str(error)
-
-
-def test_a_machine_that_dies_during_the_bootstrap_is_reported_long_before_the_deadline(cloud, monkeypatch):
-    """The machine stops answering during a step, and the provider does not list it any more.
-
-    The pool fails within seconds, for any provision_timeout.
-    """
-    # the failure detector needs 1.5 s here instead of 15 s
-    monkeypatch.setitem(SSHConnection.__init__.__kwdefaults__, "keepalive_seconds", 0.5)
-
-    def die(instance_id: str) -> None:
-        settings = cloud.host(instance_id).root / f"root/.cache/skyward/instances/{instance_id}/settings.json"
-        wait_until(settings.exists, "the settings of the head")
-        cloud.preempt(instance_id)
-
-    started = time.monotonic()
-    error = failure(cloud, Reaction("deps", die), provision_timeout=600)
-    assert (error.node, error.phase, error.exit_code) == (0, "deps", None)
-    assert "gone" in str(error)
-    assert time.monotonic() - started < 100
-
-
-def test_a_host_that_refuses_our_key_is_reported(cloud, monkeypatch):
-    """When the time for cloud-init is over, a refusal is final: CredentialsError names the host and has advice.
-
-    The machine is terminated.
-    """
-    monkeypatch.setattr(ssh_transport, "AUTH_GRACE_SECONDS", 1.0)
-
-    def lock_out(instance_id: str) -> None:
-        (cloud.host(instance_id).root / "root/.ssh/authorized_keys").write_text("")
-
-    with (
-        pytest.raises(sky.CredentialsError, match="refuses our keys"),
-        pool_on(cloud.provider(), Reaction(InstanceProvisioned, lock_out)),
-    ):
-        pass
-    assert cloud.machines == {}
-
-
-def test_another_host_key_is_refused(fleet, mirror):
-    """A host shows another key than the one of its launch.
-
-    The client sends it nothing and raises HostKeyChanged. The machine is terminated.
-    """
-    cloud = Cloud(fleet, prepare=lambda host: (mirror.configure(host), host.change_host_key()))
-    recorded = RecordedEvents()
-    with pytest.raises(sky.HostKeyChanged), pool_on(cloud.provider(), recorded):
-        pass
-    assert steps(recorded) == []
-    assert cloud.machines == {}
-
-
-# ── a dead client, and a broken network ──────────────────────────────────────────────────────────────────────────────
-
-
-def test_the_guard_ends_a_machine_after_its_client_was_killed(fleet, mirror):
-    """The client gets SIGKILL while a host installs packages.
-
-    The host turns itself off within its lease plus ten seconds.
-    """
-    host = fleet.create()
-    mirror.configure(host)
-    argv = [sys.executable, "-m", "tests.system.provisioning.test_bootstrap_hosts", *_particulars(host)]
-    client = subprocess.Popen(argv, cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True)
-    assert client.stdout is not None
-    try:
-        for line in client.stdout:
-            if line == "deps\n":
-                break
-        else:
-            pytest.fail("the client has ended before the host installed anything")
-        time_of_death = time.monotonic()
-    finally:
-        client.kill()
-        client.wait(60)
-        client.stdout.close()
-    assert host.is_up
-    wait_until(lambda: not host.is_up, "the host to turn itself off", seconds=LEASE_SECONDS + 10)
-    assert time.monotonic() - time_of_death > 1
 
 
 # ── TLS, and the variables of an image ───────────────────────────────────────────────────────────────────────────────
@@ -234,7 +115,10 @@ with socket.create_connection((host, port), timeout=10) as plain:
     with context.wrap_socket(plain) as wire:
         print("answered", len(wire.recv(1)))
 """
-OWN_CERTIFICATE = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=skyward -keyout /root/key -out /root/certificate -days 1"
+OWN_CERTIFICATE = (
+    "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=skyward"
+    " -keyout /root/key -out /root/certificate -days 1"
+)
 
 
 def test_clients_without_the_pools_certificate_are_refused(rented_pool, fleet):
@@ -260,75 +144,3 @@ def test_clients_without_the_pools_certificate_are_refused(rented_pool, fleet):
         assert heard == ["connected\n", "connected\n", "connected\nanswered 1\n"]
     stranger.crash()
     assert square(3) >> rented_pool == 9
-
-
-# ── a provider for a client that a test kills ────────────────────────────────────────────────────────────────────────
-
-
-def _particulars(host: Host) -> list[str]:
-    """Return the data of a host that another process needs."""
-    return [str(host.network.number), str(host.index), str(host.directory), str(host.key_path), str(host.pid)]
-
-
-class _Lent(sky.Provider):
-    """A provider of one host that another process has created."""
-
-    name: ClassVar[str] = "lent"
-    end_command: ClassVar[str] = "poweroff"
-
-    host: tuple[str, ...]
-    _rented: list[Instance] = PrivateAttr(default_factory=list)
-
-    def offers(self, want: sky.Requirements) -> list[Offer]:
-        return [
-            Offer(
-                provider=self.name,
-                instance_type="lent",
-                region="testbed",
-                price_per_hour=0,
-                on_demand_price_per_hour=0,
-                vcpus=2,
-                memory_gb=4,
-            )
-        ]
-
-    def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
-        number, index, directory, key, pid = self.host
-        host = Host(
-            Network(int(number)),
-            int(index),
-            f"host{index}",
-            Path(directory),
-            Path(key),
-            cast("subprocess.Popen[str]", None),
-            int(pid),
-            is_isolated=False,
-        )
-        instances = [
-            _instance(offer, f"lent-{os.urandom(6).hex()}", rank, tags[POOL_TAG], host) for rank in range(count)
-        ]
-        self._rented.extend(instances)
-        for instance in instances:
-            _boot(host, instance, startup)
-        return instances
-
-    def instances(self, pool_id: str | None = None) -> list[Instance]:
-        return list(self._rented)
-
-    def terminate(self, ids: Sequence[str]) -> None:
-        self._rented.clear()
-
-
-def main() -> None:
-    """Open a pool on the host that the arguments describe, and print its events."""
-
-    def tell(event: Any) -> None:
-        if isinstance(event, BootstrapProgress):
-            print(event.step, flush=True)
-
-    with pool_on(_Lent(host=tuple(sys.argv[1:])), tell, lease_seconds=LEASE_SECONDS):
-        time.sleep(60)
-
-
-if __name__ == "__main__":
-    main()

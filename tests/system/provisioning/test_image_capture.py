@@ -16,9 +16,7 @@ from skyward_core.image.image import Image
 from skyward_core.provisioning.bootstrap import IMAGE_ENV, KEEP_PHASE, REST, node_script_in_two
 from skyward_core.spec import PoolSpec
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
-from tests.unit.provisioning.test_image_capture import (
-    SPEC,
-)
+from tests.unit.provisioning.test_image_capture import SPEC
 
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 

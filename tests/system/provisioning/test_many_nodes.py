@@ -1,7 +1,6 @@
 """Operations on many nodes run on all nodes at the same time, not one after the other.
 
-Each node blocks in an operation until all nodes have begun it. A sequential client would stop at the first node. No
-test measures time. `benchmarks/clouds.py` measures 64 nodes.
+Each node blocks in an operation until all nodes have begun it. A sequential client would stop at the first node.
 """
 
 from __future__ import annotations
@@ -10,10 +9,9 @@ import asyncio
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import asyncssh
 import pytest
@@ -21,61 +19,60 @@ from pydantic import PrivateAttr
 
 import skyward_core as sky
 from skyward_core.engine.certificates import make_certificate
-from skyward_core.ledger.budgets import SpendingLimit
-from skyward_core.ledger.journal import Journal
-from skyward_core.ledger.ledger import Ledger
-from skyward_core.ledger.metering import Meter
-from skyward_core.machines.instances import Endpoint, Instance
+from skyward_core.machines.instances import Endpoint, Instance, Lease
 from skyward_core.machines.offers import Offer
-from skyward_core.provisioning import lifecycle
-from skyward_core.transport import ssh_transport
 from skyward_core.worker.settings import NodeSettings
-from tests.conftest import RecordedEvents
-from tests.fake_nodes import Before, FakeNode, FakeNodes, Played
+from tests.conftest import wait_until
+from tests.fake_nodes import FakeNode, FakeNodes, Played
 from tests.fakes import FakeProvider
+from tests.unit.provisioning.test_lifecycle import Opened, Pool, opened  # noqa: F401 - a fixture
 
 NODES = 16
-PATIENCE_SECONDS = 15.0
+PATIENCE_SECONDS = 120.0
 """How long a node waits for the others. Only a failed wait takes as long."""
-
-CERTIFICATE = make_certificate("sky-many")
 
 
 class Together:
-    """A barrier for nodes: an operation goes on only when a number of nodes have begun it.
+    """A barrier for nodes: an operation goes on only when a number of nodes have begun it."""
 
-    `alone` lists the nodes that waited without success.
-    """
-
-    def __init__(self) -> None:
-        self.wanted: dict[str, int] = {}
-        self.met: set[str] = set()
-        self.alone: list[str] = []
+    def __init__(self, nodes: Callable[[], FakeNodes]) -> None:
+        self._nodes = nodes
+        self._wanted: dict[str, int] = {}
+        self._met: set[str] = set()
+        self._alone: list[str] = []
         self._excused = ""
         self._there: defaultdict[str, set[str]] = defaultdict(set)
         self._all_there: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
 
-    def begin(self, wanted: dict[str, int], excused: str) -> None:
-        """Set the operations that wait from now on, with their numbers of nodes."""
-        self.met, self._excused = set(), excused
+    def expect(self, *what: str, excused: str = "", **others: int) -> None:
+        """Let nodes wait for all others in these operations. `others` are those with their own numbers of nodes, where
+        the node `excused` does not wait.
+        """
+        self._wanted = dict.fromkeys(what, NODES) | {name.replace("_", " "): count for name, count in others.items()}
+        self._met, self._excused = set(), excused
         self._there.clear()
         self._all_there.clear()
-        self.wanted = wanted
+
+    def is_as_expected(self) -> None:
+        """Fail if a node has waited in vain, or if not all have done what was expected."""
+        assert self._alone == []
+        assert self._met == self._wanted.keys()
+        assert self._nodes().unknown == []
 
     async def __call__(self, what: str, node: FakeNode) -> None:
         """Wait for the other nodes if this operation is one of those that wait."""
-        what = "put settings" if what == "put settings.json" else what
-        wanted = self.wanted.get(what)
-        if wanted is None or what in self.met or (node.id == self._excused and wanted < NODES):
+        what = what.removesuffix(".json")
+        wanted = self._wanted.get(what)
+        if wanted is None or what in self._met or (node.id == self._excused and wanted < NODES):
             return
         self._there[what].add(node.id)
         if len(self._there[what]) == wanted:
-            self.met.add(what)
+            self._met.add(what)
             self._all_there[what].set()
         try:
             await asyncio.wait_for(self._all_there[what].wait(), PATIENCE_SECONDS)
         except TimeoutError:
-            self.alone.append(f"{node.id}, asked to {what}, with {len(self._there[what])} of {wanted}")
+            self._alone.append(f"{node.id}, asked to {what}, with {len(self._there[what])} of {wanted}")
             self._all_there[what].set()  # one failed wait is enough
 
 
@@ -103,59 +100,26 @@ class Cloud(FakeProvider):
         endpoint = Endpoint(
             host="127.0.0.1", port=port, user="root", key=self.key, host_key=self.host_key, known_hosts=os.devnull
         )
-        there = instance.model_copy(
-            update={"endpoint": endpoint, "directory": f"/root/.cache/skyward/instances/{instance.id}"}
-        )
-        self.machines.running[instance.id] = there
+        place = {"endpoint": endpoint, "directory": f"/root/.cache/skyward/instances/{instance.id}"}
+        self.machines.running[instance.id] = there = instance.model_copy(update=place)
         return there
-
-
-class Many:
-    """The machines of a pool with NODES nodes, and their barrier."""
-
-    def __init__(
-        self,
-        nodes: FakeNodes,
-        together: Together,
-        machines: lifecycle.PoolMachines,
-        meter: Meter,
-        recorded: RecordedEvents,
-    ) -> None:
-        self.nodes = nodes
-        self.together = together
-        self.machines = machines
-        self.meter = meter
-        self.recorded = recorded
-
-    def expect(self, *what: str, excused: str = "", **others: int) -> None:
-        """Let nodes wait for all others in these operations.
-
-        The node `excused` does not wait where fewer nodes are expected. `others` are operations with their own numbers
-        of nodes.
-        """
-        self.together.begin(
-            dict.fromkeys(what, NODES) | {name.replace("_", " "): count for name, count in others.items()}, excused
-        )
 
     def settings_of(self, instance_id: str) -> NodeSettings:
         """Return the latest settings that a node has received."""
-        return NodeSettings.from_json(self.nodes.nodes[instance_id].files["settings.json"].decode())
+        return NodeSettings.from_json(self._nodes.nodes[instance_id].files["settings.json"].decode())
 
 
-type Rent = Callable[..., Many]
+type Rent = Callable[..., tuple[Pool, Together, Lease]]
 
 
 @pytest.fixture
-def rent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rent]:
-    """Make the machines of a pool, without renting them. They are terminated at the end."""
-    monkeypatch.setattr(ssh_transport, "LONGEST_RENEWAL_SECONDS", 600.0)  # only the test renews leases
+def rent(tmp_path: Path, opened: Opened) -> Iterator[Rent]:
+    """Rent the machines of a pool. They are terminated at the end."""
     with ExitStack() as undo:
 
-        def rent(
-            played: Played = Played(has_uv=False), before: Before | None = None, nodes_wanted: int = NODES
-        ) -> Many:
-            together, recorded = Together(), RecordedEvents()
-            nodes = FakeNodes(played, before=before or together)
+        def rent(played: Played, *what: str, **others: int) -> tuple[Pool, Together, Lease]:
+            together = Together(lambda: nodes)
+            nodes = FakeNodes(played, before=together)
             undo.callback(nodes.close)
             host_key, login = (asyncssh.generate_private_key("ssh-ed25519") for _ in range(2))
             login.write_private_key(tmp_path / "id")
@@ -167,54 +131,53 @@ def rent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rent]:
                 login=login.export_public_key().decode(),
             )
             cloud._nodes = nodes
-            certificate = Future[Any]()
-            certificate.set_result(CERTIFICATE)
-            spec, meter = sky.PoolSpec.of(nodes=nodes_wanted, lease_seconds=3600), Meter()
-            ledger = undo.enter_context(Ledger(f"sqlite:///{tmp_path / 'ledger.db'}"))
-            journal = Journal(ledger, "sky-many", spec, cloud, meter, recorded)
-            journal.open()
-            machines = lifecycle.PoolMachines(
-                spec,
-                [cloud],
-                "sky-many",
-                certificate,
-                emit=recorded,
-                meter=meter,
-                journal=journal,
-                spending_limit=SpendingLimit("sky-many", meter),
-            )
-            undo.callback(machines.release)
-            return Many(nodes, together, machines, meter, recorded)
+            pool = opened(cloud, certificate=make_certificate("sky-1"), nodes=NODES, lease_seconds=3600)
+            undo.callback(pool.machines.release)
+            together.expect(*what, excused="fake-0", **others)
+            with ExitStack() as opening:
+                lease = pool.machines.acquire(opening)
+                opening.pop_all()
+            together.is_as_expected()
+            return pool, together, lease
 
         yield rent
 
 
-# ── opening ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_all_nodes_are_prepared_and_replaced_at_the_same_time(rent: Rent) -> None:
+    """Each step is in flight on all nodes before one node goes on.
 
-
-def test_all_nodes_are_prepared_at_the_same_time(rent: Rent) -> None:
-    """The steps are login, look, both uploads, start, the route to the head, and settings.
-
-    Each step is in flight on all nodes before one node goes on.
+    Then the processes of all nodes die. All are asked at the same time, and terminated. One launch rents as many
+    machines, which get the same ranks.
     """
-    many = rent()
-    many.expect(
-        "login",
-        "look",
-        "put uv",
-        "put ship.tar.gz",
-        "start",
-        excused="fake-0",
-        reach=NODES - 1,
-        put_settings=NODES - 1,
-    )
-    with ExitStack() as undo:
-        lease = many.machines.acquire(undo)
-        undo.pop_all()
-    assert many.together.alone == []
-    assert many.together.met == many.together.wanted.keys()
-    assert many.nodes.unknown == []
-    assert [node.rank for node in lease.nodes] == list(range(NODES))
-    assert {many.settings_of(node.instance.id).scheduler for node in lease.nodes} == {None, lease.scheduler}
-    phases = Counter(event.instance_id for event in many.recorded.of(sky.BootstrapProgress))
-    assert phases == {node.instance.id: 4 for node in lease.nodes}
+    steps = ("login", "look", "put uv", "put ship.tar.gz", "start")
+    pool, together, before = rent(Played(has_uv=False), *steps, reach=NODES - 1, put_settings=NODES - 1)
+    cloud = pool.provider
+    assert [node.rank for node in before.nodes] == list(range(NODES))
+    assert {cloud.settings_of(node.instance.id).scheduler for node in before.nodes} == {None, before.scheduler}
+    phases = Counter(event.instance_id for event in pool.recorded.of(sky.BootstrapProgress))
+    assert phases == {node.instance.id: 4 for node in before.nodes}
+
+    together.expect("lives")
+    for node in cloud._nodes.nodes.values():
+        node.lives = False
+    assert pool.machines.lives(range(NODES)) == dict.fromkeys(range(NODES), False)
+    together.is_as_expected()
+    together.expect("login", "look", "start", excused=f"fake-{NODES}", put_settings=NODES - 1)
+    lease = pool.machines.restart([], {node.instance.id for node in before.nodes})
+    together.is_as_expected()
+    assert [(node.rank, node.instance.id) for node in lease.nodes] == [
+        (rank, f"fake-{NODES + rank}") for rank in range(NODES)
+    ]
+    assert {cloud.settings_of(node.instance.id).scheduler for node in lease.nodes} == {None, lease.scheduler}
+    assert [event.count for event in pool.recorded.of(sky.InstanceLaunching)] == [NODES, NODES]
+    there = {node.instance.id for node in lease.nodes}
+    wait_until(lambda: pool.meter.rented() == there, "the dead ones to be gone", seconds=120)
+
+
+def test_forwarded_ports_are_opened_on_all_nodes_at_the_same_time(rent: Rent) -> None:
+    """The nodes cannot reach each other. The first port is requested on all nodes before the second on any."""
+    pool, _, lease = rent(Played(sees_others=False), "lead")
+    nodes = pool.provider._nodes.nodes
+    asked = {node.rank: nodes[node.instance.id].asked.count("lead") for node in lease.nodes}
+    # two ports for each other node, and the head's rendezvous
+    assert asked == {rank: 2 * (NODES - 1) + (rank > 0) for rank in range(NODES)}

@@ -40,37 +40,17 @@ def nodes_of(*ranks: int) -> dict[int, Any]:
     return {rank: Forwarded(rank) for rank in ranks}
 
 
-def test_nodes_that_reach_each_other_need_no_ports() -> None:
-    """Until ports are chosen nothing is forwarded, and a replacement gets none."""
-    forwarding, nodes = forwarding_of(2), nodes_of(0, 1)
-    forwarding.choose_for(1)
-    forwarding.connect(nodes, HEAD_PORT)
-    assert not forwarding.is_on
-    assert forwarding.ports_of(1) == ()
-    assert [node.ways for node in nodes.values()] == [[], []]
-
-
-def test_each_rank_has_ports_of_its_own() -> None:
-    """One for a scheduler and one for each worker, all different. A rank that does not exist has none."""
-    forwarding = forwarding_of(3, workers=2)
+def test_every_node_reaches_the_ports_of_all_others() -> None:
+    """Each rank has its own for a scheduler and each worker. And that of the head, through a port of this client."""
+    forwarding, nodes = forwarding_of(3, workers=2), nodes_of(0, 1, 2)
     forwarding.choose()
     ports = [forwarding.ports_of(rank) for rank in range(3)]
     assert [len(each) for each in ports] == [3, 3, 3]
-    assert len({port for each in ports for port in each}) == 9
-    assert all(port in PORTS for each in ports for port in each)
-    assert forwarding.ports_of(3) == ()
-    assert forwarding.is_on
-
-
-def test_every_node_reaches_the_ports_of_all_others() -> None:
-    """And the scheduler of the head, through the port of this client that leads there. No node is led to itself."""
-    forwarding, nodes = forwarding_of(3), nodes_of(0, 1, 2)
-    forwarding.choose()
+    assert len({port for each in ports for port in each} & {*PORTS}) == 9
+    assert (forwarding.is_on, forwarding.ports_of(3)) == (True, ())
     forwarding.connect(nodes, HEAD_PORT)
     for rank, node in nodes.items():
-        expected = [
-            (port, here(other, port)) for other in range(3) if other != rank for port in forwarding.ports_of(other)
-        ]
+        expected = [(port, here(other, port)) for other in range(3) if other != rank for port in ports[other]]
         assert sorted(node.ways) == sorted(expected + ([(HEAD_PORT, here(0, HEAD_PORT))] if rank else []))
 
 
@@ -84,20 +64,8 @@ def test_ports_are_forwarded_once() -> None:
         node.ways.clear()
     forwarding.connect(nodes, HEAD_PORT)
     assert [node.ways for node in nodes.values()] == [[], []]
-    before = forwarding.ports_of(2)
     forwarding.choose_for(2)
-    assert len(forwarding.ports_of(2)) == len(before)
     nodes[2] = Forwarded(2)
     forwarding.connect(nodes, HEAD_PORT)
     assert [port for port, _ in nodes[0].ways] == [port for port, _ in nodes[1].ways] == list(forwarding.ports_of(2))
     assert len(nodes[2].ways) == 5
-
-
-def test_ports_that_are_chosen_anew_are_forwarded_anew() -> None:
-    """Another program used one of them."""
-    forwarding, nodes = forwarding_of(2), nodes_of(0, 1)
-    for times in (1, 2):
-        forwarding.choose()
-        forwarding.connect(nodes, HEAD_PORT)
-        assert [port for port, _ in nodes[1].ways].count(HEAD_PORT) == times
-        assert {port for port, _ in nodes[0].ways[-2:]} == set(forwarding.ports_of(1))

@@ -1,11 +1,10 @@
-"""Renting from candidates: the order of the tries, the machines of a refused candidate, and replacements."""
+"""Renting from candidates: the order of the tries, the machines of a refused candidate, and the money."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,23 +26,17 @@ from skyward_core.ledger.receipt import receipt
 from skyward_core.ledger.rows import Account, Period
 from skyward_core.machines.offers import Extra, Offer, Requirements
 from skyward_core.provisioning import candidates as placing
-from skyward_core.provisioning import teardown
-from skyward_core.provisioning.candidates import resting
-from skyward_core.provisioning.selection import Selection
-from skyward_core.provisioning.termination import Termination
 from tests.conftest import RecordedEvents
 from tests.fakes import FakeProvider
-from tests.unit.provisioning.test_candidates import CHEAP, offer
 
 
 class Elsewhere(FakeProvider):
     """Another cloud. Its machines are gone just after their launch, so the pool fails at once."""
 
     name: ClassVar[str] = "elsewhere"
-    called: str = "me"
 
     def account(self) -> str:
-        return self.called
+        return "me"
 
     def instances(self, pool_id: str | None = None) -> list[sky.Instance]:
         return []
@@ -68,16 +61,14 @@ class Refusing(FakeProvider):
         return [one.model_copy(update={"region": self.region}) for one in super().offers(want)]
 
     def launch(self, offer: Offer, count: int, tags: Mapping[str, str], startup: str) -> list[sky.Instance]:
-        if self._error is None:
-            return super().launch(offer, min(count, self.launches_first), tags, startup)
-        super().launch(offer, self.launches_first, tags, startup)
-        raise self._error
+        launched = super().launch(offer, min(count, self.launches_first), tags, startup)
+        if self._error is not None:
+            raise self._error
+        return launched
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(teardown, "DEADLINE_SECONDS", 0.5)
-    monkeypatch.setattr(teardown, "FIRST_PAUSE_SECONDS", 0.01)
     monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
     return str(tmp_path)
 
@@ -93,26 +84,23 @@ def run(
     return caught.value, seen
 
 
+def attempts() -> list[tuple[str, str]]:
+    with Ledger(default_url()) as ledger:
+        return [(one.provider, one.error) for one in ledger.attempts()]
+
+
 class Beside(Elsewhere):
     """A provider of machines at 36 USD an hour, with extra costs of 324 USD an hour."""
 
     def offers(self, want: Requirements) -> list[Offer]:
-        return [
-            one.model_copy(
-                update={
-                    "extras_per_hour": (Extra(name="disk", usd_per_hour=324.0),),
-                    "on_demand_price_per_hour": one.price_per_hour,
-                }
-            )
-            for one in super().offers(want)
-        ]
+        (one,) = super().offers(want)
+        extras = (Extra(name="disk", usd_per_hour=324.0),)
+        return [one.model_copy(update={"extras_per_hour": extras, "on_demand_price_per_hour": one.price_per_hour})]
 
 
 def test_extra_costs_of_machines_are_reserved_and_billed(folder: str) -> None:
-    """Two machines for their first minute are 12 USD, not 1.20. The receipt has a line for the extra costs, and the
-    events of the machines include them.
-    """
-    beside = Beside(folder=folder, price_per_hour=36.0)
+    """Two machines for their first minute are 12 USD, not 1.20. The receipt has a line for the extra costs."""
+    beside = Beside(folder=folder)
     error, _ = run([beside], expected=BudgetExceeded, max_cost=11.0)
     assert "2 x 360.0 USD per hour cost" in str(error)
     assert beside.machines.launched == []
@@ -127,42 +115,73 @@ def test_extra_costs_of_machines_are_reserved_and_billed(folder: str) -> None:
     assert bill["total_cost_usd"] > 0
 
 
-def test_after_a_lost_answer_the_money_stays_reserved_while_machines_may_run(folder: str) -> None:
-    """The listing shows that one of them exists. No other provider is tried, and no money is committed twice."""
+# ── a refusal ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    class Staying(Refusing):
-        def terminate(self, ids: Sequence[str]) -> None:
-            """Accept, and do nothing."""
 
-    lost = Staying(folder=folder + "/lost", price_per_hour=1.0, launches_first=1).with_error(
-        ProviderFailed("no answer")
-    )
+@pytest.mark.parametrize(
+    ("error", "first"),
+    [
+        (NoCapacity("none").coded("InsufficientInstanceCapacity"), 0),
+        (ProviderFailed("down").coded("500"), 1),
+        (None, 1),
+    ],
+    ids=["refused", "lost answer", "incomplete"],
+)
+def test_after_a_refusal_the_next_provider_is_tried(folder: str, error: SkywardError | None, first: int) -> None:
+    """Machines that the cheaper one has launched anyway are terminated first: a pool's come from one candidate."""
+    cheap = Refusing(folder=folder + "/cheap", price_per_hour=1.0, launches_first=first).with_error(error)
     dear = Elsewhere(folder=folder + "/dear", price_per_hour=2.0)
-    run([lost, dear], expected=sky.InstancesLeft, max_cost=5.0)
-    assert dear.machines.launched == []
-
-
-def test_an_incomplete_launch_is_terminated_before_the_next_try(folder: str) -> None:
-    """The machines of a pool must come from one candidate."""
-    cheap = Refusing(folder=folder + "/cheap", price_per_hour=1.0, launches_first=1)
-    dear = Elsewhere(folder=folder + "/dear", price_per_hour=2.0)
-    _, seen = run([cheap, dear])
-    assert (cheap.machines.launched, cheap.machines.running) == (["fake-0"], {})
+    _, seen = run([dear, cheap])
+    assert (len(cheap.machines.launched), cheap.machines.running) == (first, {})
     assert dear.machines.launched == ["fake-0", "fake-1"]
-    assert "had 1 of 2" in seen.of(sky.CandidateRefused)[0].message
+    (refused,) = seen.of(sky.CandidateRefused)
+    name, code = ("NoCapacity", "") if error is None else (type(error).__name__, error.code)
+    assert (refused.provider, refused.region, refused.instance_type) == ("refusing", "nowhere-1", "fake.1")
+    assert (refused.error, refused.code, refused.seconds >= 0) == (name, code, True)
+    assert error is not None or "had 1 of 2" in refused.message
+    assert [event.provider for event in seen.of(sky.InstanceLaunching)] == ["refusing", "elsewhere"]
+    assert attempts() == [("refusing", name), ("elsewhere", "")]
+    with Ledger(default_url()) as ledger:
+        (entry,) = ledger.pools(include_ended=True)
+        assert (entry.provider, entry.provider_account) == (dear.to_json(), "me")
+        assert entry.ended_at is not None
+        assert not ledger.open_intents()
 
 
-def test_a_provider_without_an_answer_is_left_out(folder: str) -> None:
-    """The request for offers fails with an outage or refused credentials."""
-    down = Refusing(folder=folder + "/down", price_per_hour=1.0).with_error(
-        None, of_offers=CredentialsError("who are you").coded("401")
-    )
-    up = Elsewhere(folder=folder + "/up")
-    _, seen = run([down, up])
-    assert up.machines.launched == ["fake-0", "fake-1"]
-    assert [(one.provider, one.instance_type, one.error, one.code) for one in seen.of(sky.CandidateRefused)] == [
-        ("refusing", "", "CredentialsError", "401")
-    ]
+class Keeping(Refusing):
+    """A provider that accepts terminations and does nothing."""
+
+    gone_deadline_seconds: ClassVar[float] = 0.5
+
+    def terminate(self, ids: Sequence[str]) -> None:
+        """Accept, and do nothing."""
+
+
+class Sticky(Keeping):
+    """A provider that refuses terminations."""
+
+    def terminate(self, ids: Sequence[str]) -> None:
+        raise ProviderFailed("it does not answer")
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "error"),
+    [
+        (Keeping, 1, ProviderFailed("no answer")),
+        (Sticky, 1, ProviderFailed("half of it")),
+        (Refusing, 0, sky.InstancesLeft("could not delete x", ["x"])),
+    ],
+)
+def test_while_a_machine_of_a_candidate_may_run_no_other_is_tried(
+    folder: str, kind: type[Refusing], first: int, error: SkywardError
+) -> None:
+    """No money is committed twice. The ledger's entry names the provider that has the machine."""
+    cheap = kind(folder=folder + "/cheap", price_per_hour=1.0, launches_first=first).with_error(error)
+    dear = Elsewhere(folder=folder + "/dear", price_per_hour=2.0)
+    run([cheap, dear], expected=sky.InstancesLeft, max_cost=5.0)
+    assert dear.machines.launched == []
+    with Ledger(default_url()) as ledger:
+        assert [entry.provider for entry in ledger.pools(include_ended=True)] == [cheap.to_json()]
 
 
 WRONG = sky.BadRequest("region nowhere-1 has no default subnet")
@@ -174,10 +193,7 @@ WRONG = sky.BadRequest("region nowhere-1 has no default subnet")
     ids=["launch", "offers"],
 )
 def test_a_bad_request_of_one_provider_is_a_refusal_of_that_provider(folder: str, errors: dict[str, Any]) -> None:
-    """The other providers are tried, and its other offers are not.
-
-    BadRequest is raised if there is no other provider, or if all of them raise it.
-    """
+    """Its other offers are not tried. BadRequest is raised if there is no other provider, or if all raise it."""
 
     class Twice(Refusing):
         def offers(self, want: Requirements) -> list[Offer]:
@@ -191,23 +207,90 @@ def test_a_bad_request_of_one_provider_is_a_refusal_of_that_provider(folder: str
     _, seen = run([bad("/1"), up])
     assert up.machines.launched == ["fake-0", "fake-1"]
     assert [(one.provider, one.error) for one in seen.of(sky.CandidateRefused)] == [("refusing", "BadRequest")]
-    with Ledger(default_url()) as ledger:
-        assert [(one.provider, one.error) for one in ledger.attempts()] == [
-            ("refusing", "BadRequest"),
-            ("elsewhere", ""),
-        ]
+    assert attempts() == [("refusing", "BadRequest"), ("elsewhere", "")]
     alone, _ = run([bad("/2")], expected=sky.BadRequest)
     assert alone in (errors["error"], errors.get("of_offers"))
-    both, seen = run([bad("/3"), bad("/4")], expected=sky.BadRequest)
-    assert "/3" not in str(both)
+    _, seen = run([bad("/3"), bad("/4")], expected=sky.BadRequest)
     assert len(seen.of(sky.CandidateRefused)) == 2
 
 
-def test_money_that_is_too_little_for_one_candidate_may_be_enough_for_another(folder: str) -> None:
-    """The cheaper candidate bills at least ten minutes, which cost too much.
+def test_if_all_candidates_refuse_the_error_has_all_refusals(folder: str) -> None:
+    """In their order. The error of a single candidate is not its own cause: a loop over the causes ends."""
+    first = Refusing(folder=folder + "/1", price_per_hour=1.0).with_error(NoCapacity("none here").coded("A"))
+    second = Refusing(folder=folder + "/2", price_per_hour=2.0, region="nowhere-2").with_error(
+        QuotaExceeded("too many").coded("B")
+    )
+    asking = Refusing(folder=folder + "/3").with_error(None, of_offers=CredentialsError("who are you").coded("401"))
+    error, seen = run([first, second, asking], expected=NoCapacity)
+    assert {(one.region, one.error, one.code) for one in error.refusals} == {
+        ("nowhere-1", "NoCapacity", "A"),
+        ("nowhere-2", "QuotaExceeded", "B"),
+        ("", "CredentialsError", "401"),
+    }
+    assert {"none here", "too many"} <= {refused.message for refused in seen.of(sky.CandidateRefused)}
+    assert error.__cause__ is not None
+    alone, _ = run([first], expected=NoCapacity)
+    assert (str(alone), alone.code, alone.__cause__, len(alone.refusals)) == ("none here", "A", None, 1)
 
-    It launches nothing, so nothing is terminated.
-    """
+
+def test_a_provider_that_cannot_fulfil_a_spec_is_left_out(folder: str) -> None:
+    """Another provider can. If no provider can, the pool cannot be created."""
+
+    class NoApt(Refusing):
+        refuses: ClassVar[Mapping[str, str]] = {"apt": "there is no apt; use an image"}
+
+    cannot, can = NoApt(folder=folder + "/1", price_per_hour=1.0), Elsewhere(folder=folder + "/2")
+    _, seen = run([cannot, can], image=sky.Image(apt=["jq"]))
+    assert [event.provider for event in seen.of(sky.InstanceLaunching)] == ["elsewhere"]
+    with pytest.raises(sky.NotYetSupported, match="there is no apt"):
+        sky.ComputePool(provider=[cannot], image=sky.Image(apt=["jq"]))
+
+
+def test_providers_are_queried_at_the_same_time(folder: str) -> None:
+    """All requests have begun before any provider answers."""
+    barrier = threading.Barrier(3, timeout=120)
+
+    class Waiting(Refusing):
+        def offers(self, want: Requirements) -> list[Offer]:
+            barrier.wait()
+            return super().offers(want)
+
+    sold = placing.ask([Waiting(folder=folder, price_per_hour=float(n)) for n in range(1, 4)], Requirements())
+    assert [one.offers[0].price_per_hour for one in sold] == [1.0, 2.0, 3.0]
+
+
+def test_a_candidate_that_failed_repeatedly_is_tried_later(folder: str) -> None:
+    """The ledger records it for all pools with the same number of machines."""
+    cheap = Refusing(folder=folder + "/cheap", price_per_hour=1.0).with_error(NoCapacity("none"))
+    dear = Elsewhere(folder=folder + "/dear", price_per_hour=1.4)
+    for _ in range(3):
+        run([cheap, dear])
+    _, seen = run([cheap, dear])
+    assert [event.provider for event in seen.of(sky.InstanceLaunching)] == ["elsewhere"]
+    _, seen = run([cheap, dear], nodes=1)
+    assert [event.provider for event in seen.of(sky.InstanceLaunching)] == ["refusing", "elsewhere"]
+
+
+# ── the money ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("options", "first"), [({"max_cost": 5.0}, 1), ({"budget": "team"}, 0)], ids=str)
+def test_after_a_lost_answer_the_next_candidate_gets_the_money(
+    folder: str, options: dict[str, Any], first: int
+) -> None:
+    """All money was reserved for the first candidate, until it has no machine any more."""
+    with Ledger(default_url()) as ledger:
+        ledger.set_account(Account("team", Decimal(5), Period.MONTH))
+    lost = Refusing(folder=folder + "/lost", price_per_hour=20.0, launches_first=first).with_error(
+        ProviderFailed("no answer")
+    )
+    dear = Elsewhere(folder=folder + "/dear", price_per_hour=22.0)
+    run([lost, dear], **options)
+    assert dear.machines.launched == ["fake-0", "fake-1"]
+
+
+def test_money_that_is_too_little_for_one_candidate_may_be_enough_for_another(folder: str) -> None:
+    """The cheaper candidate bills at least ten minutes. It launches nothing, so nothing is terminated."""
 
     class TenMinutes(Refusing):
         name: ClassVar[str] = "ten"
@@ -216,19 +299,13 @@ def test_money_that_is_too_little_for_one_candidate_may_be_enough_for_another(fo
         def instances(self, pool_id: str | None = None) -> list[sky.Instance]:
             raise AssertionError("nothing was asked of it")
 
-    ten = TenMinutes(folder=folder + "/ten", price_per_hour=36.0)
-    fits = Elsewhere(folder=folder + "/fits", price_per_hour=37.0)
+    ten, fits = TenMinutes(folder=folder + "/ten"), Elsewhere(folder=folder + "/fits", price_per_hour=37.0)
     _, seen = run([ten, fits], max_cost=5.0)
     assert (ten.machines.launched, fits.machines.launched) == ([], ["fake-0", "fake-1"])
     assert [(one.provider, one.error) for one in seen.of(sky.CandidateRefused)] == [("ten", "BudgetExceeded")]
-    with Ledger(default_url()) as ledger:
-        assert [(one.provider, one.error) for one in ledger.attempts()] == [
-            ("ten", "BudgetExceeded"),
-            ("elsewhere", ""),
-        ]
-    error, _ = run(
-        [ten, Elsewhere(folder=folder + "/dear", price_per_hour=3700.0)], expected=BudgetExceeded, max_cost=5.0
-    )
+    assert attempts() == [("ten", "BudgetExceeded"), ("elsewhere", "")]
+    dear = Elsewhere(folder=folder + "/dear", price_per_hour=3700.0)
+    error, _ = run([ten, dear], expected=BudgetExceeded, max_cost=5.0)
     assert "billed 600 s at least" in str(error)
     assert "3700" in str(error)
 
@@ -240,9 +317,8 @@ def test_if_the_second_part_is_too_dear_the_first_is_terminated(folder: str) -> 
 
     class Dear(FakeProvider):
         def offers(self, want: Requirements) -> list[Offer]:
-            return [
-                one.model_copy(update={"price_per_hour": 300.0}) if one.is_spot else one for one in super().offers(want)
-            ]
+            on_demand, spot = super().offers(want)
+            return [on_demand, spot.model_copy(update={"price_per_hour": 300.0})]
 
     dear = Dear(folder=folder, price_per_hour=3.0, spot_is_sold=True)
     error, seen = run([dear], expected=BudgetExceeded, spot=0.5, budget="team")
@@ -251,130 +327,21 @@ def test_if_the_second_part_is_too_dear_the_first_is_terminated(folder: str) -> 
     assert (error.account, error.left_usd < 4) == ("team", True)
 
 
-@pytest.mark.parametrize("is_spot", [False, True])
-def test_a_refusal_names_the_part_that_was_refused(folder: str, is_spot: bool) -> None:
-    """Event, refusal and ledger name the same part of a mixed candidate."""
-
-    class Half(FakeProvider):
-        def launch(self, offer: Offer, count: int, tags: Mapping[str, str], startup: str) -> list[sky.Instance]:
-            if offer.is_spot is is_spot:
-                raise NoCapacity("none").coded("x")
-            return super().launch(offer, count, tags, startup)
-
-    error, seen = run([Half(folder=folder, spot_is_sold=True)], expected=NoCapacity, spot=0.5)
-    with Ledger(default_url()) as ledger:
-        written = [one.is_spot for one in ledger.attempts() if one.error]
-    assert (
-        [one.spot for one in seen.of(sky.CandidateRefused)]
-        == [one.spot for one in error.refusals]
-        == written
-        == [is_spot]
-    )
-
-
-class Shelf:
-    """A rental that launches nothing. Each type answers with its error."""
-
-    provider = CHEAP
-
-    def __init__(self, answers: Mapping[str, SkywardError]) -> None:
-        self.answers, self.asked = answers, list[str]()
-
-    def launch(self, offer: Offer, *_: Any) -> list[sky.Instance]:
-        self.asked.append(offer.instance_type)
-        raise self.answers[offer.instance_type]
-
-
-def test_a_replacement_that_is_too_dear_is_skipped() -> None:
-    """Later candidates may be affordable. The type of the lost machine may be available when that machine is gone."""
-    a, b, c = offer("a", 1.0), offer("b", 9.0), offer("c", 2.0)
-    shelf: Any = Shelf({"a": NoCapacity("none"), "b": BudgetExceeded("too dear"), "c": QuotaExceeded("none")})
-    selection = Selection(sky.PoolSpec.of(), [CHEAP], shelf, emit=RecordedEvents(), journal=None)  # type: ignore[arg-type]
-    selection.offers, selection.others = {0: a}, [a, b, c]
-    ended = Termination("a-1", CHEAP)
-    ended.over.set()
-    with pytest.raises(NoCapacity):
-        selection.rent_one(0, ended)
-    assert shelf.asked == ["a", "b", "c", "a"]
-
-
-def test_machines_that_a_failed_launch_leaves_end_the_search(folder: str) -> None:
-    """No other candidate is tried while a machine may run."""
-    left = Refusing(folder=folder + "/1", price_per_hour=1.0).with_error(sky.InstancesLeft("could not delete x", ["x"]))
-    other = Elsewhere(folder=folder + "/2", price_per_hour=2.0)
-    run([left, other], expected=sky.InstancesLeft)
-    assert other.machines.launched == []
+# ── spot ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
     ("options", "is_sold", "price", "is_warned"),
-    [
-        ({}, False, 3.6, True),
-        ({"spot": "if-available"}, False, 3.6, True),
-        ({"spot": "never"}, False, 3.6, False),
-        ({}, True, 3.6, False),
-        ({}, False, 0.0, False),
-    ],
+    [({}, False, 3.6, True), ({"spot": "never"}, False, 3.6, False), ({}, True, 3.6, False), ({}, False, 0.0, False)],
 )
 def test_missing_spot_is_logged_once(
     folder: str, caplog: pytest.LogCaptureFixture, options: dict[str, Any], is_sold: bool, price: float, is_warned: bool
 ) -> None:
-    """It is logged if the user has left the choice to the pool. It is not logged for machines that cost nothing."""
+    """If the user has left the choice to the pool, and the machines cost something."""
     with caplog.at_level(logging.INFO, "skyward"):
         run([Elsewhere(folder=folder, spot_is_sold=is_sold, price_per_hour=price)], **options)
     said = [record.getMessage() for record in caplog.records if "has no spot offer" in record.getMessage()]
     assert said == (["elsewhere/nowhere-1 fake.1 has no spot offer: it is rented on demand"] if is_warned else [])
-
-
-def test_machines_that_cannot_be_terminated_end_the_search(folder: str) -> None:
-    """While the first candidate may have machines, no other is tried. The error is InstancesLeft."""
-
-    class Sticky(Refusing):
-        def terminate(self, ids: Sequence[str]) -> None:
-            raise ProviderFailed("it does not answer")
-
-    cheap = Sticky(folder=folder + "/cheap", price_per_hour=1.0, launches_first=1).with_error(
-        ProviderFailed("half of it")
-    )
-    dear = Elsewhere(folder=folder + "/dear", price_per_hour=2.0)
-    run([cheap, dear], expected=sky.InstancesLeft)
-    assert dear.machines.launched == []
-    with Ledger(default_url()) as ledger:
-        (entry,) = ledger.pools()
-        assert entry.provider == cheap.to_json()
-
-
-def test_if_all_candidates_refuse_the_error_has_all_refusals(folder: str) -> None:
-    """NoCapacity has the refusals in their order."""
-    first = Refusing(folder=folder + "/1", price_per_hour=1.0).with_error(NoCapacity("none here").coded("A"))
-    second = Refusing(folder=folder + "/2", price_per_hour=2.0, region="nowhere-2").with_error(
-        QuotaExceeded("too many").coded("B")
-    )
-    error, seen = run([first, second], expected=NoCapacity)
-    assert [(one.region, one.error, one.code) for one in error.refusals] == [
-        ("nowhere-1", "NoCapacity", "A"),
-        ("nowhere-2", "QuotaExceeded", "B"),
-    ]
-    assert [refused.message for refused in seen.of(sky.CandidateRefused)] == ["none here", "too many"]
-    assert error.__cause__ is not None
-
-
-def test_the_error_of_a_single_candidate_is_not_its_own_cause(folder: str) -> None:
-    """A loop over the causes of the error ends."""
-    error, _ = run([Refusing(folder=folder).with_error(NoCapacity("none here").coded("A"))], expected=NoCapacity)
-    assert str(error) == "none here"
-    assert error.code == "A"
-    assert error.__cause__ is None
-    assert len(error.refusals) == 1
-
-
-def test_spot_is_tried_several_times(folder: str) -> None:
-    """`Spot.Always(retries, interval)` tries all candidates this number of times more."""
-    scarce = Refusing(folder=folder, spot_is_sold=True).with_error(NoCapacity("none"))
-    error, seen = run([scarce], expected=NoCapacity, spot=sky.Spot.Always(retries=2, interval=0.0))
-    assert len(seen.of(sky.CandidateRefused)) == 3
-    assert {one.spot for one in seen.of(sky.CandidateRefused)} == {True}
-    assert len(error.refusals) == 1
 
 
 class Fickle(Refusing):
@@ -410,67 +377,16 @@ def test_spot_that_is_not_available_yet_is_tried_again(folder: str, fails: bool)
 
 
 def test_spot_that_never_becomes_available_is_no_capacity(folder: str) -> None:
-    """The error has the reasons of the last round. A share of spot is tried once."""
+    """`Spot.Always(retries, interval)` tries so many times more; the error has the reasons of the last round.
+
+    A share of spot is tried once. Where no provider may sell it later, it is a BadRequest.
+    """
     fickle = Fickle(folder=folder, spot_is_sold=True, asked_first=99)
+    scarce = Refusing(folder=folder + "/scarce", spot_is_sold=True).with_error(NoCapacity("none"))
     plain = Elsewhere(folder=folder + "/plain")
-    error, _ = run([fickle, plain], expected=NoCapacity, spot=sky.Spot.Always(retries=2, interval=0.0))
-    assert (len(fickle._asked), len(error.refusals)) == (3, 2)
+    error, seen = run([fickle, scarce, plain], expected=NoCapacity, spot=sky.Spot.Always(retries=2, interval=0.0))
+    assert (len(fickle._asked), len(error.refusals)) == (3, 3)
+    assert [one.spot for one in seen.of(sky.CandidateRefused)].count(True) == 3
     run([fickle, plain], expected=NoCapacity, spot=0.5)
     assert len(fickle._asked) == 4
     run([plain], expected=sky.BadRequest, spot=sky.Spot.Always(retries=2, interval=9.0))
-
-
-def test_a_provider_that_cannot_fulfil_a_spec_is_left_out(folder: str) -> None:
-    """Another provider can. If no provider can, the pool cannot be created."""
-
-    class NoApt(Refusing):
-        refuses: ClassVar[Mapping[str, str]] = {"apt": "there is no apt; use an image"}
-
-    cannot = NoApt(folder=folder + "/1", price_per_hour=1.0)
-    can = Elsewhere(folder=folder + "/2")
-    _, seen = run([cannot, can], image=sky.Image(apt=["jq"]))
-    assert [event.provider for event in seen.of(sky.InstanceLaunching)] == ["elsewhere"]
-    with pytest.raises(sky.NotYetSupported, match="there is no apt"):
-        sky.ComputePool(provider=[cannot], image=sky.Image(apt=["jq"]))
-
-
-def test_providers_are_queried_at_the_same_time(folder: str) -> None:
-    """All requests have begun before any provider answers."""
-    barrier = threading.Barrier(3, timeout=20)
-
-    class Waiting(Refusing):
-        def offers(self, want: Requirements) -> list[Offer]:
-            barrier.wait()
-            return super().offers(want)
-
-    sold = placing.ask([Waiting(folder=folder, price_per_hour=float(n)) for n in range(1, 4)], Requirements())
-    assert [one.offers[0].price_per_hour for one in sold] == [1.0, 2.0, 3.0]
-
-
-def test_a_candidate_that_failed_repeatedly_is_tried_later(folder: str) -> None:
-    """The ledger records it for all pools with the same number of machines."""
-    cheap = Refusing(folder=folder + "/cheap", price_per_hour=1.0).with_error(NoCapacity("none"))
-    dear = Elsewhere(folder=folder + "/dear", price_per_hour=1.4)
-    for _ in range(3):
-        run([cheap, dear])
-    _, seen = run([cheap, dear])
-    assert [event.provider for event in seen.of(sky.InstanceLaunching)] == ["elsewhere"]
-    _, seen = run([cheap, dear], nodes=1)
-    assert [event.provider for event in seen.of(sky.InstanceLaunching)] == ["refusing", "elsewhere"]
-
-
-def test_many_tries_of_one_pool_do_not_delay_a_candidate(folder: str) -> None:
-    """All rounds of a pool that requires spot count once. The next pool gets spot."""
-
-    class Scarce(Refusing):
-        def launch(self, offer: Offer, count: int, tags: Mapping[str, str], startup: str) -> list[sky.Instance]:
-            if offer.is_spot and self._error is not None:
-                raise self._error
-            return FakeProvider.launch(self, offer, count, tags, startup)
-
-    scarce = Scarce(folder=folder, spot_is_sold=True).with_error(NoCapacity("none"))
-    run([scarce], expected=NoCapacity, spot=sky.Spot.Always(retries=4, interval=0.0))
-    with Ledger(default_url()) as ledger:
-        tries = ledger.attempts()
-        assert [(one.error, one.nodes) for one in tries] == [("NoCapacity", 2)] * 5
-        assert resting(tries, datetime.now(UTC), 2) == {}

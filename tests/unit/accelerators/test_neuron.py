@@ -17,6 +17,7 @@ from skyward_core.machines.offers import Offer
 from skyward_core.worker.info import ENV, InstanceInfo, instance_info, to_env
 from skyward_core.worker.settings import NodeSettings
 from tests.accelerators.first_node import settings_of_first_node
+from tests.offers import offer
 
 Trainium, Inferentia = sky.Accelerator.AWS.Trainium, sky.Accelerator.AWS.Inferentia
 NEURON = ("Trainium1", "Trainium2", "Inferentia1", "Inferentia2")
@@ -59,7 +60,7 @@ def numbers(*ends: int) -> tuple[tuple[int, ...], ...]:
 def test_the_cores_of_each_slot(
     accelerator: sky.Accelerator | None, environment: dict[str, str], slots: int, cores: tuple[tuple[int, ...], ...]
 ) -> None:
-    """The cores of all chips are divided into rows, one for each slot. The environment has precedence."""
+    """The environment has precedence."""
     assert slot_cores(accelerator, environment, slots) == cores
 
 
@@ -99,18 +100,8 @@ def test_the_cores_in_the_catalogue_match_ec2s_descriptions() -> None:
     assert {chip.name for chip in CHIPS if chip.neuron_cores_in_one > 1} == {"Trainium2"}
 
 
-CPUS = Offer(provider="aws", instance_type="c7i.large", region="us-east-1", price_per_hour=0.09, vcpus=2, memory_gb=4.3)
-TRN1 = Offer(
-    provider="aws",
-    instance_type="trn1.32xlarge",
-    region="us-east-1",
-    price_per_hour=21.5,
-    vcpus=128,
-    memory_gb=549.8,
-    accelerator="Trainium1",
-    accelerators=16,
-    accelerator_memory_gb=34.4,
-)
+CPUS = offer("c7i.large", provider="aws")
+TRN1 = offer("trn1.32xlarge", provider="aws", accelerator="Trainium1", accelerators=16, accelerator_memory_gb=34.4)
 
 
 # ── the settings of a node ───────────────────────────────────────────────────────────────────────────────────────────
@@ -125,26 +116,15 @@ def node_settings(offer: Offer = CPUS, **options: Any) -> NodeSettings:
 
 
 def test_each_slot_gets_its_cores_in_the_runtimes_format() -> None:
-    """Consecutive cores are a range, for older versions of the runtime.
-
-    The accelerators stay one name for each chip.
-    """
+    """Consecutive cores are a range, for older versions of the runtime. The pool's environment stands over the image's."""
     settings = node_settings(accelerator=Trainium(1, 16), concurrency=3)
     assert settings.accelerators == ("Trainium1",) * 16
     assert [settings.environment_of(0, slot) for slot in range(3)] == [
         {"NEURON_RT_VISIBLE_CORES": cores} for cores in ("0-9", "10-20", "21-31")
     ]
-    odd = node_settings(
-        accelerator=Trainium(1, 16),
-        image=sky.Image(env={"NEURON_RT_VISIBLE_CORES": "7"}),
-        env={"NEURON_RT_VISIBLE_CORES": "0-2,5,7-8"},
-    )
-    assert odd.environment_of(0, 0) == {"NEURON_RT_VISIBLE_CORES": "0-2,5,7-8"}, (
-        "the pool's environment stands over the image's"
-    )
-    assert node_settings(accelerator=Inferentia(), concurrency=2).environment_of(0, 1) == {
-        "NEURON_RT_VISIBLE_CORES": "1"
-    }
+    image, own = ({"NEURON_RT_VISIBLE_CORES": cores} for cores in ("7", "0-2,5,7-8"))
+    odd = node_settings(accelerator=Trainium(1, 16), image=sky.Image(env=image), env=own)
+    assert odd.environment_of(0, 0) == own
 
 
 def test_a_machine_chosen_by_its_type_gets_the_settings_of_its_chips() -> None:
@@ -161,8 +141,8 @@ def test_a_machine_chosen_by_its_type_gets_the_settings_of_its_chips() -> None:
 )
 def test_the_catalogue_determines_the_chips_of_a_machine(name: str, memory_gb: float | None, gb: int) -> None:
     """Clouds report their memory in other units, or not at all."""
-    offer = CPUS.model_copy(update={"accelerator": name, "accelerators": 2, "accelerator_memory_gb": memory_gb})
-    assert sky.PoolSpec.of(machine="x").accelerator_on(offer) == sky.Accelerator(name, gb, 2)
+    machine = offer(accelerator=name, accelerators=2, accelerator_memory_gb=memory_gb)
+    assert sky.PoolSpec.of(machine="x").accelerator_on(machine) == sky.Accelerator(name, gb, 2)
 
 
 def test_without_neuroncores_the_environment_is_unchanged() -> None:
@@ -172,23 +152,11 @@ def test_without_neuroncores_the_environment_is_unchanged() -> None:
         assert (settings.neuron_cores, settings.cores_of(1), settings.environment_of(0, 1)) == ((), (), {})
 
 
-INFO = InstanceInfo(
-    node=0,
-    total_nodes=1,
-    is_head=True,
-    accelerators=["Trainium1"],
-    head_addr="h",
-    head_port=1,
-    job_id="j",
-    worker=0,
-    workers_per_node=1,
-)
-
-
 def test_the_cores_survive_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without cores the text is the one that older versions read. A text without cores is accepted too."""
-    assert INFO.neuron_cores == []
-    assert "neuron_cores" not in json.loads(to_env(INFO))
-    for info in (INFO, InstanceInfo(**{**json.loads(to_env(INFO)), "neuron_cores": [4, 5]})):
-        monkeypatch.setenv(ENV, to_env(info))
-        assert instance_info() == info
+    """Without cores the text is the one that older versions read."""
+    place = {"node": 0, "total_nodes": 1, "is_head": True, "head_addr": "h", "head_port": 1, "job_id": "j"}
+    info = InstanceInfo(**place, accelerators=["Trainium1"], worker=0, workers_per_node=1)
+    assert "neuron_cores" not in json.loads(to_env(info))
+    for one in (info, InstanceInfo(**{**json.loads(to_env(info)), "neuron_cores": [4, 5]})):
+        monkeypatch.setenv(ENV, to_env(one))
+        assert instance_info() == one

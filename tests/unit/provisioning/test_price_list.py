@@ -59,26 +59,17 @@ def prices(found: Any) -> list[float]:
 
 
 def test_an_answer_is_cached_for_some_time(tmp_path: Path) -> None:
-    """The cache serves all requirements.
-
-    Its key has the provider's settings, and an entry expires. The list has its age.
-    """
+    """It serves all requirements. Its key has the provider's settings, and an entry expires. The list has its age."""
     shop, other = Shop(at="a").selling(1.0, 2.0), Shop(at="b").selling(5.0)
     price_list([shop], Requirements(), tmp_path, clock=lambda: NOW)
     later = NOW + timedelta(seconds=300)
     found = price_list([Shop(at="a"), other], Requirements(vcpus=8), tmp_path, clock=lambda: later)
-    assert prices(found) == [2.0, 5.0]
-    assert found.asked_at == NOW
-    assert len(shop._asked) == 1
+    assert (prices(found), found.asked_at, len(shop._asked)) == ([2.0, 5.0], NOW, 1)
     shop.selling(9.0)
-    again = price_list([shop], Requirements(), tmp_path, clock=lambda: later + timedelta(seconds=1))
-    assert prices(again) == [9.0]
-    assert (
-        price_list(
-            [shop], Requirements(), tmp_path, max_age_seconds=0, clock=lambda: later + timedelta(seconds=2)
-        ).asked_at
-        > later
-    )
+    expired = later + timedelta(seconds=1)
+    assert prices(price_list([shop], Requirements(), tmp_path, clock=lambda: expired)) == [9.0]
+    now = expired + timedelta(seconds=1)
+    assert price_list([shop], Requirements(), tmp_path, max_age_seconds=0, clock=lambda: now).asked_at == now
     assert shop._asked == [Requirements()] * 3
 
 
@@ -95,15 +86,14 @@ class Wide(Shop):
 
 
 def test_a_region_that_fails_is_reported_and_queried_again(tmp_path: Path) -> None:
-    """The list has the other region's offers. They are not cached as if they were complete."""
+    """The other region's offers are not cached as if they were complete."""
     shop = Wide().selling(1.0).failing(ProviderFailed("down"))
     for _ in range(2):
         found = price_list([shop], Requirements(), tmp_path)
         assert (prices(found), [(one.region, one.message) for one in found.refusals]) == ([1.0], [("far", "down")])
-    assert len(price_list([shop], Requirements(vcpus=99), tmp_path).refusals) == 2
     shop.failing(None)
     assert price_list([shop], Requirements(), tmp_path).refusals == ()
-    assert len(shop._asked) == 4
+    assert len(shop._asked) == 3
 
 
 def test_a_provider_without_a_fitting_offer_is_reported_with_the_reason(tmp_path: Path) -> None:
@@ -118,7 +108,7 @@ def test_a_provider_without_a_fitting_offer_is_reported_with_the_reason(tmp_path
 
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"asked_at": "2026-11-21T12:00:00Z", "offers": [{"price": 1}]}'])
 def test_a_damaged_cache_is_ignored(tmp_path: Path, damage: bytes) -> None:
-    """A cache that cannot be written is no error."""
+    """A cache that cannot be written is no error either."""
     shop = Shop().selling(1.0)
     price_list([shop], Requirements(), tmp_path)
     (page,) = tmp_path.iterdir()
@@ -129,7 +119,7 @@ def test_a_damaged_cache_is_ignored(tmp_path: Path, damage: bytes) -> None:
 
 
 def test_offers_accepts_names_and_requirements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes one or several providers, also by name. Accelerator, CPUs, memory and price are keyword arguments."""
+    """One or several providers, also by name. The cache is private to the user."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shop = Shop().selling(1.0, 2.0)
     assert prices(operations.offers(shop, cpu=8, memory="16GB")) == [2.0]

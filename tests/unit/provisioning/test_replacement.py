@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from skyward_core.errors import BootstrapFailed, NoCapacity, NodeLost, PoolClosed, Unreachable
+from skyward_core.errors import BootstrapFailed, NodeLost, PoolClosed, Unreachable
 from skyward_core.provisioning import replacement
 from skyward_core.provisioning.bootstrap import LAST_PHASE
 from skyward_core.provisioning.replacement import RETIRED, Replacement
@@ -142,8 +141,7 @@ def test_a_lost_node_is_terminated_while_another_machine_takes_its_rank(world: W
     assert world.new.sent == [replace(SETTINGS, rank=1, scheduler="tls://head")]
     assert world.log == ["new for 1", "ports of 1", "connected", "new followed", "new followed", "new opened"]
     assert world.deadline == 1060.0
-    assert world.nodes.all == {1: world.new}
-    assert world.ended == []
+    assert (world.nodes.all, world.ended) == ({1: world.new}, [])
 
 
 def test_a_vacant_rank_is_filled(world: World) -> None:
@@ -154,13 +152,8 @@ def test_a_vacant_rank_is_filled(world: World) -> None:
     assert world.nodes.all == {1: world.new}
 
 
-def test_a_machine_that_cannot_start_is_terminated(world: World) -> None:
-    """It has no rank yet. The error reaches the caller."""
+def cannot_start(world: World) -> None:
     world.new.start_error = Unreachable("no answer")
-    with pytest.raises(Unreachable):
-        world.replacement.replace(1, world.joins_after(0))
-    assert world.ended == ["new"]
-    assert world.nodes.all == {}
 
 
 def cut_off(world: World) -> None:
@@ -175,48 +168,50 @@ def gone(world: World) -> None:
     world.lost = BootstrapFailed("its machine is gone")
 
 
+def closing(world: World) -> None:
+    world.rental.go_on_until = raise_closed
+
+
+def raise_closed(*_: object) -> None:
+    raise PoolClosed("the pool is closing")
+
+
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
+        (cannot_start, "no answer"),
         (cut_off, "cannot connect to the head at tls://head"),
         (late, "node 1 did not join the pool in time"),
         (gone, "its machine is gone"),
+        (closing, "the pool is closing"),
     ],
 )
 def test_a_machine_that_fails_before_it_has_joined_is_terminated(
     world: World, monkeypatch: pytest.MonkeyPatch, fault: Callable[[World], None], words: str
 ) -> None:
-    """Its rank is vacant again, and the lock of the settings is free."""
+    """Its rank is vacant again, and the lock of the settings is free. One that is to stand by is terminated, too."""
     fault(world)
-    times = iter(range(1000, 9000, 30))
+    times = iter(range(1000, 90_000, 30))
     monkeypatch.setattr(replacement, "time", SimpleNamespace(monotonic=lambda: float(next(times))))
     with pytest.raises(sky.errors.SkywardError, match=words):
         world.replacement.replace(1, world.joins_after(9))
-    assert world.ended == ["new"]
-    assert world.nodes.all == {}
+    assert (world.ended, world.nodes.all) == (["new"], {})
     assert not world.nodes.settings_lock.locked()
-
-
-def test_nodes_that_are_connected_through_the_client_are_not_asked_for_the_head(world: World) -> None:
-    """They cannot reach it at its own address."""
-    world.sees, world.nodes.forwarding.is_on = False, True
-    world.replacement.replace(1, world.joins_after(0))
-    assert world.nodes.all == {1: world.new}
-
-
-def test_the_provider_is_not_asked_at_each_turn(world: World) -> None:
-    """A listing may take seconds: within LOOK_SECONDS a machine that is gone is not noticed."""
-    gone(world)
-    world.replacement.replace(1, world.joins_after(9))
-    assert world.nodes.all == {1: world.new}
+    if fault is cut_off:
+        return
+    world.machines, world.new.phase = iter((world.new,)), "installing"
+    with pytest.raises(sky.errors.SkywardError):
+        world.replacement.stand_by(1)
+    assert world.ended == ["new", "new"]
+    world.replacement.dismiss(1)
+    assert world.ended_in_thread == ["old"]
 
 
 def test_a_machine_that_the_restart_of_the_head_has_dropped_is_terminated(world: World) -> None:
     """It does not take the rank from the machine that has it by then."""
 
     def drop() -> bool:
-        if world.nodes.all.get(1) is world.new:
-            del world.nodes.all[1]
+        world.nodes.all.pop(1, None)
         return False
 
     with pytest.raises(NodeLost, match="node 1 could not get the address"):
@@ -233,72 +228,20 @@ def test_a_machine_that_stands_by_takes_the_next_vacant_rank(world: World) -> No
     assert world.log == ["new for 1", "new opened"]
     world.replacement.replace(1, world.joins_after(0))
     assert len(world.rented) == 1
-    assert world.ended_in_thread == ["old"]
-    assert world.nodes.all == {1: world.new}
+    assert (world.ended_in_thread, world.nodes.all) == (["old"], {1: world.new})
     world.replacement.dismiss(1)
-    assert world.ended_in_thread == ["old"]
-
-
-def test_a_machine_stands_by_when_its_log_says_that_it_is_ready(world: World) -> None:
-    """Until then its log is read, and `provision_timeout` counts."""
-    world.new.phase = "installing"
-
-    def follow() -> None:
-        world.log.append("read")
-        world.new.phase = LAST_PHASE if world.log.count("read") > 1 else "still installing"
-
-    world.new.follow = follow  # type: ignore[method-assign]
+    assert world.ended_in_thread == ["old"], "it is a node now"
+    world.machines = iter((world.new,))
     world.replacement.stand_by(1)
-    assert world.log == ["new for 1", "read", "read", "new opened"]
-    assert world.deadline == 1060.0
-
-
-def test_a_machine_that_stands_by_is_dismissed_once(world: World) -> None:
-    """The next one that stands by is another machine."""
-    world.replacement.stand_by(1)
-    world.replacement.dismiss(1)
-    world.replacement.dismiss(1)
-    assert world.ended_in_thread == ["new"]
-    with contextlib.suppress(StopIteration):
-        world.replacement.stand_by(1)
-    assert world.rented == [(1, None)] * 2
-
-
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [(late, "the machine that stands by for node 1 was not ready in time"), (gone, "its machine is gone")],
-)
-def test_a_machine_that_is_not_ready_to_stand_by_is_terminated(
-    world: World, monkeypatch: pytest.MonkeyPatch, fault: Callable[[World], None], words: str
-) -> None:
-    """It stands by for nothing then."""
-    fault(world)
-    world.new.phase = "installing"
-    times = iter(range(1000, 9000, 30))
-    monkeypatch.setattr(replacement, "time", SimpleNamespace(monotonic=lambda: float(next(times))))
-    with pytest.raises(sky.errors.SkywardError, match=words):
-        world.replacement.stand_by(1)
-    assert world.ended == ["new"]
-    world.replacement.dismiss(1)
-    assert world.ended_in_thread == []
-
-
-def test_without_capacity_nothing_stands_by(world: World) -> None:
-    """The node that is leaving stays in the pool."""
-    world.machines = iter(())
-
-    def rent_one(rank: int, termination: Any) -> Any:
-        raise NoCapacity("none")
-
-    world.selection.rent_one = rent_one
-    with pytest.raises(NoCapacity):
-        world.replacement.stand_by(1)
-    assert (world.ended, world.nodes.all) == ([], {1: world.old})
+    for _ in range(2):
+        world.replacement.dismiss(1)
+    assert world.ended_in_thread == ["old", "new"]
 
 
 def test_a_node_that_retires_has_no_workers_any_more(world: World) -> None:
     """It gets settings of a generation that ends it. Another machine that has the rank meanwhile gets nothing."""
     world.replacement.retire(1, "another")
+    world.replacement.retire(7, "old")
     assert world.old.written == []
     world.replacement.retire(1, "old")
     ((name, text),) = world.old.written
@@ -306,20 +249,6 @@ def test_a_node_that_retires_has_no_workers_any_more(world: World) -> None:
     settings = NodeSettings.from_json(text)
     assert (settings.workers, settings.generation, settings.rank) == ((), RETIRED, 1)
     assert settings.scheduler == "tls://head"
-    world.replacement.retire(7, "old")
-    assert len(world.old.written) == 1
-
-
-def test_a_pool_that_closes_ends_the_machine_in_preparation(world: World) -> None:
-    """PoolClosed reaches the caller."""
-
-    def closing(deadline: float, what: str) -> None:
-        raise PoolClosed("the pool is closing")
-
-    world.rental.go_on_until = closing
-    with pytest.raises(PoolClosed):
-        world.replacement.replace(1, lambda: False)
-    assert world.ended == ["new"]
 
 
 def test_a_node_that_has_joined_just_before_its_process_leaves_stays(world: World) -> None:
@@ -333,24 +262,7 @@ def test_a_node_that_has_joined_just_before_its_process_leaves_stays(world: Worl
 
     world.rental.go_on_until = leave
     world.replacement.replace(1, lambda: has_joined)
-    assert world.ended == []
-    assert world.nodes.all == {1: world.new}
-
-
-def test_a_machine_that_is_to_be_a_new_node_is_abandoned_while_it_starts(world: World) -> None:
-    """It may take minutes until it answers. Its connection is closed, so that what waits for it ends at once."""
-
-    def start(script: str, timeout: float) -> None:
-        world.replacement.abandon_coming()
-        raise sky.errors.Unreachable("the connection was closed")
-
-    world.new.start = start  # type: ignore[method-assign]
-    with pytest.raises(sky.errors.Unreachable):
-        world.replacement.add(2, lambda: True)
-    assert world.log == ["new for 2", "no other offer for 2", "new disconnected", "no offer for 2"]
-    assert (world.ended, world.nodes.all) == (["new"], {1: world.old})
-    world.replacement.abandon_coming()
-    assert len(world.log) == 4, "there is none any more"
+    assert (world.ended, world.nodes.all) == ([], {1: world.new})
 
 
 def test_a_machine_that_is_abandoned_when_it_has_joined_is_no_node(world: World) -> None:

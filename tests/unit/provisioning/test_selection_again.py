@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from skyward_core.errors import BudgetExceeded, NoCapacity
+from skyward_core.errors import BudgetExceeded, NoCapacity, QuotaExceeded, SkywardError
 from skyward_core.machines.instances import Instance, InstanceState
 from skyward_core.machines.offers import Offer
 from skyward_core.provisioning import selection as selection_module
@@ -18,8 +18,9 @@ from skyward_core.provisioning.candidates import ProviderOffers
 from skyward_core.provisioning.selection import Selection
 from skyward_core.provisioning.termination import Termination
 from tests.conftest import RecordedEvents
-from tests.unit.provisioning.test_candidates import CHEAP, offer
+from tests.offers import offer
 
+CHEAP = sky.Local(price_per_hour=1.0)
 A, B, C = offer("a", 1.0), offer("b", 2.0), offer("c", 3.0)
 
 
@@ -28,12 +29,14 @@ class Stock:
 
     provider = CHEAP
 
-    def __init__(self, stock: Mapping[str, int]) -> None:
-        self.stock, self.launched = Counter(stock), list[tuple[str, int, int]]()
+    def __init__(self, stock: Mapping[str, int], errors: Mapping[str, SkywardError] | None = None) -> None:
+        self.stock, self.launched, self.asked = Counter(stock), list[tuple[str, int, int]](), list[str]()
+        self.errors = errors or {}
 
     def launch(self, offer: Offer, count: int, first_rank: int) -> list[Instance]:
+        self.asked.append(offer.instance_type)
         if self.stock[offer.instance_type] < count:
-            raise NoCapacity(f"no {offer.instance_type}")
+            raise self.errors.get(offer.instance_type, NoCapacity(f"no {offer.instance_type}"))
         return self.launch_up_to(offer, count, first_rank)
 
     def launch_up_to(self, offer: Offer, count: int, first_rank: int) -> list[Instance]:
@@ -45,17 +48,6 @@ class Stock:
         return [machine(offer, first_rank + index) for index in range(count)]
 
 
-class Returned:
-    """The event of a machine's end: a machine of the type a is free after the wait."""
-
-    def __init__(self, stock: Stock) -> None:
-        self._stock = stock
-
-    def wait(self, seconds: float) -> None:
-        assert 0 < seconds < 3600
-        self._stock.stock["a"] = 1
-
-
 def machine(offer: Offer, rank: int) -> Instance:
     return Instance(
         id=f"{offer.instance_type}-{rank}",
@@ -63,9 +55,22 @@ def machine(offer: Offer, rank: int) -> Instance:
         pool_id="sky-p",
         rank=rank,
         state=InstanceState.PENDING,
-        region="r",
+        region=offer.region,
         instance_type=offer.instance_type,
+        is_spot=offer.is_spot,
     )
+
+
+def ending(stock: Stock) -> Termination:
+    """Return the end of a machine; when it is awaited, a machine of the type a becomes free."""
+
+    def wait(seconds: float) -> None:
+        assert 0 < seconds < 3600
+        stock.stock["a"] = 1
+
+    termination = Termination("a-1", CHEAP)
+    termination.over = SimpleNamespace(wait=wait)  # type: ignore[assignment]
+    return termination
 
 
 def selection_of(
@@ -80,16 +85,12 @@ def selection_of(
     return selection
 
 
-def test_a_lost_machine_is_replaced_by_one_of_its_kind_at_its_rank() -> None:
-    stock = Stock({"a": 2, "b": 2})
-    assert selection_of(stock, {3: A}, [B]).rent_one(3, None).rank == 3
-    assert stock.launched == [("a", 1, 3)]
-
-
-def test_without_one_of_its_kind_another_offer_replaces_it_at_its_rank() -> None:
-    stock = Stock({"c": 1})
-    assert selection_of(stock, {3: A}, [A, B, C]).rent_one(3, None).id == "c-3"
-    assert stock.launched == [("c", 1, 3)]
+@pytest.mark.parametrize(("stock", "launched"), [({"a": 2, "b": 2}, ("a", 1, 3)), ({"c": 1}, ("c", 1, 3))])
+def test_a_lost_machine_is_replaced_at_its_rank(stock: dict[str, int], launched: tuple[str, int, int]) -> None:
+    """By one of its kind, else by another offer."""
+    rental = Stock(stock)
+    assert selection_of(rental, {3: A}, [A, B, C]).rent_one(3, None).rank == 3
+    assert rental.launched == [launched]
 
 
 @pytest.mark.parametrize("is_spot", [False, True])
@@ -104,43 +105,39 @@ def test_with_a_share_of_spot_machines_a_replacement_is_of_the_same_sale(is_spot
 
 def test_without_any_offer_the_end_of_the_lost_machine_is_awaited() -> None:
     """Its type may be free then; without a machine that ends there is nothing to wait for."""
-    stock, ended = Stock({}), Termination("a-3", CHEAP)
+    stock = Stock({})
     with pytest.raises(NoCapacity):
         selection_of(stock, {3: A}).rent_one(3, None)
-
-    ended.over = Returned(stock)  # type: ignore[assignment]
-    assert selection_of(stock, {3: A}).rent_one(3, ended).rank == 3
+    assert selection_of(stock, {3: A}).rent_one(3, ending(stock)).rank == 3
     assert stock.launched == [("a", 1, 3)]
 
 
-def test_ranks_are_rented_again_in_runs_of_one_kind() -> None:
-    """A gap and another kind begin another run; the machines come in the order of their ranks."""
-    stock = Stock({"a": 5, "b": 5})
-    offers = {0: A, 1: A, 2: B, 3: B, 5: B}
-    rented = selection_of(stock, offers).rent_again([0, 1, 2, 3, 5], {})
-    assert stock.launched == [("a", 2, 0), ("b", 2, 2), ("b", 1, 5)]
-    assert [instance.rank for instance in rented] == [0, 1, 2, 3, 5]
+def test_a_replacement_that_is_too_dear_is_skipped() -> None:
+    """Later candidates may be affordable."""
+    stock = Stock({}, {"b": BudgetExceeded("too dear"), "c": QuotaExceeded("none")})
+    selection_of(stock, {0: A}, [A, B, C]).rent_one(0, ending(stock))
+    assert stock.asked == ["a", "b", "c", "a"]
 
 
-def test_the_first_refusal_ends_renting_again() -> None:
-    """The lowest ranks come first. What is there is enough to go on."""
-    stock = Stock({"a": 1, "c": 5})
-    rented = selection_of(stock, {0: A, 1: B, 2: C}).rent_again([0, 1, 2], {})
-    assert [instance.id for instance in rented] == ["a-0"]
-
-
-def test_if_nothing_can_be_rented_again_the_lowest_rank_gets_a_replacement() -> None:
-    """Another type may stand for its own."""
-    stock = Stock({"c": 1})
-    rented = selection_of(stock, {1: A, 2: A}, [C]).rent_again([1, 2], {})
-    assert [(instance.id, instance.rank) for instance in rented] == [("c-1", 1)]
-
-
-def test_if_nothing_can_be_rented_again_the_end_of_the_lowest_rank_s_machine_is_awaited() -> None:
-    stock, ended = Stock({}), Termination("a-1", CHEAP)
-    ended.over = Returned(stock)  # type: ignore[assignment]
-    rented = selection_of(stock, {1: A, 2: A}).rent_again([1, 2], {1: ended})
-    assert [instance.id for instance in rented] == ["a-1"]
+@pytest.mark.parametrize(
+    ("stock", "offers", "launched"),
+    [
+        # in runs of one kind: a gap and another kind begin another run
+        ({"a": 5, "b": 5}, {0: A, 1: A, 2: B, 3: B, 5: B}, [("a", 2, 0), ("b", 2, 2), ("b", 1, 5)]),
+        # the first refusal ends it, because what is there is enough to go on
+        ({"a": 1, "c": 5}, {0: A, 1: B, 2: C}, [("a", 1, 0)]),
+        # if nothing can be rented, the lowest rank gets another type, or the one that becomes free
+        ({"c": 1}, {1: A, 2: A}, [("c", 1, 1)]),
+        ({}, {1: A, 2: A}, [("a", 1, 1)]),
+    ],
+)
+def test_ranks_are_rented_again(
+    stock: dict[str, int], offers: dict[int, Offer], launched: list[tuple[str, int, int]]
+) -> None:
+    rental = Stock(stock)
+    rented = selection_of(rental, offers, [C]).rent_again([*offers], {1: ending(rental)})
+    assert rental.launched == launched
+    assert [one.rank for one in rented] == [first + n for _, count, first in launched for n in range(count)]
 
 
 # ── of a pool that another process has rented ────────────────────────────────────────────────────────────────────────
@@ -150,37 +147,18 @@ def adopted(stock: Stock, rented: Mapping[int, Offer], sold: list[Offer], monkey
     """Return the selection of a pool with these machines, while the provider sells those offers."""
     selection = selection_of(stock, {}, nodes=len(rented))
     selection._journal = SimpleNamespace(recent_attempts=lambda _: [], note_refusal=lambda _: None)  # type: ignore[assignment]
-    selection.adopted = {
-        rank: machine(offer, rank).model_copy(update={"region": offer.region, "is_spot": offer.is_spot})
-        for rank, offer in rented.items()
-    }
+    selection.adopted = {rank: machine(offer, rank) for rank, offer in rented.items()}
     monkeypatch.setattr(selection_module, "ask", lambda *_: [ProviderOffers(CHEAP, tuple(sold))])
     return selection
 
 
-def test_a_machine_of_another_process_is_replaced_by_one_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = Stock({"a": 1, "b": 1})
-    selection = adopted(stock, {0: A, 1: B}, [A, B, C], monkeypatch)
-    assert selection.rent_one(1, None).instance_type == "b"
-    assert selection.rent_one(0, None).instance_type == "a"
-
-
-def test_a_machine_of_another_process_that_is_sold_no_more_is_replaced_by_another_kind(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The cheapest in its region."""
-    stock = Stock({"b": 1, "c": 1})
-    assert adopted(stock, {0: A, 1: A}, [C, B], monkeypatch).rent_one(1, None).instance_type == "b"
-
-
-def test_no_machine_of_another_region_replaces_one_of_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The nodes would not reach each other."""
+def test_machines_of_another_process_are_replaced_by_their_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it is sold no more, by the cheapest in its region: nodes of two regions would not reach each other."""
+    selection = adopted(Stock({"a": 1, "b": 1}), {0: A, 1: B}, [A, B, C], monkeypatch)
+    assert [selection.rent_one(rank, None).instance_type for rank in (1, 0)] == ["b", "a"]
+    assert adopted(Stock({"b": 1, "c": 1}), {0: A, 1: A}, [C, B], monkeypatch).rent_one(1, None).instance_type == "b"
     far = A.model_copy(update={"region": "far"})
     with pytest.raises(NoCapacity):
         adopted(Stock({"a": 1}), {0: A}, [far], monkeypatch).rent_one(0, None)
-
-
-def test_all_machines_of_another_process_are_rented_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = Stock({"a": 2, "b": 1})
-    rented = adopted(stock, {0: A, 1: A, 2: B}, [A, B], monkeypatch).rent_again([0, 1, 2], {})
+    rented = adopted(Stock({"a": 2, "b": 1}), {0: A, 1: A, 2: B}, [A, B], monkeypatch).rent_again([0, 1, 2], {})
     assert [(one.rank, one.instance_type) for one in rented] == [(0, "a"), (1, "a"), (2, "b")]
