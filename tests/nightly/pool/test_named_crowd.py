@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.nightly.pool.test_named_pools import rentals
-from tests.system.pool.test_named_pools import double, name, pool_of  # noqa: F401 - fixtures
+from tests.pool.named import double, name, pool_of, rentals  # noqa: F401 - a fixture
 
 CROWD = int(os.environ.get("CROWD", "100"))
 REPOSITORY = Path(__file__).parents[3]
@@ -68,7 +67,7 @@ def _use(name: str, number: int, folder: Path, begin: int, called: int, leave: i
     began = time.monotonic()
     is_counted = False
     try:
-        with pool_of(name, lease_seconds=60.0, provision_timeout=600) as pool:
+        with pool_of(name, provision_timeout=600) as pool:
             found |= {"id": pool.id, "result": double(number) >> pool, "seconds": time.monotonic() - began}
             is_counted = os.write(called, b"1") == 1
             os.read(leave, 1)
