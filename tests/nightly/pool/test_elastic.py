@@ -149,14 +149,6 @@ def test_money_for_one_node_alone_lets_nothing_grow(recorded: RecordedEvents) ->
         assert place([1]) >> pool == (0, 3, [1])
 
 
-def test_a_pool_that_closes_while_it_grows_leaves_nothing(recorded: RecordedEvents) -> None:
-    with pool_of(recorded) as pool:
-        pool.scale(3)
-        wait_until(lambda: recorded.of(sky.InstanceLaunching)[1:], "it grows", WAIT_SECONDS)
-    assert pool.receipt is not None
-    assert all(one["gone_at"] is not None for one in pool.receipt["resources"])
-
-
 def test_a_pool_that_is_detached_while_it_grows_is_left_with_its_nodes(recorded: RecordedEvents) -> None:
     """The machine that is coming is given back; the others go on, in the pool of the process that attaches."""
     pool = pool_of(recorded, lease_seconds=30).open()

@@ -1,53 +1,112 @@
 """A pool in a coroutine, with a pool that does what the test says: who opens, who undoes, and what becomes of calls."""
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any
 
 import pytest
 
 import skyward_core as sky
 from skyward_core.engine.futures import CallFuture
+from skyward_core.pool.aio import AsyncPool, Broadcast
+from skyward_core.pool.groups import group_results
 from tests.conftest import wait_until
-from tests.unit.pool.test_aio import (  # noqa: F401 - fixtures
-    CONTEXT,
-    ScriptedPool,
-    add,
-    changing,
-    pool,
-    until,
-    use,
-)
 
 LEFT = sky.InstancesLeft("i-1 may still be running", ["i-1"])
+
+
+class ScriptedPool(AsyncPool):
+    """Opens and closes when the test says so, and notes what happens to it."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.may_open, self.may_close = threading.Event(), threading.Event()
+        self.open_error: BaseException | None = None
+        self.close_error: sky.InstancesLeft | None = None
+        self.futures: list[CallFuture[Any]] = []
+        self.stopped: list[str] = []
+        self.names: list[str] = []
+
+    def open(self) -> object:
+        self.done.append("open")
+        assert self.may_open.wait(60)
+        if self.open_error is not None:
+            raise self.open_error
+        self.done.append("opened")
+        return self
+
+    def close(self) -> None:
+        self.done.append("close")
+        assert self.may_close.wait(60)
+        if self.close_error is not None:
+            raise self.close_error
+        self.done.append("closed")
+
+    def hand_over(self) -> sky.InstancesLeft | None:
+        self.done.append("hand over")
+        assert self.may_close.wait(60)
+        self.done.append("closed")
+        return self.close_error
+
+    def terminate_now(self) -> None:
+        self.done.append("terminate")
+
+    def submit_all(self, calls: Iterable[sky.PendingCompute[Any]]) -> list[CallFuture[Any]]:
+        self.futures = [CallFuture[Any](str(number), self.stopped.append) for number, _ in enumerate(calls)]
+        return self.futures
+
+    def submit_broadcast(self, pending: sky.PendingCompute[Any]) -> list[CallFuture[Any]]:
+        self.names.append(pending.fn.__name__)
+        return self.submit_all([pending, pending])
+
+    def broadcast[R](self, pending: sky.PendingCompute[R], *, submit: Broadcast | None = None) -> tuple[R, ...]:
+        assert submit is not None
+        return group_results(submit, pending, 1, lambda _, attempt, loss: self.done.append(f"attempt {attempt}"))
+
+
+@pytest.fixture
+def pool() -> Iterator[ScriptedPool]:
+    pool = ScriptedPool()
+    yield pool
+    pool.may_open.set()
+    pool.may_close.set()
+    wait_until(lambda: not changing(), "the threads of the pool to end")
+
+
+def changing() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "skyward-async"]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let the loop turn until something has happened in another thread."""
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 - it waits for a thread
+            await asyncio.sleep(0.001)
+
+
+async def use(pool: ScriptedPool, body: Callable[[], Coroutine[Any, Any, object]] | None = None) -> str:
+    async with pool as same:
+        assert same is pool
+        pool.done.append("block")
+        if body is not None:
+            await body()
+    return "used"
 
 
 # ── opening and closing ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_pool_is_opened_and_closed_in_threads(pool: ScriptedPool) -> None:
-    """The loop turns meanwhile; context variables are those of the task."""
-
-    async def program() -> None:
-        CONTEXT.set("of the task")
-        task = asyncio.create_task(use(pool))
-        await until(lambda: pool.done == ["open"])
-        pool.may_open.set()
-        await until(lambda: pool.done == ["open", "opened", "block", "close"])
-        pool.may_close.set()
-        assert await task == "used"
-
-    asyncio.run(program())
-    assert pool.done[-1] == "closed"
-    assert pool.context == "of the task"
-
-
+@pytest.mark.parametrize("is_left", [True, False], ids=["machines are left", "all are gone"])
 @pytest.mark.parametrize("is_opened", [True, False], ids=["it opens all the same", "it does not open"])
-def test_a_task_that_is_cancelled_while_the_pool_opens_undoes_that(pool: ScriptedPool, is_opened: bool) -> None:
-    """No more is rented; the task ends when all is undone, however often it is cancelled."""
+def test_a_task_that_is_cancelled_while_the_pool_opens_undoes_that(
+    pool: ScriptedPool, is_opened: bool, is_left: bool
+) -> None:
+    """No more is rented; the task ends when all is undone, however often it is cancelled. A note names what is left."""
+    pool.close_error = LEFT if is_left else None
     if not is_opened:
-        pool.open_error = sky.PoolClosed("terminate_now() was called")
+        pool.open_error = LEFT if is_left else sky.PoolClosed("terminate_now() was called")
 
     async def program() -> None:
         task = asyncio.create_task(use(pool))
@@ -66,7 +125,7 @@ def test_a_task_that_is_cancelled_while_the_pool_opens_undoes_that(pool: Scripte
         pool.may_close.set()
         with pytest.raises(asyncio.CancelledError) as caught:
             await task
-        assert not hasattr(caught.value, "__notes__")
+        assert ["i-1" in note for note in getattr(caught.value, "__notes__", [])] == [True] * is_left
 
     asyncio.run(program())
     assert pool.done == ["open", "terminate"] + ["opened", "hand over", "closed"] * is_opened
@@ -89,25 +148,6 @@ def test_a_task_that_is_cancelled_when_the_pool_has_just_opened_closes_it(pool: 
     assert pool.done == ["open", "opened", "hand over", "closed"]
 
 
-@pytest.mark.parametrize("is_opened", [True, False], ids=["it opens all the same", "it does not open"])
-def test_machines_that_are_left_by_a_cancelled_opening_are_named(pool: ScriptedPool, is_opened: bool) -> None:
-    """In a note of the exception."""
-    pool.close_error, pool.open_error = LEFT, None if is_opened else LEFT
-    pool.may_close.set()
-
-    async def program() -> None:
-        task = asyncio.create_task(use(pool))
-        await until(lambda: pool.done == ["open"])
-        task.cancel()
-        await until(lambda: "terminate" in pool.done)
-        pool.may_open.set()
-        with pytest.raises(asyncio.CancelledError) as caught:
-            await task
-        assert "i-1" in caught.value.__notes__[0]
-
-    asyncio.run(program())
-
-
 def test_a_loop_that_ends_while_the_pool_opens_leaves_the_undoing_to_the_thread(pool: ScriptedPool) -> None:
     """The coroutine is closed and cannot wait for anything."""
 
@@ -124,15 +164,6 @@ def test_a_loop_that_ends_while_the_pool_opens_leaves_the_undoing_to_the_thread(
     pool.may_close.set()
     wait_until(lambda: not changing(), "the thread to end")
     assert pool.done == ["open", "terminate", "opened", "hand over", "closed"]
-
-
-def test_an_error_of_opening_is_raised(pool: ScriptedPool) -> None:
-    """The block does not run, and nothing is closed: `open` has undone all."""
-    pool.open_error = sky.NoCapacity("none")
-    pool.may_open.set()
-    with pytest.raises(sky.NoCapacity):
-        asyncio.run(use(pool))
-    assert pool.done == ["open"]
 
 
 def test_a_task_that_is_cancelled_in_the_block_waits_for_the_close(pool: ScriptedPool) -> None:
@@ -178,22 +209,6 @@ def test_a_task_that_is_cancelled_while_the_pool_closes_is_cancelled_after_it(
     asyncio.run(program())
 
 
-def test_a_time_out_of_asyncio_around_the_pool_is_a_time_out(pool: ScriptedPool) -> None:
-    """The cancellation is not swallowed."""
-    pool.may_open.set()
-    pool.may_close.set()
-
-    async def program() -> None:
-        async with asyncio.timeout(None) as deadline:
-            async with pool:
-                deadline.reschedule(0)
-                await asyncio.Event().wait()
-
-    with pytest.raises(TimeoutError):
-        asyncio.run(program())
-    assert pool.done[-1] == "closed"
-
-
 # ── several pools ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -227,8 +242,6 @@ def test_several_pools_open_and_close_at_the_same_time() -> None:
 
 
 def test_if_one_of_several_pools_fails_to_open_the_others_are_closed() -> None:
-    """Its error is raised."""
-
     async def program() -> None:
         pools = ScriptedPools()
         pools.first.open_error = sky.NoCapacity("none")
@@ -274,6 +287,14 @@ def test_a_block_of_several_pools_that_fails_closes_all() -> None:
         assert [pool.done[-1] for pool in (pools.first, pools.second)] == ["closed", "closed"]
 
     asyncio.run(program())
+
+
+# ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@sky.compute
+def add(a: int, b: int) -> int:
+    return a + b
 
 
 async def with_futures(pool: ScriptedPool, call: Coroutine[Any, Any, Any], end: Callable[[], object]) -> Any:
@@ -379,3 +400,68 @@ def test_a_cancelled_task_stops_the_ranks_of_its_group(pool: ScriptedPool, is_su
 
     asyncio.run(program())
     assert set(pool.stopped) == {"0", "1"}
+
+
+def test_a_task_that_is_cancelled_before_opens_nothing(pool: ScriptedPool) -> None:
+    """Also if the cancellation comes in the step that would open the pool."""
+
+    async def cancelled_already() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await use(pool)
+
+    async def program() -> None:
+        task = asyncio.create_task(cancelled_already())
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(program())
+    assert pool.done == []
+
+
+def test_results_that_cannot_be_loaded_do_not_end_the_wait(pool: ScriptedPool) -> None:
+    """All results are kept in the error, as with `>> pool`. The loop turns until they are there."""
+
+    async def program() -> None:
+        task = asyncio.create_task(pool.arun(add(1, 2) & add(3, 4)))
+        await until(lambda: pool.futures)
+        pool.futures[0].set_exception(sky.ResultNotLoaded("no torch", data=b"N."))
+        asyncio.get_running_loop().call_later(0.01, pool.futures[1].set_result, 7)
+        with pytest.raises(sky.ResultNotLoaded, match="1 of 2 results") as caught:
+            await task
+        assert caught.value.load() == (None, 7)
+
+    asyncio.run(program())
+
+
+def test_a_cancelled_task_stops_its_calls(pool: ScriptedPool) -> None:
+    """Those that have not ended."""
+
+    async def program() -> None:
+        task = asyncio.create_task(pool.arun(add(1, 2) & add(3, 4)))
+        await until(lambda: pool.futures)
+        pool.futures[0].set_result(1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(program())
+    assert pool.stopped == ["1"]
+
+
+def test_a_call_that_ends_after_its_loop_disturbs_no_other(
+    pool: ScriptedPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The callback finds the loop closed."""
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(pool.arun(add(1, 2)))
+    loop.run_until_complete(until(lambda: pool.futures))
+    (future,) = pool.futures
+    future.claim()
+    with contextlib.suppress(asyncio.CancelledError):
+        task.cancel()
+        loop.run_until_complete(task)
+    loop.close()
+    future.set_result(3)
+    assert not caplog.records

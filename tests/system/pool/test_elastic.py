@@ -110,5 +110,3 @@ def test_what_cannot_be_scaled_is_refused(wide_pool: sky.ComputePool) -> None:
             wide_pool.scale(nodes)  # pyright: ignore[reportArgumentType]
     with pytest.raises(sky.BadRequest, match="wait_seconds=-1"):
         wide_pool.scale(1, wait_seconds=-1)
-    with pytest.raises(sky.PoolClosed):
-        sky.ComputePool(provider=sky.Local(), nodes=(1, 2)).scale(1)

@@ -1,7 +1,6 @@
 """Deadlines of calls on a real pool: `timeout` of calls, batches, `submit`, `map` and `@`."""
 
 import os
-import pickle
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
@@ -53,12 +52,6 @@ def test_a_call_beyond_its_deadline_is_ended_on_its_node(pool: sky.ComputePool, 
     assert quick(3) >> pool == 3
     assert len(runs.read_text().split()) == 1
     wait_until(lambda: not living(runs), "the process to end")
-
-
-def test_the_error_survives_a_pickle() -> None:
-    """With all that it knows."""
-    error = pickle.loads(pickle.dumps(sky.CallTimedOut("late", 2, 30.0, ["last"])))
-    assert (str(error), error.node, error.timeout_seconds) == ("late\nlast output:\n  last", 2, 30.0)
 
 
 @pytest.mark.parametrize(
