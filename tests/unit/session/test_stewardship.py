@@ -1,0 +1,412 @@
+"""Whether a process keeps a named pool, how it keeps it again, how its stewardship ends at a limit, and who may scale."""
+
+import logging
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, override
+
+import pytest
+
+import skyward_core as sky
+from skyward_core.errors import LedgerError, NodeLost, SkywardError
+from skyward_core.ledger.names_policy import NotSteward
+from skyward_core.machines.owner import Owner
+from skyward_core.session import stewardship
+from skyward_core.session import successor as successor_module
+from skyward_core.session.attached import Attached
+from skyward_core.session.named_session import NamedSession
+from skyward_core.session.pool_size import PoolSize
+from skyward_core.session.regained import RegainedStewardship, regaining
+from skyward_core.session.size_here import size_here
+from skyward_core.session.state import Claims, SessionState
+from skyward_core.session.steward_guard import StewardGuard
+from skyward_core.session.stewardship import Stewardship
+from skyward_core.session.successor import Successor
+from tests.session.threads import Threads
+
+LEASE_SECONDS = 10.0
+
+# ── certain for its lease, then it asks, and never again after it was replaced ───────────────────────────────────────
+
+
+class Rows:
+    """A ledger's answers to renewals, and a clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.seconds = 100.0
+        self.renewals = 0
+        self.answer = "steward"
+        self.guard = StewardGuard(LEASE_SECONDS, self.renew, lambda: self.seconds)
+
+    def renew(self) -> None:
+        since = self.guard.now()
+        self.renewals += 1
+        if self.answer == "away":
+            raise LedgerError("the server is being restarted")
+        if self.answer == "steward":
+            self.guard.confirm(since)
+        else:
+            self.guard.lose()
+
+
+@pytest.fixture
+def rows() -> Rows:
+    """A steward since 100 s."""
+    rows = Rows()
+    rows.guard.begin(3, rows.seconds)
+    return rows
+
+
+def test_a_process_that_never_was_the_steward_may_not_act() -> None:
+    """It does not ask, either."""
+    rows = Rows()
+    with pytest.raises(NotSteward):
+        rows.guard.check()
+    assert (rows.guard.is_certain, rows.renewals, rows.guard.epoch, rows.guard.is_lost) == (False, 0, None, False)
+
+
+def test_a_steward_is_certain_as_long_as_its_lease_runs(rows: Rows) -> None:
+    """It counts from the time before a renewal. In this time no other process can take the pool over. Then it asks."""
+    rows.guard.confirm(105.0)
+    rows.guard.confirm(101.0)  # an older answer that arrives late
+    rows.seconds = 114.9
+    rows.guard.check()
+    assert (rows.guard.is_certain, rows.renewals, rows.guard.epoch) == (True, 0, 3)
+    rows.seconds = 115.0
+    assert not rows.guard.is_certain
+    rows.guard.check()
+    assert (rows.renewals, rows.guard.is_certain) == (1, True)
+
+
+def test_a_steward_that_was_replaced_may_not_act_until_it_begins_anew(rows: Rows) -> None:
+    """Not even if a renewal of before is confirmed late."""
+    rows.seconds += 1000
+    rows.answer = "another"
+    for _ in range(2):
+        with pytest.raises(NotSteward):
+            rows.guard.check()
+        rows.guard.confirm(rows.seconds)
+        assert (rows.guard.is_certain, rows.guard.is_lost, rows.renewals) == (False, True, 1)
+    assert not rows.guard.lose()
+    rows.guard.begin(4, rows.seconds)
+    assert (rows.guard.is_certain, rows.guard.is_lost, rows.guard.epoch) == (True, False, 4)
+
+
+def test_a_steward_that_cannot_ask_does_not_act(rows: Rows) -> None:
+    """It is not replaced by that: it goes on when the ledger answers."""
+    rows.seconds += 1000
+    rows.answer = "away"
+    with pytest.raises(LedgerError, match="being restarted"):
+        rows.guard.check()
+    rows.answer = "steward"
+    rows.guard.check()
+    assert rows.guard.is_certain
+
+
+# ── the process that has rented keeps the pool again, beside its session ─────────────────────────────────────────────
+
+
+class Process:
+    """A process whose session has rented; `steps` is what was done, in order."""
+
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+        self.trouble: SkywardError | None = None
+        self.guard = StewardGuard(LEASE_SECONDS, lambda: None)
+        self.session: Any = SimpleNamespace(
+            guard=self.guard,
+            events=SimpleNamespace(log=lambda *_: None),
+            step_down=lambda: self.steps.append("step down"),
+            let_go=lambda reason, error: self.steps.append(f"let go: {reason}"),
+        )
+        self.end_session: Callable[[str, SkywardError | None], object] | None = None
+        self.on_vacant: Any = None
+        self.on_lost: Any = None
+
+    def attach(self) -> Any:
+        self.steps.append("attach")
+        return SimpleNamespace(stop=lambda _: self.steps.append("detach"))
+
+    def new(self, attached: Any, end_session: Callable[[str, SkywardError | None], object]) -> Any:
+        self.end_session = end_session
+        return SimpleNamespace(start=self._start, leave=lambda: self.steps.append("leave"))
+
+    def _start(self) -> None:
+        self.steps.append("start")
+        if self.trouble is not None:
+            raise self.trouble
+
+
+@pytest.fixture
+def process() -> Process:
+    return Process()
+
+
+def test_a_regained_stewardship_ends_with_its_connection(process: Process) -> None:
+    """A limit that it reaches ends the session too."""
+    it = RegainedStewardship(process.session, process.attach, process.new)
+    it.start()
+    assert process.end_session is not None
+    process.end_session("the money is used up", None)
+    it.leave()
+    assert process.steps == ["attach", "start", "let go: the money is used up", "leave", "detach"]
+
+
+def test_a_pool_that_cannot_be_adopted_leaves_no_connection(process: Process) -> None:
+    process.trouble = NodeLost("no node answers")
+    with pytest.raises(NodeLost):
+        RegainedStewardship(process.session, process.attach, process.new).start()
+    assert process.steps == ["attach", "start", "detach"]
+
+
+def test_a_process_that_was_replaced_ends_both_stewardships(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The regained one too, if the session cannot step down."""
+    process.guard.begin(1, 0.0)
+    process.guard.lose()
+    successor = regaining(process.session, process, process.attach, process.new)  # type: ignore[arg-type]
+    assert process.steps == ["step down"], "it was replaced right after the opening"
+    monkeypatch.setattr(successor, "lose", lambda: process.steps.append("lose"))
+
+    def fail() -> None:
+        raise OSError("no thread can be started")
+
+    process.session.step_down = fail
+    with pytest.raises(OSError, match="no thread"):
+        process.on_lost()
+    assert process.steps == ["step down", "lose"]
+
+
+# ── an attached process becomes the steward when there is none ───────────────────────────────────────────────────────
+
+
+class Client:
+    """A process as a client of a name, and what it keeps; `steps` is what was done, in order."""
+
+    name = "nightly"
+
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+        self.can_take = True
+        self.trouble: Exception | None = None
+        self.guard = SimpleNamespace(is_lost=False)
+        self.on_vacant: Any = None
+        self.on_lost: Any = None
+        self.logged: list[str] = []
+        self.seconds = 1000.0
+        self.threads = Threads()
+        self.successor = Successor(self, lambda: self, self.log)  # type: ignore[arg-type]
+
+    def log(self, level: int, text: str, *values: object, error: Exception | None = None) -> None:
+        self.logged.append(logging.getLevelName(level) + ": " + text % values)
+
+    def take_stewardship(self) -> bool:
+        self.steps.append("take")
+        return self.can_take
+
+    def resign(self) -> None:
+        self.steps.append("resign")
+
+    def start(self) -> None:
+        self.steps.append("start")
+        if self.trouble is not None:
+            raise self.trouble
+
+    def keep_warm(self, seconds: float) -> None:
+        self.steps.append(f"keep warm {seconds:.0f}")
+
+    def note_cost(self) -> None:
+        self.steps.append("note cost")
+
+    def leave(self) -> None:
+        self.steps.append("leave")
+
+    def lose(self) -> None:
+        self.steps.append("lose")
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Client:
+    client = Client()
+    monkeypatch.setattr(successor_module, "threading", client.threads)
+    monkeypatch.setattr(successor_module, "time", SimpleNamespace(monotonic=lambda: client.seconds))
+    return client
+
+
+@pytest.mark.parametrize("can_take", [True, False], ids=["adopted", "another process was faster"])
+def test_a_vacant_pool_is_adopted_once_and_left_at_the_end(client: Client, can_take: bool) -> None:
+    """A process that leaves waits for its adoption, and adopts nothing afterwards."""
+    client.can_take = can_take
+    client.on_vacant()
+    client.on_vacant()
+    client.threads.run()
+    assert client.successor.keep_warm(60) == can_take
+    client.successor.note_cost()
+    client.successor.close()
+    client.on_vacant()
+    client.threads.run()
+    adopted = ["start", "keep warm 60", "note cost", "leave"] if can_take else []
+    assert client.steps == ["take", *adopted, "resign"]
+
+
+def test_a_process_that_leaves_waits_for_its_adoption(client: Client) -> None:
+    client.on_vacant()
+    client.successor.close()
+    assert client.steps == ["take", "start", "leave", "resign"]
+
+
+def test_a_process_that_cannot_adopt_resigns_and_leaves_it_to_others_for_a_while(client: Client) -> None:
+    client.trouble = NodeLost("no node answers")
+    for seconds in (1000.0, 1004.0):
+        client.seconds = seconds
+        client.on_vacant()
+        client.threads.run()
+        assert client.steps == ["take", "start", "resign"]
+    assert client.logged[0].startswith("WARNING: the pool 'nightly' has no process that replaces its nodes")
+    assert client.logged[0].endswith("no node answers")
+    client.trouble, client.seconds = None, 1005.0
+    client.on_vacant()
+    client.threads.run()
+    assert client.steps == ["take", "start", "resign", "take", "start"]
+
+
+@pytest.mark.parametrize("when", ["later", "during the adoption", "before the adoption has ended"])
+def test_a_pool_that_another_process_keeps_now_is_kept_no_more(client: Client, when: str) -> None:
+    """The renewal reports a loss once."""
+    client.guard.is_lost = when == "before the adoption has ended"
+    client.on_vacant()
+    if when == "later":
+        client.threads.run()
+    if when != "before the adoption has ended":
+        client.on_lost()
+    client.threads.run()
+    assert client.steps == ["take", "start", "lose"]
+    client.successor.close()
+    assert client.steps == ["take", "start", "lose", "resign"]
+
+
+# ── limits ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Keeping(Stewardship):
+    """A stewardship without machines; `steps` is what it does, in order."""
+
+    def __init__(self, steps: list[str]) -> None:
+        self._ending = threading.RLock()
+        self._ended = threading.Event()
+        self._pool_id, self._log = "sky-1", lambda *_: None
+        self._emitter: Any = SimpleNamespace(emit=lambda _: None)
+        self._recovery: Any = SimpleNamespace(stop=lambda: None)
+        self._use: Any = use_that_notes(steps)
+        self._attached: Any = SimpleNamespace(cluster=object(), end=lambda *_: steps.append("end the machines"))
+        self._on_end = lambda *_: steps.append("let the session go")
+
+
+class Opener(NamedSession):
+    """A session that does nothing when it is stopped."""
+
+    def __init__(self, steps: list[str], state: SessionState, *, is_steward: bool = True) -> None:
+        self._claims = Claims()
+        self._claims.state = state
+        self._steps = steps
+        self.guard: Any = SimpleNamespace(check=lambda: None)
+        self._use: Any = use_that_notes(steps)
+        self.size, self.keeps = SIZE, is_steward
+
+    @property
+    @override
+    def is_steward(self) -> bool:
+        return self.keeps
+
+    @override
+    def stop(self, reason: str, error: SkywardError | None = None) -> None:
+        self._steps.append(f"ours: {self._claims.claim_stop(reason, error)}")
+
+
+def use_that_notes(steps: list[str]) -> Any:
+    return SimpleNamespace(
+        begin_to_end=lambda: steps.append("closing"), resign=lambda: steps.append("resign")
+    )
+
+
+def test_the_session_learns_of_a_limit_before_the_machines_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its calls are repeated on nodes that end, and raise NodeLost instead of the error of the limit."""
+    monkeypatch.setattr(stewardship, "note_all", lambda *_: None)
+    steps: list[str] = []
+    Keeping(steps).stop("the money is used up")
+    assert steps == ["closing", "let the session go", "end the machines", "resign"]
+
+
+@pytest.mark.parametrize(
+    ("state", "is_ours"), [(SessionState.OPEN, True), (SessionState.DETACHING, False), (SessionState.LEAVING, False)]
+)
+def test_a_session_that_leaves_at_its_limit_stays_the_steward_until_it_has_left(
+    state: SessionState, is_ours: bool
+) -> None:
+    """Its leave, in another thread, decides whether the pool goes on: `closing` without a steward would end it."""
+    steps: list[str] = []
+    Opener(steps, state)._stop_at_limit("the money is used up", None)
+    assert steps == ["closing", f"ours: {is_ours}", *["resign"] * is_ours]
+
+
+# ── the number of nodes ──────────────────────────────────────────────────────────────────────────────────────────────
+
+SIZE: Any = object()
+KEEPER = Owner("ann", "desk", "boot", "1", 42, "7")
+SPEC = sky.PoolSpec.of(provider=sky.Local(), nodes=(1, 3))
+
+
+class Joined(Attached):
+    """A process that has attached."""
+
+    def __init__(self) -> None:
+        """Attach to nothing."""
+
+
+def use_of(steward: Owner | None | Exception = KEEPER, *, size: Any = None) -> Any:
+    """Return a process as a client of the name; `size` is that of its stewardship."""
+
+    def find() -> Owner | None:
+        if isinstance(steward, Exception):
+            raise steward
+        return steward
+
+    return SimpleNamespace(name="nightly", steward=find, succession=SimpleNamespace(size=size))
+
+
+def test_the_process_that_keeps_the_pool_may_set_its_size() -> None:
+    """Also one that has taken the pool over."""
+    assert size_here(Opener([], SessionState.OPEN), use_of(None)) is SIZE
+    assert size_here(Joined(), use_of(None, size=SIZE)) is SIZE
+
+
+@pytest.mark.parametrize(
+    ("use", "words"),
+    [
+        (use_of(), r"process 42 of ann@desk keeps the pool 'nightly'.*call scale\(\) there"),
+        (use_of(Owner.unknown("ann@desk")), r"a process of ann@desk keeps"),
+        (use_of(None), "cannot see which one does"),
+        (use_of(LedgerError("away")), "cannot see which one does"),
+        (None, "only the process that has opened the pool"),
+    ],
+)
+def test_any_other_process_learns_which_one_may(use: Any, words: str) -> None:
+    for opened in (Joined(), *[Opener([], SessionState.OPEN, is_steward=False)] * (use is not None)):
+        with pytest.raises(sky.BadRequest, match=words):
+            size_here(opened, use)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["keeps the pool", "stepped down"])
+def test_only_the_process_that_keeps_the_pool_announces_which_ranks_stay(is_stopped: bool) -> None:
+    """The clock of a process that has stepped down goes on. It may lack nodes that the new steward has rented."""
+    done: list[str] = []
+    recovery: Any = SimpleNamespace(
+        is_stopped=is_stopped, observe=lambda _: done.append("observe"), fix_size=lambda _: None
+    )
+    draining = SimpleNamespace(announce=lambda: done.append("announce"), backlog=lambda: 0, size=1)
+    size = PoolSize(SPEC, SimpleNamespace(draining=draining, is_idle=True), recovery, lambda: False)  # type: ignore[arg-type]
+    size.look()
+    assert done == ([] if is_stopped else ["announce", "observe"])
+    if is_stopped:
+        with pytest.raises(sky.BadRequest, match="another process keeps it now"):
+            size.scale(3, 3600.0)
