@@ -179,9 +179,7 @@ def test_a_node_that_is_put_in_place_has_a_lease_before_the_next_renewal(
 # ── limits ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_max_cost_ends_a_pool_that_was_adopted(
-    name: str, program: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_max_cost_ends_a_pool_that_was_adopted(name: str, program: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit counts from the opening on, and calls raise that the money is used up."""
     monkeypatch.setattr(budgets, "FIRST_MINUTE_SECONDS", 5.0)
     settings = {"price": 36, "max_cost": 0.6, "lease_seconds": LEASE_SECONDS}

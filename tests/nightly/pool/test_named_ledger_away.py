@@ -55,9 +55,7 @@ def test_an_open_pool_goes_on_and_a_newcomer_rents_nothing(name: str, proxy: Pro
     assert is_gone(ids)
 
 
-def test_of_two_that_open_a_name_while_the_ledger_comes_back_one_rents(
-    name: str, proxy: Proxy, program: Start
-) -> None:
+def test_of_two_that_open_a_name_while_the_ledger_comes_back_one_rents(name: str, proxy: Proxy, program: Start) -> None:
     """Two processes wait for the ledger at the same time."""
     assert rentals() == []
     proxy.cut()

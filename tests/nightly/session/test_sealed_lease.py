@@ -1,7 +1,5 @@
 """The sealed lease in the ledger: when it is written, what it opens, and that nothing altered is ever used."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

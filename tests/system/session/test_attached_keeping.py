@@ -1,8 +1,7 @@
-"""What an attached process has after it was the steward of its pool for a while (`Attached.keep`, `keep_no_more`)."""
+"""How an attached process finds its scheduler again, and what it has after it was the steward for a while."""
 
 import threading
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,40 +13,19 @@ from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.engine.cluster import Cluster
 from skyward_core.errors import BudgetExceeded, NodeLost, PoolClosed
 from skyward_core.events.queue import EventQueue
-from skyward_core.machines.instances import Instance, InstanceState, Lease, Node
 from skyward_core.session.attached import Attached
 from skyward_core.worker.scheduler_messages import Resumed
 from tests.conftest import wait_until
+from tests.session.attached import RANKS, lease
 
-RANKS = [0, 1, 2]
-LEASE_SECONDS = 1.0
 KEEPER: Any = SimpleNamespace(cut=lambda: None)
 """Handles the loss of the scheduler while this process keeps the pool; it does nothing."""
-
-
-def lease() -> Lease:
-    nodes = tuple(
-        Node(
-            instance=Instance(
-                id=f"i-{rank}",
-                provider="local",
-                pool_id="p",
-                rank=rank,
-                state=InstanceState.RUNNING,
-                region="here",
-                instance_type="process",
-            ),
-            rank=rank,
-        )
-        for rank in RANKS
-    )
-    return Lease(pool_id="p", provider={"name": "local"}, nodes=nodes, created_at=datetime.now(UTC))
 
 
 @pytest.fixture
 def attached() -> Iterator[Attached]:
     """An attachment that has no connection to its three nodes."""
-    it = Attached(lease(), None, None, LEASE_SECONDS, 0, EventQueue(lambda _: None))
+    it = Attached(lease(), None, None, 1.0, 0, EventQueue(lambda _: None))
     it.cluster = Cluster(it.lease, PoolCertificate("", ""), it.transports, it.emit)
     it.is_running = True
     yield it
@@ -55,7 +33,13 @@ def attached() -> Iterator[Attached]:
 
 
 @pytest.fixture
-def resumed(attached: Attached, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def cluster(attached: Attached) -> Cluster:
+    assert attached.cluster is not None
+    return attached.cluster
+
+
+@pytest.fixture
+def resumed(attached: Attached, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The head is reached, and its scheduler does not answer: a list of the attempts."""
     attempts: list[str] = []
 
@@ -65,19 +49,12 @@ def resumed(attached: Attached, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     head = SimpleNamespace(is_connected=True, address=lambda address: address)
     monkeypatch.setattr(attached.transports, "to", lambda _: head)
-    monkeypatch.setattr(attached.cluster, "resume", resume)
+    monkeypatch.setattr(cluster, "resume", resume)
     return attempts
 
 
-@pytest.mark.usefixtures("resumed")
-def test_broadcasts_use_all_nodes_after_another_process_has_taken_the_pool(attached: Attached) -> None:
-    """They would return no result at all, and no error, if they had no ranks."""
-    cluster = attached.cluster
-    assert cluster is not None
-    cluster.keep(None, None, RANKS)
-    attached.keep(KEEPER)
-    attached.keep_no_more()
-    assert len(cluster.broadcast(PendingCompute(abs, (1,)))) == len(RANKS)
+def searches() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name == "skyward-resume"]
 
 
 def refusal(cluster: Cluster) -> str:
@@ -89,27 +66,27 @@ def refusal(cluster: Cluster) -> str:
     return ""
 
 
-def test_a_scheduler_that_was_out_of_reach_is_looked_for_by_the_process_that_keeps_the_pool_no_more(
-    attached: Attached, resumed: list[str]
+def test_a_process_that_keeps_the_pool_no_more_uses_all_nodes_and_looks_for_the_scheduler(
+    attached: Attached, cluster: Cluster, resumed: list[str]
 ) -> None:
     """The steward's recovery would have done it. If it does not answer, calls raise NodeLost after the lease."""
-    cluster = attached.cluster
-    assert cluster is not None
     given_up: list[Exception] = []
     attached.on_given_up = given_up.append
+    cluster.keep(None, None, RANKS)
     attached.keep(KEEPER)
     attached.keep_no_more()
+    assert len(cluster.broadcast(PendingCompute(abs, (1,)))) == len(RANKS)
     wait_until(lambda: resumed, "an attempt")
     assert not refusal(cluster)
     wait_until(lambda: refusal(cluster), "the end of the lease")
     assert "the head of the pool is gone" in refusal(cluster)
-    wait_until(lambda: [str(error) for error in given_up] == [refusal(cluster)], "the news of it", 5)
+    wait_until(lambda: [str(error) for error in given_up] == [refusal(cluster)], "the news of it")
 
 
-def test_a_connection_that_was_cut_is_none(attached: Attached, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_was_cut_is_none(
+    attached: Attached, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also before its end is tidied up: a steward that begins then must reach the scheduler again."""
-    cluster = attached.cluster
-    assert cluster is not None
     monkeypatch.setattr(cluster.owner, "connection", SimpleNamespace(send=lambda _: None))
     epoch = cluster.dispatcher.connected(0.0)
     assert cluster.is_connected
@@ -118,25 +95,6 @@ def test_a_connection_that_was_cut_is_none(attached: Attached, monkeypatch: pyte
     cuts: list[int] = []
     attached.keep(SimpleNamespace(cut=lambda: cuts.append(1)))  # type: ignore[arg-type]
     assert cuts == [1]
-
-
-def test_two_cuts_make_one_search(attached: Attached, resumed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second one finds the connection of the first."""
-    cluster = attached.cluster
-    assert cluster is not None
-
-    def resume(address: str, _: float) -> None:
-        resumed.append(address)
-        cluster.dispatcher.connected(0.0)
-
-    monkeypatch.setattr(cluster, "resume", resume)
-    attached.cut()
-    attached.cut()
-    wait_until(lambda: not searches(), "the searches")
-    assert len(resumed) == 1
-
-
-# ── a search for the scheduler, and what happens meanwhile ───────────────────────────────────────────────────────────
 
 
 class Connections:
@@ -165,20 +123,17 @@ class Connections:
 
 
 @pytest.fixture
-def connections(attached: Attached, monkeypatch: pytest.MonkeyPatch) -> Connections:
-    assert attached.cluster is not None
-    return Connections(attached.cluster, monkeypatch)
+def connections(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Connections:
+    return Connections(cluster, monkeypatch)
 
 
 def test_of_two_that_connect_at_once_the_later_one_stays(
-    attached: Attached, connections: Connections, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, connections: Connections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a process begins to keep the pool: the search and the recovery. The earlier one must not close the later's.
 
     Looks inside: the earlier one is slow to disconnect.
     """
-    cluster: Any = attached.cluster
-    assert cluster is not None
     connections.answers = [False, True]
     failures: list[Exception] = []
 
@@ -207,11 +162,9 @@ def test_of_two_that_connect_at_once_the_later_one_stays(
 
 @pytest.mark.parametrize("is_ended", [False, True])
 def test_a_pool_that_is_left_during_a_search_says_so(
-    attached: Attached, connections: Connections, monkeypatch: pytest.MonkeyPatch, is_ended: bool
+    attached: Attached, cluster: Cluster, connections: Connections, monkeypatch: pytest.MonkeyPatch, is_ended: bool
 ) -> None:
     """Its calls raise why it has ended, and not that the head is gone. The connection of that moment is closed."""
-    cluster = attached.cluster
-    assert cluster is not None
     head = SimpleNamespace(is_connected=True, address=lambda address: address)
     monkeypatch.setattr(attached.transports, "to", lambda _: head)
     connections.answers = [False]
@@ -230,11 +183,10 @@ def test_a_pool_that_is_left_during_a_search_says_so(
     assert (connections.closed, given_up) == (connections.made, [])
 
 
-@pytest.mark.usefixtures("resumed")
-def test_a_search_that_ends_before_the_pool_is_left_says_nothing_of_the_head(attached: Attached) -> None:
+def test_a_search_that_ends_before_the_pool_is_left_says_nothing_of_the_head(
+    attached: Attached, cluster: Cluster, resumed: list[str]
+) -> None:
     """The user's client is closed first, which may take seconds."""
-    cluster = attached.cluster
-    assert cluster is not None
     cluster.owner.start()
     [future] = cluster.submit([PendingCompute(abs, (1,))])
     attached.user_client = SimpleNamespace(  # type: ignore[assignment]
@@ -244,13 +196,3 @@ def test_a_search_that_ends_before_the_pool_is_left_says_nothing_of_the_head(att
     attached.stop("left")
     with pytest.raises(PoolClosed, match="left"):
         future.result(60)
-
-
-def test_a_search_whose_thread_has_failed_begins_again(attached: Attached, resumed: list[str]) -> None:
-    """It is looked for with each beat. Looks inside: the step of that beat."""
-    attached._look()
-    wait_until(lambda: resumed, "an attempt")
-
-
-def searches() -> list[threading.Thread]:
-    return [one for one in threading.enumerate() if one.name == "skyward-resume"]

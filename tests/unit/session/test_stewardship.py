@@ -324,9 +324,7 @@ class Opener(NamedSession):
 
 
 def use_that_notes(steps: list[str]) -> Any:
-    return SimpleNamespace(
-        begin_to_end=lambda: steps.append("closing"), resign=lambda: steps.append("resign")
-    )
+    return SimpleNamespace(begin_to_end=lambda: steps.append("closing"), resign=lambda: steps.append("resign"))
 
 
 def test_the_session_learns_of_a_limit_before_the_machines_end(monkeypatch: pytest.MonkeyPatch) -> None:
