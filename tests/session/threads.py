@@ -16,7 +16,7 @@ class Threads:
         self.trouble: Exception | None = None
         """Why no thread can begin."""
 
-    def Thread(self, *, target: Callable[[], None], **_: Any) -> Any:  # noqa: N802 - as in `threading`
+    def Thread(self, *, target: Callable[[], None], **_: Any) -> Any:
         return SimpleNamespace(start=lambda: self._start(target), join=lambda _=None: self.run())
 
     def _start(self, target: Callable[[], None]) -> None:

@@ -1,7 +1,5 @@
 """A callback or terminal that blocks delays only itself: calls, the lease and the pool's end continue."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading
@@ -12,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import skyward_core as sky
 from skyward_core.ledger.ledger import Ledger, default_url
@@ -61,14 +62,6 @@ def lives_on(pool_id: str, since: datetime) -> bool:
     return entry.lease_expires_at > since + timedelta(seconds=2 * LEASE_SECONDS)
 
 
-def sweep() -> str:
-    """Sweep from another process, as cron does."""
-    done = subprocess.run(
-        [sys.executable, "-m", "skyward_core.cli", "sweep"], capture_output=True, text=True, timeout=60, check=False
-    )
-    return done.stdout + done.stderr
-
-
 def test_a_sweep_leaves_a_living_pool_while_a_callback_blocks(
     sink: BlockedByLines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,8 +73,9 @@ def test_a_sweep_leaves_a_living_pool_while_a_callback_blocks(
         assert sink.is_in.wait(60)
         since = datetime.now(UTC)
         wait_until(lambda: lives_on(pool.id, since), "the lease to be renewed while the callback blocks", 20)
-        said = sweep()
-        assert f"leave   {pool.id}" in said, said
+        command = [sys.executable, "-m", "skyward_core.cli", "sweep"]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert f"leave   {pool.id}" in said.stdout, said
         assert pool.is_active
         assert prints(2) >> pool == 4
         sink.may_go_on.set()
@@ -124,18 +118,20 @@ def test_a_callback_may_close_the_pool() -> None:
     assert len(recorded.of(sky.CostFinal)) == 1
 
 
-def test_an_attached_client_keeps_the_lease_while_a_callback_blocks(sink: BlockedByLines) -> None:
-    """The same for a pool that another process has opened."""
-    opener = sky.ComputePool(provider=sky.Local(), display="quiet", lease_seconds=LEASE_SECONDS).open()
-    lease = opener.detach(lease_seconds=2 * LEASE_SECONDS)
-    try:
-        with sky.ComputePool.attach(lease, on_event=sink, lease_seconds=2 * LEASE_SECONDS) as pool:
-            assert prints(1) >> pool == 2
-            assert sink.is_in.wait(60)
-            since = datetime.now(UTC)
-            wait_until(lambda: lives_on(lease.pool_id, since), "the lease to be renewed while the callback blocks", 20)
-            assert prints(2) >> pool == 4
-            sink.may_go_on.set()
-        assert [event.line for event in sink.recorded.of(sky.LogLine)] == ["line 1", "line 2"]
-    finally:
-        sky.release(lease.pool_id)
+def test_a_pool_is_below_the_span_in_which_it_is_opened() -> None:
+    """The events have a thread; spans find the caller's span all the same."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    traces = sky.Traces(provider)
+    with (
+        provider.get_tracer("test").start_as_current_span("task") as task,
+        sky.ComputePool(provider=sky.Local(price_per_hour=3.6), display="quiet", on_event=traces) as pool,
+    ):
+        assert pool.map(prints.local, [1, 2]) == [2, 4]
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    parent = spans["skyward.pool"].parent
+    assert parent is not None
+    assert parent.span_id == task.get_span_context().span_id
+    assert (spans["skyward.pool"].attributes or {})["skyward.total_cost"] == pool.cost > 0
+    assert (spans["skyward.calls"].attributes or {})["skyward.calls.done"] == 2
+    provider.shutdown()

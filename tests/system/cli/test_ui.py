@@ -1,12 +1,8 @@
 """The server of `skyward ui`: who may read it, and what each path answers."""
 
-# pyright: reportUnusedImport=false
-
 import json
 import re
-import sqlite3
 from collections.abc import Sequence
-from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -15,10 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families as families_
 
 from skyward_core.cli.ui.utilisation import Utilisation
 from skyward_core.errors import LedgerError
-from skyward_core.ledger.ledger import Ledger
 from skyward_core.live.metrics import NodeUse
-from tests.cleanup.pools import FolderProvider
-from tests.cli.ledger import ROOT, TOKEN, Clock, FakeUtilisation, Page, Skyward, record_pools, sample
+from tests.cli.ledger import ROOT, TOKEN, FakeUtilisation, Page, Skyward, record_pools, sample
 from tests.conftest import wait_until
 
 
@@ -54,14 +48,6 @@ class FakeUses:
 
 
 PATHS = ["/api/pools", "/api/nodes", "/api/calls", "/api/cost", "/api/receipt?pool=sky-live", "/api/refusals"]
-
-
-def change(url: str, *statements: str) -> None:
-    """Change the database below the ledger."""
-    with closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as database:
-        for statement in statements:
-            database.execute(statement)
-        database.commit()
 
 
 # ── who may read ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -122,14 +108,12 @@ def test_the_page_is_one_file_that_loads_nothing_else(page: Page) -> None:
 # ── the data ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_data_are_those_of_the_commands(
-    page: Page, skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
-) -> None:
+def test_the_data_are_those_of_the_commands(page: Page, skyward: Skyward) -> None:
     """Pools as in `ps`, calls as in `calls`, costs as in `cost`, receipts as in `receipt`, refusals as in `why`."""
-    record_pools(skyward, ledger, clock, folder)
+    record_pools(skyward)
     pools = page.get("/api/pools").json
     fixed = ("pool", "name", "calls", "owner", "work", "open_resources", "usd_per_hour", "cost_usd")
-    listed = json.loads(skyward("ps --all --json"))
+    listed = skyward.json("ps --all")
     for shown, expected in (
         (pools["pools"], [one for one in listed if one["state"] != "ended"]),
         (pools["ended"], [one for one in listed if one["state"] == "ended"]),
@@ -140,27 +124,24 @@ def test_the_data_are_those_of_the_commands(
     assert {one["pool"] for one in pools["ended"]} == {"sky-ended"}
     assert pools["warnings"] == []
     calls = page.get("/api/calls").json
-    assert calls["calls"] == json.loads(skyward("calls --json"))["calls"][::-1]
+    assert calls["calls"] == skyward.json("calls")["calls"][::-1]
     assert (calls["all"], {one["call"] for one in calls["calls"]}) == (4, {"c", "d", "e"})
     for by in ("day", "owner"):
-        cost, expected = page.get(f"/api/cost?by={by}").json, json.loads(skyward(f"cost --by {by} --json"))
+        cost, expected = page.get(f"/api/cost?by={by}").json, skyward.json(f"cost --by {by}")
         assert (cost["rows"], cost["total"]) == (expected["rows"], expected["total"])
         assert cost["total"]["cost_usd"] > 0
     receipt = page.get("/api/receipt?pool=sky-live").json["receipt"]
     assert receipt == json.loads(skyward("receipt sky-live"))
     refusals = page.get("/api/refusals").json
-    refused = [one for one in json.loads(skyward("why sky-live --json")) if one["error"]]
+    refused = [one for one in skyward.json("why sky-live") if one["error"]]
     assert refusals["refusals"] == [{"pool": "sky-live", **one} for one in refused]
     assert refused
 
 
-def test_a_ledger_that_cannot_be_read_is_an_error_and_no_empty_list(
-    page: Page, skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider, url: str
-) -> None:
-    record_pools(skyward, ledger, clock, folder)
+def test_a_ledger_that_cannot_be_read_is_an_error_and_no_empty_list(page: Page, skyward: Skyward) -> None:
+    record_pools(skyward)
     assert {page.get(path).status for path in PATHS} == {200}
-    change(
-        url,
+    skyward.damage(
         *(f"ALTER TABLE skyward_{name} RENAME TO away_{name}" for name in ("pools", "resources", "attempts", "calls")),
     )
     for path in PATHS:
@@ -172,10 +153,8 @@ def test_a_ledger_that_cannot_be_read_is_an_error_and_no_empty_list(
 # ── nodes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_nodes_have_curves_or_the_reason_why_not(
-    page: Page, utilisation: FakeUtilisation, skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
-) -> None:
-    record_pools(skyward, ledger, clock, folder)
+def test_nodes_have_curves_or_the_reason_why_not(page: Page, utilisation: FakeUtilisation, skyward: Skyward) -> None:
+    record_pools(skyward)
     samples = tuple(sample(percent, seconds, gpu=90.0) for percent, seconds in ((10, 100.0), (30, 102.0)))
     utilisation.uses = {"sky-live": [NodeUse(0, "i-0", samples, 1, 4)], "sky-dead": "no route to it"}
     found = {one["pool"]: one for one in page.get("/api/nodes").json["pools"]}
@@ -216,13 +195,13 @@ def value_of(family: MetricFamily, **labels: str) -> float:
 
 
 def test_metrics_are_those_of_the_ledger_and_of_the_nodes(
-    page: Page, utilisation: FakeUtilisation, skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
+    page: Page, utilisation: FakeUtilisation, skyward: Skyward
 ) -> None:
-    record_pools(skyward, ledger, clock, folder)
+    record_pools(skyward)
     uses = [NodeUse(rank, f"i-{rank}", (sample(50.0, gpu=25.0),), 1, 4) for rank in (0, 1)]
     utilisation.uses = {"sky-live": uses, "sky-dead": "no route to it"}
     found = families_of(page)
-    listed = {one["pool"]: one for one in json.loads(skyward("ps --json"))}
+    listed = {one["pool"]: one for one in skyward.json("ps")}
     assert {one.labels["pool"] for one in found["skyward_pool_nodes"].samples} == listed.keys()
     assert value_of(found["skyward_pools"], state="live") + value_of(found["skyward_pools"], state="dead") == len(
         listed
@@ -241,7 +220,7 @@ def test_metrics_are_those_of_the_ledger_and_of_the_nodes(
     }
     assert value_of(found["skyward_node_cpu_ratio"], pool="sky-live", node="1") == 0.5
     assert value_of(found["skyward_node_gpu_ratio"], pool="sky-live", node="1") == 0.25
-    owners = {row["key"]: row["cost_usd"] for row in json.loads(skyward("cost --by owner --json"))["rows"]}
+    owners = {row["key"]: row["cost_usd"] for row in skyward.json("cost --by owner")["rows"]}
     assert {one.labels["owner"]: one.value for one in found["skyward_cost_usd_total"].samples} == owners
     assert value_of(found["skyward_refusals_total"], provider="folder", error="NoCapacity") == 1
     assert value_of(found["skyward_ledger_unreadable_rows"]) == 0
@@ -258,11 +237,9 @@ def test_the_dashboard_and_the_page_of_commands_have_the_metrics_that_exist(page
     assert sorted(explained) == sorted(names)
 
 
-def test_a_row_that_cannot_be_read_is_named_and_the_others_are_shown(
-    page: Page, skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider, url: str
-) -> None:
-    record_pools(skyward, ledger, clock, folder)
-    change(url, "UPDATE skyward_pools SET created_microseconds = 'soon' WHERE id = 'sky-dead'")
+def test_a_row_that_cannot_be_read_is_named_and_the_others_are_shown(page: Page, skyward: Skyward) -> None:
+    record_pools(skyward)
+    skyward.damage("UPDATE skyward_pools SET created_microseconds = 'soon' WHERE id = 'sky-dead'")
     pools = page.get("/api/pools").json
     assert {"sky-live", "sky-named"} <= {one["pool"] for one in pools["pools"]}
     assert [line for line in pools["warnings"] if "sky-dead" in line]

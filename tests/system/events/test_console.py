@@ -1,7 +1,6 @@
 """The displays get the events of a pool's life, and the tests check their text."""
 
 import io
-import threading
 from typing import override
 
 import pytest
@@ -16,10 +15,9 @@ from skyward_core.events.events import (
     ContactRegained,
     CostUpdate,
     Error,
-    LogLine,
     SkywardEvent,
 )
-from tests.unit.events.test_console import OPENING, _written, unconfigured  # noqa: F401 - fixtures
+from tests.unit.events.test_console import OPENING, _written
 
 
 class Terminal(io.StringIO):
@@ -75,29 +73,3 @@ def test_spinner_draws_phases_calls_and_cost(terminal: Terminal):
 def test_spinner_prints_each_problem_above_the_rows(event: SkywardEvent, line: str, terminal: Terminal):
     """What the log calls a warning or an error is printed by the spinner too, and the end of a silence."""
     assert line in _written("spinner", [event], terminal)
-
-
-@pytest.mark.usefixtures("unconfigured")
-@pytest.mark.parametrize("kind", ["log", "spinner"])
-def test_events_and_close_may_come_from_different_threads(kind: str, terminal: Terminal):
-    """Closing during a stream of events raises nothing in either thread, and lines are complete."""
-    file = terminal if kind == "spinner" else io.StringIO()
-    shown = display(kind, file=file)
-    sent: list[int] = []
-    started = threading.Event()
-
-    def stream() -> None:
-        for number in range(500):
-            shown(LogLine(0, "i-a", f"line {number}", 0.0))
-            started.set()
-            sent.append(number)
-
-    thread = threading.Thread(target=stream)
-    thread.start()
-    assert started.wait(30)
-    shown.close()
-    thread.join(30)
-    assert len(sent) == 500
-    if kind == "log":
-        lines = file.getvalue().splitlines()
-        assert lines == [f"[node 0] line {number}" for number in range(len(lines))]

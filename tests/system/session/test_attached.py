@@ -6,7 +6,6 @@ Run as a program, this file is another process: one that opens a pool and starts
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time

@@ -2,7 +2,6 @@
 
 import logging
 import sys
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -102,14 +101,12 @@ class ZMQInteractiveShell(InteractiveShell):
     def __init__(self) -> None:
         self.display_pub = self.kernel = self.io_loop = self
         self.published: list[tuple[str, str, bool]] = []
-        self.woken = threading.Event()
 
     def publish(self, data, metadata, *, transient, update) -> None:
         self.published.append((data["text/plain"], transient["display_id"], update))
 
     def add_callback(self, callback) -> None:
         callback()
-        self.woken.set()
 
 
 @pytest.fixture

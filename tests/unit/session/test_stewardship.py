@@ -361,7 +361,7 @@ class Joined(Attached):
         """Attach to nothing."""
 
 
-def use_of(steward: Owner | None | Exception = KEEPER, *, size: Any = None) -> Any:
+def use_of(steward: Owner | Exception | None = KEEPER, *, size: Any = None) -> Any:
     """Return a process as a client of the name; `size` is that of its stewardship."""
 
     def find() -> Owner | None:
