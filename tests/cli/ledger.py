@@ -202,15 +202,6 @@ def lines(output: str) -> list[list[str]]:
     return [re.split(r" {2,}", line.strip()) for line in output.splitlines()]
 
 
-RESOURCE_DAMAGES = {
-    "price is nan": "price_micro_usd_per_hour = 'nan'",
-    "tags are no JSON": "tags_json = 'x'",
-    "region is bytes": "region = x'ff00'",
-    "time is text": "intended_microseconds = 'then'",
-    "seconds are infinite": "idle_milliseconds = 9e999",
-}
-
-
 def _options(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], list[Any]]]:
     """Each command with its options and arguments, as typer has them."""
     for name, sub in getattr(command, "commands", {}).items():

@@ -99,3 +99,40 @@ def test_a_sweep_that_fails_in_part_names_each_failure(skyward: Skyward) -> None
     skyward.ledger.open_pool("sky-odd", owner=DEAD, provider=odd, spec_json="{}", lease_expires_at=now)
     assert skyward("sweep --yes", code=1).startswith("skyward: nonesuch: no provider is called 'nonesuch'")
     assert skyward.folder.instances() == []
+
+
+RESOURCE_DAMAGES = {
+    "price is nan": "price_micro_usd_per_hour = 'nan'",
+    "tags are no JSON": "tags_json = 'x'",
+    "region is bytes": "region = x'ff00'",
+    "time is text": "intended_microseconds = 'then'",
+    "seconds are infinite": "idle_milliseconds = 9e999",
+}
+
+
+@pytest.mark.parametrize("what", RESOURCE_DAMAGES)
+def test_a_resource_that_cannot_be_read_stops_nothing(what: str, skyward: Skyward) -> None:
+    """Each command names it. A dead pool's machine ends all the same. A bill omits the row, and says so."""
+    skyward.open_three()
+    before = skyward.json("cost")["total"]["cost_usd"]
+    skyward.damage(f"UPDATE skyward_resources SET {RESOURCE_DAMAGES[what]} WHERE pool_id = 'sky-odd'")
+    for line in ("ps", "cost --by day", "cost --by bucket --json", "cost --by pool", "receipt sky-odd"):
+        code, output, complaint = skyward.run(line)
+        assert code in (0, 1), line
+        if code:
+            assert complaint.startswith("skyward: row "), line
+    assert "cannot be read" in skyward.run("ps")[2]
+    if what == "price is nan":
+        code, output, complaint = skyward.run("cost --json")
+        assert (code, json.loads(output)["total"]["cost_usd"]) == (1, pytest.approx(before * 2 / 3))
+        assert "a price or a time is no number" in complaint
+    skyward.damage("UPDATE skyward_pools SET lease_expires_microseconds = 1 WHERE id = 'sky-odd'")
+    code, output, _ = skyward.run("sweep --yes --json")
+    report = json.loads(output)
+    assert code == 1
+    assert "sky-dead" in [finding["pool"] for finding in report["ended"]]
+    assert "sky-odd" in [failure["pool"] for failure in report["failures"]]
+    assert {machine.pool_id for machine in skyward.folder.instances()} == {"sky-live"}
+    entry = skyward.ledger.pool("sky-odd")
+    assert entry is not None
+    assert entry.ended_at is None  # an unreadable entry is not known to be gone

@@ -1,7 +1,6 @@
 """A pool in a coroutine, with a pool that does what the test says: who opens, who undoes, and what becomes of calls."""
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any
@@ -131,23 +130,6 @@ def test_a_task_that_is_cancelled_while_the_pool_opens_undoes_that(
     assert pool.done == ["open", "terminate"] + ["opened", "hand over", "closed"] * is_opened
 
 
-def test_a_task_that_is_cancelled_when_the_pool_has_just_opened_closes_it(pool: ScriptedPool) -> None:
-    """The thread has handed the pool over, and the task has not gone on."""
-
-    async def program() -> None:
-        task = asyncio.create_task(use(pool))
-        await until(lambda: pool.done == ["open"])
-        pool.may_open.set()
-        wait_until(lambda: not changing(), "the thread to end")  # the loop does not turn
-        task.cancel()
-        pool.may_close.set()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(program())
-    assert pool.done == ["open", "opened", "hand over", "closed"]
-
-
 def test_a_loop_that_ends_while_the_pool_opens_leaves_the_undoing_to_the_thread(pool: ScriptedPool) -> None:
     """The coroutine is closed and cannot wait for anything."""
 
@@ -227,7 +209,7 @@ class ScriptedPools(sky.MultiPool):
 
 
 def test_several_pools_open_and_close_at_the_same_time() -> None:
-    """Each in its own thread: the first waits until the second has begun."""
+    """If the block fails, machines that are left are named in notes of its exception."""
 
     async def program() -> None:
         pools = ScriptedPools()
@@ -237,6 +219,12 @@ def test_several_pools_open_and_close_at_the_same_time() -> None:
         assert await entering == (pools.first, pools.second)
         await pools.__aexit__(None, None, None)
         assert pools.first.done == pools.second.done == ["open", "opened", "close", "closed"]
+        pools.second.close_error = LEFT
+        with pytest.raises(ZeroDivisionError) as caught:
+            async with pools:
+                _ = 1 / 0
+        assert [str(LEFT) in note for note in caught.value.__notes__] == [True]
+        assert [pool.done[-1] for pool in (pools.first, pools.second)] == ["closed", "closed"]
 
     asyncio.run(program())
 
@@ -268,22 +256,6 @@ def test_a_task_that_is_cancelled_while_several_pools_open_closes_all() -> None:
         pools.second.may_open.set()
         with pytest.raises(asyncio.CancelledError):
             await entering
-        assert [pool.done[-1] for pool in (pools.first, pools.second)] == ["closed", "closed"]
-
-    asyncio.run(program())
-
-
-def test_a_block_of_several_pools_that_fails_closes_all() -> None:
-    """Machines that are left are named in notes of its exception."""
-
-    async def program() -> None:
-        pools = ScriptedPools()
-        pools.let_open()
-        pools.second.close_error = LEFT
-        with pytest.raises(ZeroDivisionError) as caught:
-            async with pools:
-                _ = 1 / 0
-        assert [str(LEFT) in note for note in caught.value.__notes__] == [True]
         assert [pool.done[-1] for pool in (pools.first, pools.second)] == ["closed", "closed"]
 
     asyncio.run(program())
@@ -328,18 +300,6 @@ def test_every_spelling_gives_results(pool: ScriptedPool) -> None:
     asyncio.run(program())
 
 
-def test_the_first_error_stops_the_others(pool: ScriptedPool) -> None:
-    """At once, while the others run."""
-
-    async def program() -> None:
-        call = pool.arun(add(1, 2) & add(3, 4))
-        with pytest.raises(ZeroDivisionError):
-            await with_futures(pool, call, lambda: pool.futures[1].set_exception(ZeroDivisionError()))
-
-    asyncio.run(program())
-    assert pool.stopped == ["0"]
-
-
 # ── groups ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -347,27 +307,6 @@ def test_the_first_error_stops_the_others(pool: ScriptedPool) -> None:
 @sky.distributed.torch()
 def train() -> int:
     return 1
-
-
-def test_a_group_that_has_lost_a_node_runs_again(pool: ScriptedPool) -> None:
-    """As a whole, when all workers are there, as with `@ pool`."""
-
-    def end() -> None:
-        first = pool.futures
-        first[1].set_exception(sky.NodeLost("node 1"))
-        wait_until(lambda: pool.names[-1] == "_be_there" and pool.futures is not first, "the workers to be asked")
-        second = pool.futures
-        for future in second:
-            future.set_result(None)
-        wait_until(lambda: pool.names[2:] == ["train"] and pool.futures is not second, "the group to run again")
-        for future in pool.futures:
-            future.set_result(int(future.call_id))
-
-    async def program() -> None:
-        assert await with_futures(pool, train() @ pool.aio, end) == (0, 1)
-
-    asyncio.run(program())
-    assert pool.done == ["attempt 2"]
 
 
 @pytest.mark.parametrize("is_submitted", [True, False], ids=["while it runs", "while it is submitted"])
@@ -402,39 +341,6 @@ def test_a_cancelled_task_stops_the_ranks_of_its_group(pool: ScriptedPool, is_su
     assert set(pool.stopped) == {"0", "1"}
 
 
-def test_a_task_that_is_cancelled_before_opens_nothing(pool: ScriptedPool) -> None:
-    """Also if the cancellation comes in the step that would open the pool."""
-
-    async def cancelled_already() -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        task.cancel()
-        await use(pool)
-
-    async def program() -> None:
-        task = asyncio.create_task(cancelled_already())
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(program())
-    assert pool.done == []
-
-
-def test_results_that_cannot_be_loaded_do_not_end_the_wait(pool: ScriptedPool) -> None:
-    """All results are kept in the error, as with `>> pool`. The loop turns until they are there."""
-
-    async def program() -> None:
-        task = asyncio.create_task(pool.arun(add(1, 2) & add(3, 4)))
-        await until(lambda: pool.futures)
-        pool.futures[0].set_exception(sky.ResultNotLoaded("no torch", data=b"N."))
-        asyncio.get_running_loop().call_later(0.01, pool.futures[1].set_result, 7)
-        with pytest.raises(sky.ResultNotLoaded, match="1 of 2 results") as caught:
-            await task
-        assert caught.value.load() == (None, 7)
-
-    asyncio.run(program())
-
-
 def test_a_cancelled_task_stops_its_calls(pool: ScriptedPool) -> None:
     """Those that have not ended."""
 
@@ -448,20 +354,3 @@ def test_a_cancelled_task_stops_its_calls(pool: ScriptedPool) -> None:
 
     asyncio.run(program())
     assert pool.stopped == ["1"]
-
-
-def test_a_call_that_ends_after_its_loop_disturbs_no_other(
-    pool: ScriptedPool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The callback finds the loop closed."""
-    loop = asyncio.new_event_loop()
-    task = loop.create_task(pool.arun(add(1, 2)))
-    loop.run_until_complete(until(lambda: pool.futures))
-    (future,) = pool.futures
-    future.claim()
-    with contextlib.suppress(asyncio.CancelledError):
-        task.cancel()
-        loop.run_until_complete(task)
-    loop.close()
-    future.set_result(3)
-    assert not caplog.records

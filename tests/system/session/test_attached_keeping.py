@@ -14,7 +14,6 @@ from skyward_core.engine.cluster import Cluster
 from skyward_core.errors import BudgetExceeded, NodeLost, PoolClosed
 from skyward_core.events.queue import EventQueue
 from skyward_core.session.attached import Attached
-from skyward_core.worker.scheduler_messages import Resumed
 from tests.conftest import wait_until
 from tests.session.attached import RANKS, lease
 
@@ -97,82 +96,40 @@ def test_a_connection_that_was_cut_is_none(
     assert cuts == [1]
 
 
-class Connections:
-    """The connections that a cluster makes, without a scheduler. `answers`: whether each of them gets an answer."""
+@pytest.fixture
+def connections(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Any]]:
+    """The connections that the cluster makes, without a scheduler and without an answer, and those that it closes."""
+    made: list[Any] = []
+    closed: list[Any] = []
 
-    def __init__(self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.made: list[Any] = []
-        self.closed: list[Any] = []
-        self.answers: list[bool] = []
-        monkeypatch.setattr(engine_cluster, "connect", lambda *_: None)
-        monkeypatch.setattr(engine_cluster, "SchedulerConnection", self.connection)
-        cluster.owner.start()
-
-    def connection(self, _: None) -> Any:
+    def connection(_: None) -> Any:
         it = SimpleNamespace(is_open=True, epoch=0, send=lambda _: None, ping=lambda _: None)
-        it.close = lambda: self.closed.append(it)
-
-        def listen(epoch: int, topic: str, after: int, inbox: Any) -> None:
-            it.epoch = epoch
-            if self.answers.pop(0):
-                inbox.on_resumed(epoch, Resumed(number=0, missed=0, is_known=True, tasks={}))
-            self.made.append(it)
-
-        it.listen = listen
+        it.close, it.listen = lambda: closed.append(it), lambda *_: made.append(it)
         return it
 
-
-@pytest.fixture
-def connections(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Connections:
-    return Connections(cluster, monkeypatch)
-
-
-def test_of_two_that_connect_at_once_the_later_one_stays(
-    cluster: Any, connections: Connections, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a process begins to keep the pool: the search and the recovery. The earlier one must not close the later's.
-
-    Looks inside: the earlier one is slow to disconnect.
-    """
-    connections.answers = [False, True]
-    failures: list[Exception] = []
-
-    def first() -> None:
-        try:
-            cluster.resume("tls://a", 60.0)
-        except NodeLost as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=first)
-    disconnect = cluster._disconnect
-
-    def slow(*only: Any) -> None:
-        if threading.current_thread() is thread and connections.made:
-            wait_until(lambda: len(connections.made) == 2, "the later connection")
-        disconnect(*only)
-
-    monkeypatch.setattr(cluster, "_disconnect", slow)
-    thread.start()
-    wait_until(lambda: connections.made, "the first one to wait for its answer")
-    cluster.resume("tls://a", 60.0)
-    thread.join()
-    earlier, later = connections.made
-    assert (connections.closed, cluster.owner.connection, len(failures)) == ([earlier], later, 1)
+    monkeypatch.setattr(engine_cluster, "connect", lambda *_: None)
+    monkeypatch.setattr(engine_cluster, "SchedulerConnection", connection)
+    cluster.owner.start()
+    return made, closed
 
 
 @pytest.mark.parametrize("is_ended", [False, True])
 def test_a_pool_that_is_left_during_a_search_says_so(
-    attached: Attached, cluster: Cluster, connections: Connections, monkeypatch: pytest.MonkeyPatch, is_ended: bool
+    attached: Attached,
+    cluster: Cluster,
+    connections: tuple[list[Any], list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    is_ended: bool,
 ) -> None:
     """Its calls raise why it has ended, and not that the head is gone. The connection of that moment is closed."""
     head = SimpleNamespace(is_connected=True, address=lambda address: address)
     monkeypatch.setattr(attached.transports, "to", lambda _: head)
-    connections.answers = [False]
+    made, closed = connections
     given_up: list[Exception] = []
     attached.on_given_up = given_up.append
     [future] = cluster.submit([PendingCompute(abs, (1,))])
     attached.cut()
-    wait_until(lambda: connections.made, "the search to wait for its answer")
+    wait_until(lambda: made, "the search to wait for its answer")
     if is_ended:
         attached.end("no money", BudgetExceeded("no money"), lambda: None)
     else:
@@ -180,19 +137,4 @@ def test_a_pool_that_is_left_during_a_search_says_so(
     with pytest.raises(BudgetExceeded if is_ended else PoolClosed):
         future.result(60)
     wait_until(lambda: not searches(), "the end of the search")
-    assert (connections.closed, given_up) == (connections.made, [])
-
-
-def test_a_search_that_ends_before_the_pool_is_left_says_nothing_of_the_head(
-    attached: Attached, cluster: Cluster, resumed: list[str]
-) -> None:
-    """The user's client is closed first, which may take seconds."""
-    cluster.owner.start()
-    [future] = cluster.submit([PendingCompute(abs, (1,))])
-    attached.user_client = SimpleNamespace(  # type: ignore[assignment]
-        close=lambda: wait_until(lambda: not searches(), "the end of the search")
-    )
-    attached.cut()
-    attached.stop("left")
-    with pytest.raises(PoolClosed, match="left"):
-        future.result(60)
+    assert (closed, given_up) == (made, [])

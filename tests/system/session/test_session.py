@@ -149,9 +149,7 @@ def test_a_detach_that_fails_leaves_the_pool_open(world: World) -> None:
 
 @pytest.mark.parametrize("moment", ["nodes informed", "ledger updated"])
 def test_a_signal_handler_may_close_a_pool_that_is_being_detached(world: World, moment: str) -> None:
-    """The handler runs in the thread that detaches. Neither waits for the other, and no lease of ended machines is
-    returned.
-    """
+    """It runs in the thread that detaches. Neither waits for the other, and no lease of ended machines is returned."""
     world.hooks[moment] = lambda: world.opened.stop("the pool was closed")
     with pytest.raises(sky.PoolClosed, match="closed while it was detached"):
         world.opened.detach(600)

@@ -15,7 +15,7 @@ from skyward_core.cli.commands import ui as command
 from skyward_core.errors import LedgerError
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Account, Attempt, Period
-from tests.cli.ledger import DEAD, RESOURCE_DAMAGES, ROOT, TOKEN, Skyward
+from tests.cli.ledger import DEAD, ROOT, TOKEN, Skyward
 
 # ── damaged rows ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -75,34 +75,6 @@ def test_a_pool_whose_owner_cannot_be_read_lives_by_its_lease(skyward: Skyward) 
     report = json.loads(skyward.run("sweep --yes --json")[1])
     assert [finding["pool"] for finding in report["ended"]] == ["sky-odd"]
     assert machines(skyward) == {"sky-live"}
-
-
-@pytest.mark.parametrize("what", RESOURCE_DAMAGES)
-def test_a_resource_that_cannot_be_read_stops_nothing(what: str, skyward: Skyward) -> None:
-    """Each command names it. A dead pool's machine ends all the same. A bill omits the row, and says so."""
-    skyward.open_three()
-    before = skyward.json("cost")["total"]["cost_usd"]
-    skyward.damage(f"UPDATE skyward_resources SET {RESOURCE_DAMAGES[what]} WHERE pool_id = 'sky-odd'")
-    for line in ("ps", "cost --by day", "cost --by bucket --json", "cost --by pool", "receipt sky-odd"):
-        code, output, complaint = skyward.run(line)
-        assert code in (0, 1), line
-        if code:
-            assert complaint.startswith("skyward: row "), line
-    assert "cannot be read" in skyward.run("ps")[2]
-    if what == "price is nan":
-        code, output, complaint = skyward.run("cost --json")
-        assert (code, json.loads(output)["total"]["cost_usd"]) == (1, pytest.approx(before * 2 / 3))
-        assert "a price or a time is no number" in complaint
-    skyward.damage("UPDATE skyward_pools SET lease_expires_microseconds = 1 WHERE id = 'sky-odd'")
-    code, output, _ = skyward.run("sweep --yes --json")
-    report = json.loads(output)
-    assert code == 1
-    assert "sky-dead" in [finding["pool"] for finding in report["ended"]]
-    assert "sky-odd" in [failure["pool"] for failure in report["failures"]]
-    assert machines(skyward) == {"sky-live"}
-    entry = skyward.ledger.pool("sky-odd")
-    assert entry is not None
-    assert entry.ended_at is None  # an unreadable entry is not known to be gone
 
 
 def test_other_rows_that_cannot_be_read(skyward: Skyward) -> None:

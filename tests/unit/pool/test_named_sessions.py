@@ -137,7 +137,6 @@ class Left(Attached):
 
     def stop(self, reason: str) -> None:
         self._by.steps.append("stop")
-        super().stop(reason)
 
 
 @pytest.fixture

@@ -49,8 +49,6 @@ class Pool:
         self.follower.look(cluster)
         return self.steps
 
-    # ── the cluster ──────────────────────────────────────────────────────────────────────────────────────────────────
-
     def left_nodes(self) -> list[int]:
         return self.left
 
@@ -78,13 +76,6 @@ def machines(lease: Lease) -> list[str]:
     return [node.instance.id for node in lease.nodes]
 
 
-def test_without_a_change_nothing_is_read() -> None:
-    pool = Pool()
-    pool.newest = lease_of(0, 1, 2)
-    assert pool.look() == []
-    assert pool.reads == 0
-
-
 def test_a_node_that_joined_is_reached_and_known_as_soon_as_the_lease_names_it() -> None:
     """Of the newer lease only what the scheduler has named is taken: rank 3 may have left meanwhile."""
     pool = Pool()
@@ -105,13 +96,6 @@ def test_another_machine_in_the_place_of_a_known_one_replaces_it() -> None:
     pool.newest = lease_of(0, rank1=7)
     known = f"know {machine_id(0)} {machine_id(7)}"
     assert pool.look() == [f"reach {machine_id(7)}", f"without {machine_id(1)}", known]
-
-
-def test_a_machine_that_is_still_connected_is_known_again() -> None:
-    """Its workers had left for some time."""
-    pool = Pool()
-    pool.strange = {1: machine_id(1)}
-    assert pool.look() == [f"know {machine_id(0)} {machine_id(1)}"]
 
 
 def test_the_lease_is_read_less_and_less_often_until_something_changes() -> None:

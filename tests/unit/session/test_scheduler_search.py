@@ -101,13 +101,6 @@ def test_after_one_lease_it_gives_up_with_the_last_error(world: World) -> None:
     assert (len(world.tries), len(world.given_up)) == (len(seconds), 1)
 
 
-def test_a_machine_that_is_not_connected_is_looked_at_often(world: World) -> None:
-    """No try is made, so nothing is overloaded, and the connection may be back at any time."""
-    world.outcomes = [False] * 50
-    world.cut()
-    assert world.tries[49] == (pytest.approx(50 * 0.2), 2.0)
-
-
 @pytest.mark.parametrize("is_in_the_try", [False, True])
 def test_a_pool_that_is_left_meanwhile_is_not_given_up(world: World, is_in_the_try: bool) -> None:
     """Its calls raise why it was left: the head may be there."""

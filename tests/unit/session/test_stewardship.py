@@ -1,8 +1,7 @@
-"""Whether a process keeps a named pool, how it keeps it again, how its stewardship ends at a limit, and who may scale."""
+"""Whether a process keeps a named pool, how it adopts one, how its stewardship ends at a limit, and who may scale."""
 
 import logging
 import threading
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, override
 
@@ -17,7 +16,6 @@ from skyward_core.session import successor as successor_module
 from skyward_core.session.attached import Attached
 from skyward_core.session.named_session import NamedSession
 from skyward_core.session.pool_size import PoolSize
-from skyward_core.session.regained import RegainedStewardship, regaining
 from skyward_core.session.size_here import size_here
 from skyward_core.session.state import Claims, SessionState
 from skyward_core.session.steward_guard import StewardGuard
@@ -58,14 +56,6 @@ def rows() -> Rows:
     return rows
 
 
-def test_a_process_that_never_was_the_steward_may_not_act() -> None:
-    """It does not ask, either."""
-    rows = Rows()
-    with pytest.raises(NotSteward):
-        rows.guard.check()
-    assert (rows.guard.is_certain, rows.renewals, rows.guard.epoch, rows.guard.is_lost) == (False, 0, None, False)
-
-
 def test_a_steward_is_certain_as_long_as_its_lease_runs(rows: Rows) -> None:
     """It counts from the time before a renewal. In this time no other process can take the pool over. Then it asks."""
     rows.guard.confirm(105.0)
@@ -104,79 +94,6 @@ def test_a_steward_that_cannot_ask_does_not_act(rows: Rows) -> None:
     assert rows.guard.is_certain
 
 
-# ── the process that has rented keeps the pool again, beside its session ─────────────────────────────────────────────
-
-
-class Process:
-    """A process whose session has rented; `steps` is what was done, in order."""
-
-    def __init__(self) -> None:
-        self.steps: list[str] = []
-        self.trouble: SkywardError | None = None
-        self.guard = StewardGuard(LEASE_SECONDS, lambda: None)
-        self.session: Any = SimpleNamespace(
-            guard=self.guard,
-            events=SimpleNamespace(log=lambda *_: None),
-            step_down=lambda: self.steps.append("step down"),
-            let_go=lambda reason, error: self.steps.append(f"let go: {reason}"),
-        )
-        self.end_session: Callable[[str, SkywardError | None], object] | None = None
-        self.on_vacant: Any = None
-        self.on_lost: Any = None
-
-    def attach(self) -> Any:
-        self.steps.append("attach")
-        return SimpleNamespace(stop=lambda _: self.steps.append("detach"))
-
-    def new(self, attached: Any, end_session: Callable[[str, SkywardError | None], object]) -> Any:
-        self.end_session = end_session
-        return SimpleNamespace(start=self._start, leave=lambda: self.steps.append("leave"))
-
-    def _start(self) -> None:
-        self.steps.append("start")
-        if self.trouble is not None:
-            raise self.trouble
-
-
-@pytest.fixture
-def process() -> Process:
-    return Process()
-
-
-def test_a_regained_stewardship_ends_with_its_connection(process: Process) -> None:
-    """A limit that it reaches ends the session too."""
-    it = RegainedStewardship(process.session, process.attach, process.new)
-    it.start()
-    assert process.end_session is not None
-    process.end_session("the money is used up", None)
-    it.leave()
-    assert process.steps == ["attach", "start", "let go: the money is used up", "leave", "detach"]
-
-
-def test_a_pool_that_cannot_be_adopted_leaves_no_connection(process: Process) -> None:
-    process.trouble = NodeLost("no node answers")
-    with pytest.raises(NodeLost):
-        RegainedStewardship(process.session, process.attach, process.new).start()
-    assert process.steps == ["attach", "start", "detach"]
-
-
-def test_a_process_that_was_replaced_ends_both_stewardships(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The regained one too, if the session cannot step down."""
-    process.guard.begin(1, 0.0)
-    process.guard.lose()
-    successor = regaining(process.session, process, process.attach, process.new)  # type: ignore[arg-type]
-    assert process.steps == ["step down"], "it was replaced right after the opening"
-    monkeypatch.setattr(successor, "lose", lambda: process.steps.append("lose"))
-
-    def fail() -> None:
-        raise OSError("no thread can be started")
-
-    process.session.step_down = fail
-    with pytest.raises(OSError, match="no thread"):
-        process.on_lost()
-    assert process.steps == ["step down", "lose"]
-
-
 # ── an attached process becomes the steward when there is none ───────────────────────────────────────────────────────
 
 
@@ -212,12 +129,6 @@ class Client:
         if self.trouble is not None:
             raise self.trouble
 
-    def keep_warm(self, seconds: float) -> None:
-        self.steps.append(f"keep warm {seconds:.0f}")
-
-    def note_cost(self) -> None:
-        self.steps.append("note cost")
-
     def leave(self) -> None:
         self.steps.append("leave")
 
@@ -239,20 +150,10 @@ def test_a_vacant_pool_is_adopted_once_and_left_at_the_end(client: Client, can_t
     client.can_take = can_take
     client.on_vacant()
     client.on_vacant()
-    client.threads.run()
-    assert client.successor.keep_warm(60) == can_take
-    client.successor.note_cost()
     client.successor.close()
     client.on_vacant()
     client.threads.run()
-    adopted = ["start", "keep warm 60", "note cost", "leave"] if can_take else []
-    assert client.steps == ["take", *adopted, "resign"]
-
-
-def test_a_process_that_leaves_waits_for_its_adoption(client: Client) -> None:
-    client.on_vacant()
-    client.successor.close()
-    assert client.steps == ["take", "start", "leave", "resign"]
+    assert client.steps == ["take", *["start", "leave"] * can_take, "resign"]
 
 
 def test_a_process_that_cannot_adopt_resigns_and_leaves_it_to_others_for_a_while(client: Client) -> None:
