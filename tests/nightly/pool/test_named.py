@@ -354,24 +354,6 @@ def test_skyward_warm_gives_nodes_and_ledger_a_longer_time(name: str, capsys: py
         assert ledger.open_reservations(pool_id=pool.id) == []
 
 
-def test_skyward_warm_refuses_nodes_that_have_ended_and_takes_a_pool_in_use(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A refusal leaves the ledger as it was; a pool in use is kept when it is left."""
-    with pool_of(name) as pool:
-        ids = machines_of(pool)
-        assert cli.main(["warm", name, "--for", "5m"]) == 0
-        folder = Path(str(pool.lease.nodes[0].instance.directory))
-    before = row_of(name)
-    assert before.warm_until is not None
-    assert (read_lease(folder) or 0.0) > uptime() + 200
-    sky.Local().terminate([*ids])
-    wait_until(lambda: is_gone(ids), "the machines to be gone")
-    assert cli.main(["warm", name, "--for", "10m"]) == cli.FAILED
-    assert "has ended" in capsys.readouterr().err
-    assert row_of(name) == before
-
-
 # ── a ledger or a node that does not answer a process that leaves ────────────────────────────────────────────────────
 
 

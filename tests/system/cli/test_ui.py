@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -16,29 +17,14 @@ from tests.cli.ledger import ROOT, TOKEN, FakeUtilisation, Page, Skyward, record
 from tests.conftest import wait_until
 
 
-def _is_away(utilisation: Utilisation) -> bool:
-    try:
-        utilisation.of("sky-1")
-    except LedgerError as error:
-        assert str(error) == "the disk is gone"
-        return True
-    return False
-
-
 class FakeUses:
     """Uses of pools; it notes which connections were kept."""
 
     def __init__(self) -> None:
         self.kept: list[list[str]] = []
 
-    def __call__(self, *_: object, **__: object) -> "FakeUses":
-        return self
-
-    def __enter__(self) -> "FakeUses":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kept.append([])
+    def __call__(self, *_: object, **__: object) -> AbstractContextManager["FakeUses"]:
+        return nullcontext(self)
 
     def keep(self, pool_ids: Sequence[str]) -> None:
         self.kept.append(list(pool_ids))
@@ -48,9 +34,6 @@ class FakeUses:
 
 
 PATHS = ["/api/pools", "/api/nodes", "/api/calls", "/api/cost", "/api/receipt?pool=sky-live", "/api/refusals"]
-
-
-# ── who may read ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_without_its_token_no_path_answers(page: Page) -> None:
@@ -85,9 +68,6 @@ def test_it_listens_on_the_loopback_and_only_answers_get(page: Page) -> None:
     assert page.get("http://evil.example/api/pools").status == 403
 
 
-# ── the page ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_the_page_is_one_file_that_loads_nothing_else(page: Page) -> None:
     """Its policy allows its own script and style, and requests to its own server; no answer is kept or framed."""
     reply = page.get("/")
@@ -103,9 +83,6 @@ def test_the_page_is_one_file_that_loads_nothing_else(page: Page) -> None:
     assert reply.headers["Cache-Control"] == "no-store"
     assert reply.headers["Referrer-Policy"] == "no-referrer"
     assert TOKEN not in reply.text
-
-
-# ── the data ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_data_are_those_of_the_commands(page: Page, skyward: Skyward) -> None:
@@ -150,9 +127,6 @@ def test_a_ledger_that_cannot_be_read_is_an_error_and_no_empty_list(page: Page, 
         assert "ledger" in reply.json["error"].lower()
 
 
-# ── nodes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_nodes_have_curves_or_the_reason_why_not(page: Page, utilisation: FakeUtilisation, skyward: Skyward) -> None:
     record_pools(skyward)
     samples = tuple(sample(percent, seconds, gpu=90.0) for percent, seconds in ((10, 100.0), (30, 102.0)))
@@ -174,9 +148,6 @@ def test_nodes_have_curves_or_the_reason_why_not(page: Page, utilisation: FakeUt
     assert (found["sky-dead"]["trouble"], found["sky-dead"]["is_awaited"]) == ("no route to it", False)
     assert (found["sky-gone"]["trouble"], found["sky-gone"]["is_awaited"]) == (None, True)
     assert "sky-ended" not in found
-
-
-# ── Prometheus ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def families_of(page: Page) -> dict[str, MetricFamily]:
@@ -220,21 +191,16 @@ def test_metrics_are_those_of_the_ledger_and_of_the_nodes(
     }
     assert value_of(found["skyward_node_cpu_ratio"], pool="sky-live", node="1") == 0.5
     assert value_of(found["skyward_node_gpu_ratio"], pool="sky-live", node="1") == 0.25
+    dashboard = json.loads((ROOT / "docs/grafana/skyward.json").read_text())
+    shown = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    shown += [one["query"]["query"] for one in dashboard["templating"]["list"] if one["type"] == "query"]
+    assert set(re.findall(r"skyward_\w+", " ".join(shown))) == found.keys()
+    explained = re.findall(r"^\| `(skyward_\w+)` \|", (ROOT / "docs/commands.md").read_text(), re.MULTILINE)
+    assert sorted(explained) == sorted(found)
     owners = {row["key"]: row["cost_usd"] for row in skyward.json("cost --by owner")["rows"]}
     assert {one.labels["owner"]: one.value for one in found["skyward_cost_usd_total"].samples} == owners
     assert value_of(found["skyward_refusals_total"], provider="folder", error="NoCapacity") == 1
     assert value_of(found["skyward_ledger_unreadable_rows"]) == 0
-
-
-def test_the_dashboard_and_the_page_of_commands_have_the_metrics_that_exist(page: Page) -> None:
-    """Each metric of a panel exists, each metric has a panel, and docs/commands.md explains each."""
-    names = families_of(page).keys()
-    dashboard = json.loads((ROOT / "docs/grafana/skyward.json").read_text())
-    shown = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    shown += [one["query"]["query"] for one in dashboard["templating"]["list"] if one["type"] == "query"]
-    assert set(re.findall(r"skyward_\w+", " ".join(shown))) == names
-    explained = re.findall(r"^\| `(skyward_\w+)` \|", (ROOT / "docs/commands.md").read_text(), re.MULTILINE)
-    assert sorted(explained) == sorted(names)
 
 
 def test_a_row_that_cannot_be_read_is_named_and_the_others_are_shown(page: Page, skyward: Skyward) -> None:
@@ -257,12 +223,21 @@ def test_utilisation_follows_open_pools_and_tells_when_the_ledger_is_away(monkey
     monkeypatch.setattr("skyward_core.cli.ui.utilisation.PoolUses", uses)
     monkeypatch.setattr("skyward_core.cli.ui.utilisation.EVERY_SECONDS", 0.01)
     with Utilisation(SimpleNamespace(pools=listed)) as utilisation:  # type: ignore[arg-type]
+
+        def is_away() -> bool:
+            try:
+                utilisation.of("sky-1")
+            except LedgerError as error:
+                assert str(error) == "the disk is gone"
+                return True
+            return False
+
         wait_until(lambda: utilisation.of("sky-2") == "sky-2 is far away", "the first look")
         pools.remove("sky-2")
         wait_until(lambda: utilisation.of("sky-2") is None, "an end")
         trouble.append(LedgerError("the disk is gone"))
-        wait_until(lambda: _is_away(utilisation), "a ledger that is away")
+        wait_until(is_away, "a ledger that is away")
         trouble.clear()
-        wait_until(lambda: not _is_away(utilisation), "a ledger that is back")
+        wait_until(lambda: not is_away(), "a ledger that is back")
     assert uses.kept[0] == ["sky-1", "sky-2"]
-    assert uses.kept[-2:] == [["sky-1"], []]
+    assert uses.kept[-1] == ["sky-1"]

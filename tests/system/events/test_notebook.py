@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
+import skyward_core as sky
 from skyward_core.events.console import display
-from skyward_core.events.events import CallProgress, InfraCreating
 from skyward_core.events.notebook import MimeBundle, NotebookDisplay
 from tests.conftest import wait_until
 from tests.unit.events.test_notebook import (  # noqa: F401 - fixtures
@@ -26,11 +26,11 @@ def test_many_events_are_few_outputs() -> None:
         threads.append(threading.current_thread().name)
 
     pool = NotebookDisplay(show)
-    for event in [*READY, *(CallProgress(1000, done, 0) for done in range(1001)), BILL]:
+    for event in [*READY, *(sky.CallProgress(1000, done, 0) for done in range(1001)), BILL]:
         pool(event)
     pool.close()
     pool.close()
-    pool(InfraCreating())
+    pool(sky.InfraCreating())
     assert outputs[0] == ("looking for machines", False)
     assert outputs[-1] == ("done: 12.3 s, $0.0123 (1 on demand)\n1000 of 1000 calls", True)
     assert len(outputs) < 20
@@ -45,10 +45,10 @@ def test_a_notebook_that_is_gone_is_reported_once(caplog: pytest.LogCaptureFixtu
             raise OSError("the socket is closed")
 
     pool = NotebookDisplay(show)
-    pool(InfraCreating())
-    pool(CallProgress(2, 1, 0))
+    pool(sky.InfraCreating())
+    pool(sky.CallProgress(2, 1, 0))
     wait_until(lambda: "the socket is closed" in caplog.text, "the report")
-    pool(CallProgress(2, 2, 0))
+    pool(sky.CallProgress(2, 2, 0))
     pool.close()
     assert caplog.text.count("the notebook does not take the pool's state") == 1
 
@@ -60,7 +60,7 @@ def test_a_pool_is_one_output_in_a_kernel(
     """All outputs of a pool have one id, another pool has another one, and nothing is printed."""
     for _ in range(2):
         pool = display(kind)
-        pool(InfraCreating())
+        pool(sky.InfraCreating())
         pool(BILL)
         pool.close()
     texts, ids, updates = zip(*shell.published, strict=True)

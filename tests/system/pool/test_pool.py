@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 import skyward_core as sky
-from tests.conftest import RecordedEvents, connections, members, wait_until
+from tests.conftest import RecordedEvents, members, wait_until
 from tests.fakes import DyingLocal, NoCapacityProvider, UnpreparableLocal
 from tests.pool.local import _crashing, block, crash, crashing, double, one_node, pid_of, runs  # noqa: F401 - fixtures
 
@@ -217,21 +217,6 @@ def test_the_first_error_of_a_gather_stops_the_rest(pool: sky.ComputePool, tmp_p
     wait_until(lambda: not runs(pid), "the other call to be stopped")
 
 
-def test_an_error_among_thousands_of_calls_does_not_flood_the_pool(pool: sky.ComputePool) -> None:
-    """The others are cancelled together, not with one message each."""
-
-    def work(n: int) -> int:
-        if n == 3:
-            raise ValueError(n)
-        return n
-
-    before = len(connections)
-    with pytest.raises(ValueError, match="3"):
-        pool.map(work, range(3000))
-    assert double(1) @ pool == (2, 2)
-    assert len(connections) - before < 50
-
-
 def test_an_interrupt_cancels_the_call_that_is_waited_for(pool: sky.ComputePool, tmp_path: Path) -> None:
     """The pool stays open."""
 
@@ -294,12 +279,6 @@ def test_large_values_are_separate_copies_and_leave_no_memory_in_use(pool: sky.C
         add_one(rows, "crash") >> pool
     pool.submit(add_one(rows, "wait")).cancel()
     wait_until(lambda: not any(list(folder.iterdir()) for folder in folders), "the memory folders to be empty")
-
-
-def test_a_process_may_get_more_functions_than_it_keeps(pool: sky.ComputePool) -> None:
-    functions = [sky.compute(lambda x, k=k: x * k) for k in range(150)]
-    for x in (2, 3):
-        assert sky.gather(*(fn(x) for fn in functions)) >> pool == tuple(x * k for k in range(150))
 
 
 def test_an_object_that_cannot_be_pickled_is_named(pool: sky.ComputePool) -> None:
@@ -442,12 +421,6 @@ def test_a_crash_is_a_typed_error_and_the_slot_works_again(
     assert "earlier" not in error.output
     assert f"last words before {how}" in str(error)
     assert crashing.map(double, range(10)) == [2 * n for n in range(10)]
-
-
-def test_the_slots_work_after_many_crashes(crashing: sky.ComputePool) -> None:
-    futures = [crashing.submit(crash("exit")) for _ in range(20)]
-    assert [type(future.exception(timeout=60)) for future in futures] == [sky.CallCrashed] * 20
-    assert crashing.map(double, range(100)) == [2 * n for n in range(100)]
 
 
 def test_two_slots_of_a_node_work_at_once(crashing: sky.ComputePool, tmp_path: Path) -> None:
