@@ -81,7 +81,6 @@ def command_lines(draw: st.DrawFn) -> list[str]:
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 def test_no_command_line_is_a_traceback(skyward: Skyward, folder: FolderProvider, line: list[str]) -> None:
-    """Any command line has an exit code and a message."""
     if not skyward.ledger.pools():
         skyward.open_three()
     load = base.load

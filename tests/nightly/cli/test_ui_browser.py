@@ -87,9 +87,6 @@ def keep(page: Page, name: str) -> int:
 
 
 def test_the_page_shows_an_open_pool_and_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pools, nodes with curves, costs, refusals and a receipt; texts of others stay texts. When the pool has ended, the
-    page shows that, and when `skyward ui` has ended it says so.
-    """
     url, end = f"sqlite:///{tmp_path}/ledger.db", tmp_path / "end"
     monkeypatch.setenv("SKYWARD_LEDGER", url)
     local = sky.Local(price_per_hour=36.0)

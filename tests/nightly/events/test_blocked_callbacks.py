@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import skyward_core as sky
 from skyward_core.ledger.ledger import Ledger, default_url
@@ -65,7 +62,6 @@ def lives_on(pool_id: str, since: datetime) -> bool:
 def test_a_sweep_leaves_a_living_pool_while_a_callback_blocks(
     sink: BlockedByLines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The callback blocks for longer than the lease; the lease is still renewed, and a sweep leaves the pool."""
     # the ledger of all tests has hosts for which a sweep takes longer than the lease
     monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
     with pool_with(sink, lease_seconds=LEASE_SECONDS) as pool:
@@ -83,10 +79,6 @@ def test_a_sweep_leaves_a_living_pool_while_a_callback_blocks(
 
 
 def test_results_do_not_wait_for_a_callback_that_blocks(sink: BlockedByLines) -> None:
-    """Only the first result waits 0.2 s for its lines.
-
-    The pool closes, and emits the remaining events when the callback goes on.
-    """
     with pool_with(sink) as pool:
         assert prints(1) >> pool == 2
         assert sink.is_in.wait(60)
@@ -116,22 +108,3 @@ def test_a_callback_may_close_the_pool() -> None:
         future.exception(60)
     assert isinstance(recorded.events[-1], sky.CostFinal)
     assert len(recorded.of(sky.CostFinal)) == 1
-
-
-def test_a_pool_is_below_the_span_in_which_it_is_opened() -> None:
-    """The events have a thread; spans find the caller's span all the same."""
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    traces = sky.Traces(provider)
-    with (
-        provider.get_tracer("test").start_as_current_span("task") as task,
-        sky.ComputePool(provider=sky.Local(price_per_hour=3.6), display="quiet", on_event=traces) as pool,
-    ):
-        assert pool.map(prints.local, [1, 2]) == [2, 4]
-    spans = {span.name: span for span in exporter.get_finished_spans()}
-    parent = spans["skyward.pool"].parent
-    assert parent is not None
-    assert parent.span_id == task.get_span_context().span_id
-    assert (spans["skyward.pool"].attributes or {})["skyward.total_cost"] == pool.cost > 0
-    assert (spans["skyward.calls"].attributes or {})["skyward.calls.done"] == 2
-    provider.shutdown()

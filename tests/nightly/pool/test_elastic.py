@@ -76,7 +76,6 @@ def shrunk(pool: sky.ComputePool) -> None:
 def test_scaling_loses_and_repeats_no_call_and_broadcasts_use_the_nodes_that_are_there(
     wide_pool: sky.ComputePool, tmp_path: Path
 ) -> None:
-    """Nodes are numbered without gaps, and shards are complete; a node that leaves ends its call first."""
     calls, notes = [wide_pool.submit(noted(number, str(tmp_path))) for number in range(100)], list(range(7))
     assert place(notes) @ wide_pool == ((0, 1, notes),)
     assert wide_pool.scale(3, wait_seconds=WAIT_SECONDS) == 3
@@ -112,7 +111,6 @@ def test_a_node_keeps_a_large_result_until_it_is_forgotten(wide_pool: sky.Comput
 
 
 def test_a_node_that_is_killed_while_it_drains_is_not_replaced(wide_pool: sky.ComputePool, tmp_path: Path) -> None:
-    """Its call runs again elsewhere."""
     assert wide_pool.scale(2, wait_seconds=WAIT_SECONDS) == 2
     calls = wide_pool.submit_all([held_back(number, str(tmp_path)) for number in range(2)])
     wait_until(lambda: len(runs(tmp_path)) == 2, "both run", WAIT_SECONDS)
@@ -125,7 +123,6 @@ def test_a_node_that_is_killed_while_it_drains_is_not_replaced(wide_pool: sky.Co
 
 
 def test_money_for_one_node_alone_lets_nothing_grow(recorded: RecordedEvents) -> None:
-    """A warning says why, and calls go on with what there is."""
     with pool_of(recorded, provider=sky.Local(price_per_hour=1.0), max_cost=0.25) as pool:
         assert pool.scale(3) == 1
         wait_until(lambda: recorded.of(sky.Error), "the warning", WAIT_SECONDS)
@@ -140,7 +137,6 @@ def test_money_for_one_node_alone_lets_nothing_grow(recorded: RecordedEvents) ->
 def test_a_pool_that_is_left_while_it_grows_leaves_no_machine_behind(
     is_detached: bool, recorded: RecordedEvents
 ) -> None:
-    """Detached: the machine that is coming is given back; the others go on, in the pool of the process that attaches."""
     pool = pool_of(recorded, lease_seconds=60).open()
     pool.scale(3)
     wait_until(lambda: recorded.of(sky.InstanceLaunching)[1:], "it grows", WAIT_SECONDS)
@@ -173,7 +169,6 @@ with sky.ComputePool(provider=sky.Local(), nodes=(1, 3), display="quiet", on_eve
 
 
 def test_a_client_that_is_killed_while_its_pool_grows_leaves_nothing(tmp_path: Path) -> None:
-    """Its reaper ends all nodes, also those that were just rented."""
     argv, pipe = [sys.executable, "-c", GROWING], subprocess.PIPE
     with subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, cwd=tmp_path) as process:
         timer = threading.Timer(WAIT_SECONDS, process.kill)
@@ -207,9 +202,6 @@ def is_scaled(pool: sky.ComputePool, nodes: int) -> bool:
 def test_a_process_that_joined_follows_the_nodes_and_its_queue_makes_the_pool_grow(
     recorded: RecordedEvents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its calls run on all nodes, its broadcasts use those that are there, and it forgets those that have left. They
-    leave when it has its results from their memory.
-    """
     seen: list[int] = []
     drain = NodeDraining.drain
 

@@ -56,7 +56,6 @@ pytestmark = [pytest.mark.timeout(300)]
 def test_a_third_process_replaces_nodes_when_the_opener_and_its_successor_were_killed(
     name: str, program: Start
 ) -> None:
-    """The cost covers the machines of all."""
     opener = program(name, price=36, nodes=2)
     known = opener.answer()["id"]
     second = program(name, price=36, nodes=2)
@@ -99,7 +98,6 @@ def test_a_client_gives_the_pool_another_head_when_the_opener_was_killed(name: s
 
 
 def test_a_frozen_opener_ends_nothing_and_keeps_the_pool_again_when_no_other_does(name: str, program: Start) -> None:
-    """It adopts the nodes of the one that had the pool meanwhile, replaces them, and pays."""
     terms = {"price": 36, "max_cost": 100, "nodes": 2, "lease_seconds": LEASE_SECONDS}
     opener = program(name, **terms)
     opener.answer()
@@ -130,7 +128,6 @@ def test_a_frozen_opener_ends_nothing_and_keeps_the_pool_again_when_no_other_doe
 
 
 def test_an_opener_that_is_killed_while_it_opens_is_not_waited_for(name: str, program: Start) -> None:
-    """The next process condemns its pool and rents; the reaper, which is stopped until then, ends the machines."""
     opener = program(name, dies_at="InstanceProvisioned")
     (reaper,) = opener.answer()["reapers"]
     try:
@@ -148,8 +145,6 @@ def test_an_opener_that_is_killed_while_it_opens_is_not_waited_for(name: str, pr
 def test_a_process_that_cannot_adopt_leaves_it_to_others(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The pool goes on as before, without a steward until a process can be it."""
-
     def failing(*_: object) -> list[sky.Instance]:
         raise sky.ProviderFailed("no answer")
 
@@ -201,7 +196,6 @@ def test_max_cost_ends_a_pool_that_was_adopted(name: str, program: Start, monkey
 
 
 def test_the_account_goes_on_paying_for_a_pool_that_was_adopted(name: str, program: Start) -> None:
-    """More is reserved when the opener's reservation runs out; at the end the account has paid the real cost."""
     settings = {"price": 36, "budget": name, "lease_seconds": 5}
     with Ledger(default_url()) as ledger:
         ledger.set_account(Account(name, Decimal(1000), Period.RUN))
@@ -331,7 +325,6 @@ def test_warm_nodes_end_by_their_own_clocks(name: str) -> None:
 
 
 def test_skyward_warm_gives_nodes_and_ledger_a_longer_time(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its cost is warm time."""
     settings = {"price": 36, "keep_warm": 30, "budget": name}
     with Ledger(default_url()) as ledger:
         ledger.set_account(Account(name, Decimal(100), Period.RUN))
@@ -449,7 +442,6 @@ def test_others_go_on_if_one_leaves_while_the_ledger_is_locked(name: str, progra
 
 @pytest.mark.parametrize(("who", "is_last"), [("opener", True), ("joined", False)])
 def test_a_frozen_node_keeps_no_process_from_leaving(who: str, is_last: bool, name: str) -> None:
-    """The last one ends it; any other leaves it to those that stay."""
     leaver = opened_by(who, name)
     ids = machines_of(leaver)
     stayer = None if is_last else pool_of(name).open()

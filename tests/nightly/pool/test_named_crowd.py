@@ -21,7 +21,6 @@ REPOSITORY = Path(__file__).parents[3]
 
 @pytest.mark.timeout(900)
 def test_of_many_processes_at_once_exactly_one_rents(name: str, tmp_path: Path) -> None:
-    """None fails with "locked", and the last one that leaves ends the machines."""
     before = set(rentals())  # those of other tests in this process
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, __file__, name, str(CROWD), str(tmp_path)]

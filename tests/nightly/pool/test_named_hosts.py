@@ -99,7 +99,6 @@ def test_a_pool_over_ssh_is_joined_adopted_kept_warm_and_ended(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The opener is killed; this process replaces a lost machine; another one finds the pool warm."""
     monkeypatch.setenv("SKYWARD_SECRET_KEY", SECRET)
     known = tmp_path / "known_hosts"
     known.write_text("".join(f"{host.known_hosts_line}\n" for host in hosts))

@@ -38,7 +38,6 @@ def lease_of(pool: sky.ComputePool) -> float:
 
 
 def test_an_open_pool_goes_on_and_a_newcomer_rents_nothing(name: str, proxy: Proxy) -> None:
-    """The nodes' leases are renewed for longer than they last. When the ledger is back, the newcomer joins."""
     with pool_of(name, lease_seconds=LEASE_SECONDS) as opener, pool_of(name, lease_seconds=LEASE_SECONDS) as joined:
         before = lease_of(opener)
         proxy.cut()
@@ -56,7 +55,6 @@ def test_an_open_pool_goes_on_and_a_newcomer_rents_nothing(name: str, proxy: Pro
 
 
 def test_of_two_that_open_a_name_while_the_ledger_comes_back_one_rents(name: str, proxy: Proxy, program: Start) -> None:
-    """Two processes wait for the ledger at the same time."""
     assert rentals() == []
     proxy.cut()
     first, second = (program(name, lease_seconds=LEASE_SECONDS) for _ in range(2))

@@ -1,5 +1,6 @@
 """Real pools whose ledger fails, whose time is over, that are detached, forgotten, or closed while calls run."""
 
+import asyncio
 import contextlib
 import gc
 import os
@@ -70,9 +71,6 @@ def test_a_crash_loses_only_its_own_call(how: str, crashing: sky.ComputePool, tm
 
 
 def test_a_life_is_in_the_events_and_in_the_ledger(tmp_path: Path) -> None:
-    """Events are in the order in which things happen. Calls that still run at the end raise PoolClosed. The bill is
-    price times time, and the sum of the ledger's rows. A new opening rents new machines on a new bill.
-    """
     recorded, before = RecordedEvents(), time.monotonic()
     pool = one_node(recorded, nodes=2, collect_metrics=False)
     with Ledger(default_url()) as ledger, pool as same:
@@ -131,7 +129,6 @@ def is_settled(pool: sky.ComputePool, pool_id: str, ledger: Ledger) -> None:
 
 
 def test_a_multi_pool_opens_and_closes_its_pools(tmp_path: Path) -> None:
-    """Each has its own environment. If one cannot be opened its error is raised, and the others are closed and billed."""
     pools = [one_node(env={"TASTE": taste}) for taste in ("sweet", "sour")]
     look = sky.compute(lambda: os.environ.get("TASTE"))
     with sky.MultiPool(*pools) as (sweet, sour):
@@ -303,7 +300,6 @@ def test_a_lease_is_not_longer_than_max_cost_lasts() -> None:
 
 @pytest.mark.parametrize("are_errors", [False, True])
 def test_a_forgotten_pool_warns_and_is_closed(monkeypatch: pytest.MonkeyPatch, *, are_errors: bool) -> None:
-    """The warning names its machines. Under `python -W error` they end too."""
     recorded = RecordedEvents()
     unraisable: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
@@ -318,3 +314,14 @@ def test_a_forgotten_pool_warns_and_is_closed(monkeypatch: pytest.MonkeyPatch, *
     wait_until(lambda: recorded.of(sky.CostFinal), "the bill")
     assert len(recorded.of(sky.CostFinal)) == 1
     assert are_errors or any(instance_id in str(one.message) for one in warned if one.category is ResourceWarning)
+
+
+@pytest.mark.parametrize("seconds", [0.3, 1.0])
+def test_a_pool_whose_opening_is_cancelled_leaves_nothing(seconds: float) -> None:
+    async def program() -> None:
+        async with asyncio.timeout(seconds), sky.ComputePool(provider=sky.Local(), display="quiet"):
+            await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError) as caught:
+        asyncio.run(program())
+    assert not hasattr(caught.value.__cause__, "__notes__")

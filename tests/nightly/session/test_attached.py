@@ -48,9 +48,6 @@ def orphaned(folder: Path) -> tuple[Lease, str]:
 
 
 def test_a_call_outlives_its_killed_submitter(tmp_path: Path) -> None:
-    """After kill -9 of the opener the call continues, and the next client reads its result. While a client is attached
-    the nodes live; then they end.
-    """
     lease, call_id = orphaned(tmp_path)
     ids = {node.instance.id for node in lease.nodes}
     with sky.ComputePool.attach(lease, lease_seconds=LEASE_SECONDS) as pool:
@@ -73,7 +70,6 @@ def test_a_call_outlives_its_killed_submitter(tmp_path: Path) -> None:
 
 
 def test_a_node_is_lost_after_the_opener(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The head suffices: its results are available, and the remaining nodes are used. The lost node is reported."""
     lease, call_id = orphaned(tmp_path)
     ids = {node.instance.id for node in lease.nodes}
     (tmp_path / "go").touch()
@@ -105,9 +101,6 @@ def test_after_the_loss_of_the_head_no_lease_is_renewed(tmp_path: Path) -> None:
 
 
 def test_the_calls_of_a_killed_client_free_their_slots(tmp_path: Path) -> None:
-    """After kill -9 of an attached client, its running calls are stopped when it has been silent for one lease, and the
-    slot is free.
-    """
     with sky.ComputePool(provider=sky.Local(), display="quiet", lease_seconds=LEASE_SECONDS) as pool:
         with other_process("attach-and-wait", str(tmp_path / "never")) as client:
             assert client.stdin is not None
@@ -127,7 +120,6 @@ def supervisor_of(lease: Lease, node: int, number: signal.Signals) -> None:
 
 
 def test_a_detached_pool_may_get_a_longer_lease() -> None:
-    """`detach(lease_seconds=...)` lets the nodes live longer than the spec says."""
     pool = sky.ComputePool(provider=sky.Local(), display="quiet", lease_seconds=LEASE_SECONDS).open()
     detached_at = time.monotonic()
     client = pool.dask_client()
@@ -168,9 +160,6 @@ def test_over_ssh_the_key_may_be_given(rented_pool: sky.ComputePool, fleet: Flee
 
 
 def test_over_ssh_the_key_may_be_another_file(rented_pool: sky.ComputePool, fleet: Fleet, tmp_path: Path) -> None:
-    """With `key=` an attached client uses its own copy. Results of a hundred megabytes and logs can be read twice, and
-    cancelling works.
-    """
     key = tmp_path / "copy"
     key.write_bytes(fleet.key_path.read_bytes())
     key.chmod(0o600)

@@ -81,7 +81,6 @@ def test_a_start_is_repeated_after_its_process_was_killed(opened_pool: sky.Compu
 
 
 def test_the_closing_of_a_pool_writes_what_no_client_has_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cost of a call that has ended is in the ledger after everything is gone; of one that runs, its last state."""
     price = sky.Local(price_per_hour=3600.0)
     with sky.ComputePool(provider=price, display="quiet", concurrency=2, work=sky.Work(run="r1")) as pool:
         pool.start_detached(double(1), call_id="short")

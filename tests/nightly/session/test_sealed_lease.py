@@ -26,9 +26,6 @@ from tests.system.session.test_sealed_lease import (  # noqa: F401 - fixtures
 @GENERATED
 @given(data=st.data())
 def test_an_altered_row_is_never_used(ledger: Ledger, key: Path, data: st.DataObject) -> None:
-    """Any character of the lease or of the sealed text: CredentialsError, and LeaseTampered unless the text names
-    another key.
-    """
     shared(ledger, over_ssh(key))
     row = ledger.sealed_lease(POOL)
     assert row is not None

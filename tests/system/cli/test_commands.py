@@ -40,7 +40,6 @@ def test_the_help_imports_little() -> None:
 
 
 def test_a_terminal_without_unicode_shows_every_name(skyward: Skyward) -> None:
-    """Characters that it cannot show are written as their numbers."""
     skyward.open("sky-möwe")
     done = shell("skyward ps", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert (done.returncode, "sky-m\\xf6we" in done.stdout) == (0, True)
@@ -93,7 +92,6 @@ def test_json_has_the_fields_of_the_page(skyward: Skyward, monkeypatch: pytest.M
 
 
 def test_a_sweep_that_fails_in_part_names_each_failure(skyward: Skyward) -> None:
-    """Exit code 1, one line for each failure; the rest was done."""
     skyward.open("sky-dead", owner=DEAD)
     now, odd = skyward.clock.now, {"name": "nonesuch"}
     skyward.ledger.open_pool("sky-odd", owner=DEAD, provider=odd, spec_json="{}", lease_expires_at=now)
@@ -112,7 +110,6 @@ RESOURCE_DAMAGES = {
 
 @pytest.mark.parametrize("what", RESOURCE_DAMAGES)
 def test_a_resource_that_cannot_be_read_stops_nothing(what: str, skyward: Skyward) -> None:
-    """Each command names it. A dead pool's machine ends all the same. A bill omits the row, and says so."""
     skyward.open_three()
     before = skyward.json("cost")["total"]["cost_usd"]
     skyward.damage(f"UPDATE skyward_resources SET {RESOURCE_DAMAGES[what]} WHERE pool_id = 'sky-odd'")

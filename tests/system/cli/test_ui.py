@@ -86,7 +86,6 @@ def test_the_page_is_one_file_that_loads_nothing_else(page: Page) -> None:
 
 
 def test_the_data_are_those_of_the_commands(page: Page, skyward: Skyward) -> None:
-    """Pools as in `ps`, calls as in `calls`, costs as in `cost`, receipts as in `receipt`, refusals as in `why`."""
     record_pools(skyward)
     pools = page.get("/api/pools").json
     fixed = ("pool", "name", "calls", "owner", "work", "open_resources", "usd_per_hour", "cost_usd")

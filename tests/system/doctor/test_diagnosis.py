@@ -72,8 +72,6 @@ def test_prefects_api_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command_shows_each_check_with_its_cure(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 1 if one has failed, 0 with warnings."""
-
     def skyward(*options: str) -> tuple[int, str]:
         return cli.main(["doctor", "--provider", "local", *options]), capsys.readouterr().out
 

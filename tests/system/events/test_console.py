@@ -28,7 +28,6 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 
 def test_spinner_draws_phases_calls_and_cost(terminal: Terminal):
-    """On a terminal the rows show the machines' phases, the calls and the bill. The last state stays on the screen."""
     shown = display("spinner", file=terminal)
     for event in OPENING[:8]:
         shown(event)
@@ -61,5 +60,4 @@ def test_spinner_draws_phases_calls_and_cost(terminal: Terminal):
     ],
 )
 def test_spinner_prints_each_problem_above_the_rows(event: sky.SkywardEvent, line: str, terminal: Terminal):
-    """What the log calls a warning or an error is printed by the spinner too, and the end of a silence."""
     assert line in _written("spinner", [event], terminal)

@@ -17,7 +17,6 @@ from tests.unit.events.test_notebook import (  # noqa: F401 - fixtures
 
 
 def test_many_events_are_few_outputs() -> None:
-    """The first event is shown by its own thread, and the last state when the display is closed."""
     outputs: list[tuple[str, bool]] = []
     threads: list[str] = []
 
@@ -38,8 +37,6 @@ def test_many_events_are_few_outputs() -> None:
 
 
 def test_a_notebook_that_is_gone_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    """An error of the notebook ends the display's thread; events and `close` go on."""
-
     def show(output: MimeBundle, *, is_update: bool) -> None:
         if is_update:
             raise OSError("the socket is closed")

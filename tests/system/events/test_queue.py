@@ -26,9 +26,6 @@ def ended(queue: EventQueue) -> bool:
 
 
 def test_events_are_delivered_in_order_and_each_once_until_the_bill() -> None:
-    """Many threads put; the events of one thread keep their order. The display is closed after the last one, by the
-    thread that delivers. Callbacks run in the context in which the pool was opened.
-    """
     variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="nothing")
     seen: list[Any] = []
     contexts = set[str]()

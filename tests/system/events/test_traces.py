@@ -47,7 +47,6 @@ def recorded() -> Iterator[Recorded]:
 
 
 def test_a_whole_life(recorded: Recorded) -> None:
-    """The phases are below the pool, the machines below their bootstrap, and all below the caller's span."""
     events = [
         sky.InfraCreating("sky-1", Work(system="airflow", workflow="nightly")),
         sky.CandidateRefused(
@@ -91,7 +90,6 @@ def test_a_whole_life(recorded: Recorded) -> None:
 
 @pytest.mark.parametrize("reached", range(5))
 def test_all_spans_end_with_the_bill_wherever_it_fails(reached: int, recorded: Recorded) -> None:
-    """The pool and the phase that failed have the message as their status."""
     begun = [sky.InfraCreating("sky-1"), *ON_A_NODE, sky.PoolReady("sky-1", 1, 1, 1.0)]
     recorded.send([*begun[: reached + 1], sky.Error("no machine"), BILL])
     failed = {name for name, span in recorded.spans.items() if span.status.status_code is StatusCode.ERROR}

@@ -131,8 +131,6 @@ def test_a_task_that_is_cancelled_while_the_pool_opens_undoes_that(
 
 
 def test_a_loop_that_ends_while_the_pool_opens_leaves_the_undoing_to_the_thread(pool: ScriptedPool) -> None:
-    """The coroutine is closed and cannot wait for anything."""
-
     async def begin() -> Coroutine[Any, Any, str]:
         using = use(pool)
         using.send(None)  # it lets the loop turn once
@@ -209,8 +207,6 @@ class ScriptedPools(sky.MultiPool):
 
 
 def test_several_pools_open_and_close_at_the_same_time() -> None:
-    """If the block fails, machines that are left are named in notes of its exception."""
-
     async def program() -> None:
         pools = ScriptedPools()
         entering = asyncio.ensure_future(pools.__aenter__())
@@ -244,8 +240,6 @@ def test_if_one_of_several_pools_fails_to_open_the_others_are_closed() -> None:
 
 
 def test_a_task_that_is_cancelled_while_several_pools_open_closes_all() -> None:
-    """One of them is open by then."""
-
     async def program() -> None:
         pools = ScriptedPools()
         entering = asyncio.ensure_future(pools.__aenter__())
@@ -278,8 +272,6 @@ async def with_futures(pool: ScriptedPool, call: Coroutine[Any, Any, Any], end: 
 
 
 def test_every_spelling_gives_results(pool: ScriptedPool) -> None:
-    """`arun` of a call and of a batch, `>>`, `@`, `map`: in the order of the calls, though they end in another one."""
-
     def end() -> None:
         for future in reversed(pool.futures):
             future.set_result(int(future.call_id))
@@ -311,7 +303,6 @@ def train() -> int:
 
 @pytest.mark.parametrize("is_submitted", [True, False], ids=["while it runs", "while it is submitted"])
 def test_a_cancelled_task_stops_the_ranks_of_its_group(pool: ScriptedPool, is_submitted: bool) -> None:
-    """All of them, and the task waits until its thread has ended."""
     really, may_submit, begun = pool.submit_broadcast, threading.Event(), threading.Event()
 
     def submit(pending: sky.PendingCompute[Any]) -> list[CallFuture[Any]]:

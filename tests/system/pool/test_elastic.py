@@ -84,7 +84,6 @@ def wide_pool() -> Iterator[sky.ComputePool]:
 
 
 def test_a_queue_makes_the_pool_grow_and_idle_time_makes_it_shrink(recorded: RecordedEvents, tmp_path: Path) -> None:
-    """The call that runs meanwhile stays where it is. Each node has its own cost in the ledger, and it ends."""
     pool = pool_of(recorded, provider=sky.Local(price_per_hour=36.0), scale_up_after=0.5, scale_down_after=1)
     with pool:
         calls = pool.submit_all([held_back(number, str(tmp_path)) for number in range(3)])

@@ -58,7 +58,6 @@ def test_calls_that_run_and_calls_that_wait_are_cancelled(pool: sky.ComputePool,
 
 
 def test_a_shutdown_that_cancels_lets_running_calls_end(pool: sky.ComputePool, tmp_path: Path) -> None:
-    """What waits here is cancelled, what runs gives its result, the pool stays open."""
     executor, end = pool.executor(), tmp_path / "end"
     begun = [tmp_path / str(i) for i in range(8)]
     futures = [executor.submit(note_and_wait, str(path), str(end)) for path in begun]

@@ -29,7 +29,6 @@ pytestmark = [pytest.mark.timeout(240)]
 
 
 def test_any_process_may_leave_and_the_next_finds_the_pool_warm(name: str) -> None:
-    """When the opener has left, another process replaces nodes."""
     terms = {"nodes": 2, "keep_warm": 600}
     first = pool_of(name, **terms).open()
     second = pool_of(name, retries=0, lease_seconds=90, provision_timeout=900, **terms).open()
@@ -83,7 +82,6 @@ def users(pool_id: str) -> list[PoolUser]:
 
 
 def test_each_process_pays_for_the_slots_of_its_calls(name: str, tmp_path: Path) -> None:
-    """Calls that run count too, with the renewals of their client; at the end all of it is in the receipt."""
     opener, other = pool_of(name, price=3600).open(), pool_of(name, price=3600).open()
 
     def held_by(pool: sky.ComputePool, place: int, seconds: float) -> float:

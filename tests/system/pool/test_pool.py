@@ -55,8 +55,6 @@ def meet(folder: Path, mine: str, others: tuple[str, ...]) -> str:
 
 
 def test_a_call_runs_in_another_process_and_returns_its_result(pool: sky.ComputePool) -> None:
-    """Of a function, a method and a coroutine function. What it uses of its module travels, and comes back as such."""
-
     @sky.compute
     def work(points: list[Point], *, times: int) -> tuple[int, Point, int]:
         return times * sum(map(helper, points)), Point(FACTOR, -1), os.getpid()
@@ -81,8 +79,6 @@ def test_a_call_runs_in_another_process_and_returns_its_result(pool: sky.Compute
 
 
 def test_a_broadcast_runs_on_all_nodes_at_once_in_their_order(pool: sky.ComputePool, tmp_path: Path) -> None:
-    """Its calls share one job."""
-
     @sky.compute
     def where() -> sky.InstanceInfo:
         info = sky.instance_info()
@@ -218,8 +214,6 @@ def test_the_first_error_of_a_gather_stops_the_rest(pool: sky.ComputePool, tmp_p
 
 
 def test_an_interrupt_cancels_the_call_that_is_waited_for(pool: sky.ComputePool, tmp_path: Path) -> None:
-    """The pool stays open."""
-
     def interrupt() -> None:
         with contextlib.suppress(pytest.fail.Exception):
             pid_of(tmp_path, "one")
@@ -239,8 +233,6 @@ def test_an_interrupt_cancels_the_call_that_is_waited_for(pool: sky.ComputePool,
 
 
 def test_a_generator_comes_back_as_a_list(pool: sky.ComputePool) -> None:
-    """All but `>>` collect on the node what a generator yields."""
-
     @sky.compute
     def count(n: int) -> Iterator[int]:
         yield from range(n)
@@ -251,7 +243,6 @@ def test_a_generator_comes_back_as_a_list(pool: sky.ComputePool) -> None:
 
 
 def test_large_values_are_separate_copies_and_leave_no_memory_in_use(pool: sky.ComputePool) -> None:
-    """Also if the call raises, crashes or is cancelled."""
     ids = tuple(node.instance.id for node in pool.lease.nodes)
     folders = [folder for folder in Path("/dev/shm").iterdir() if folder.name.endswith(ids)]
     assert folders
@@ -282,8 +273,6 @@ def test_large_values_are_separate_copies_and_leave_no_memory_in_use(pool: sky.C
 
 
 def test_an_object_that_cannot_be_pickled_is_named(pool: sky.ComputePool) -> None:
-    """An argument is refused here, a result there; the pool stays open."""
-
     @sky.compute
     def give_back(value: Any = None) -> Any:
         return {"model": {"lock": threading.Lock()}} if value is None else value
@@ -349,8 +338,6 @@ def test_lines_come_while_the_call_runs_and_name_their_node(
 
 
 def test_a_remote_exception_keeps_its_type_and_arguments(pool: sky.ComputePool) -> None:
-    """The cause shows its traceback on the node, and a note names the node."""
-
     class OwnError(ValueError):
         pass
 
@@ -424,8 +411,6 @@ def test_a_crash_is_a_typed_error_and_the_slot_works_again(
 
 
 def test_two_slots_of_a_node_work_at_once(crashing: sky.ComputePool, tmp_path: Path) -> None:
-    """In separate processes with different random numbers, and with the image's environment and then the pool's."""
-
     @sky.compute
     def look(mine: str, other: str) -> tuple[tuple[Any, ...], tuple[str | None, ...]]:
         meet.local(tmp_path, mine, (other,))

@@ -23,7 +23,6 @@ time.sleep(600)
 
 
 def test_a_killed_process_leaves_its_run_the_money_that_it_has_not_spent(tmp_path: Path) -> None:
-    """The reaper ends the machines and settles, also without a budget. Another pool of the run reserves from the rest."""
     run = f"killed-{tmp_path.name}"
     work = sky.Work(system="cron", workflow="nightly", run=run)
     with Ledger(default_url()) as ledger:

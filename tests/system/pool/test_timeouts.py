@@ -76,7 +76,6 @@ def test_every_way_to_make_calls_takes_a_deadline(
 
 
 def test_a_deadline_that_is_not_reached_changes_nothing(pool: sky.ComputePool) -> None:
-    """Many small calls with a deadline travel in batches, as those without one do."""
     assert pool.map(quick, range(500), timeout=60) == list(range(500))
     futures = [pool.submit(quick(value), timeout=60) for value in range(100)]
     wait(futures)
@@ -84,8 +83,6 @@ def test_a_deadline_that_is_not_reached_changes_nothing(pool: sky.ComputePool) -
 
 
 def test_a_time_out_of_the_functions_own_is_not_that_of_the_call(pool: sky.ComputePool) -> None:
-    """A TimeoutError that it raises keeps its class."""
-
     @sky.compute
     def fails() -> None:
         raise TimeoutError("its own")

@@ -109,10 +109,6 @@ def attached_pool(opened_pool: sky.ComputePool) -> Iterator[sky.ComputePool]:
     "form", [lambda lease: lease, lambda lease: lease.model_dump_json(), lambda lease: lease.model_dump(mode="json")]
 )
 def test_an_attached_pool_computes(opened_pool: sky.ComputePool, form: Callable[[Lease], Any]) -> None:
-    """From the lease, its JSON or a dict: run, map, broadcast and submit work, and emit their lines here.
-
-    Leaving it leaves the opener's pool open.
-    """
     recorded, elsewhere = RecordedEvents(), RecordedEvents()
     with (
         sky.ComputePool.attach(form(opened_pool.lease), on_event=recorded) as pool,
@@ -134,7 +130,6 @@ def test_an_attached_pool_computes(opened_pool: sky.ComputePool, form: Callable[
 
 
 def test_clients_get_only_their_own_results_and_lines(opened_pool: sky.ComputePool) -> None:
-    """Three clients run maps at the same time. Each gets its own results, and the lines of its own calls only."""
     recorders = [RecordedEvents() for _ in range(3)]
     with contextlib.ExitStack() as stack:
         pools = [stack.enter_context(sky.ComputePool.attach(opened_pool.lease, on_event=sink)) for sink in recorders]
@@ -173,9 +168,6 @@ def test_the_calls_of_a_client_that_leaves_are_ended(opened_pool: sky.ComputePoo
 def test_a_detached_call_has_state_lines_and_metrics(
     opened_pool: sky.ComputePool, attached_pool: sky.ComputePool, tmp_path: Path
 ) -> None:
-    """A process that has the id sees it run, reads its lines from the start or from an offset, and gets its result any
-    number of times, until the call is forgotten.
-    """
     go = tmp_path / "go"
     started = opened_pool.start_detached(runs_until(str(go)))
     found = attached_pool.detached_call(started.call_id)
@@ -198,9 +190,6 @@ def test_a_detached_call_has_state_lines_and_metrics(
 
 
 def test_a_detached_call_that_fails(opened_pool: sky.ComputePool, attached_pool: sky.ComputePool) -> None:
-    """Each read of its result raises its own exception, with its traceback; a process that died raises an error for
-    that.
-    """
     call = opened_pool.start_detached(failing())
     for known in (call, attached_pool.detached_call(call.call_id)):
         with pytest.raises(LookupError, match="nothing here") as caught:
@@ -217,7 +206,6 @@ def test_a_detached_call_that_fails(opened_pool: sky.ComputePool, attached_pool:
 def test_any_client_can_read_a_large_result_until_it_is_forgotten(
     opened_pool: sky.ComputePool, attached_pool: sky.ComputePool
 ) -> None:
-    """A hundred megabytes stay in the node's memory, two clients read them twice, and they are freed with the call."""
     call = opened_pool.start_detached(ones(MEGABYTES))
     for known in (call, attached_pool.detached_call(call.call_id)):
         for _ in range(2):
@@ -270,7 +258,6 @@ def test_what_cannot_be_is_refused(opened_pool: sky.ComputePool, attached_pool: 
 
 
 def test_a_detached_pool_can_be_attached_to() -> None:
-    """The opener detaches: its pool lives for the lease that remains, and another process uses it."""
     pool = sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", lease_seconds=60).open()
     waiting = pool.submit(steps(600))
     kept = pool.start_detached(steps(10))

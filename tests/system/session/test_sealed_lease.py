@@ -214,7 +214,6 @@ def test_a_lease_is_written_when_it_is_shared_and_when_it_changes(
 def test_without_a_place_for_a_key_the_pool_is_not_shared(
     ledger: Ledger, key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pool works, and one warning says what to set."""
     monkeypatch.delenv("SKYWARD_SECRET_KEY")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
@@ -229,7 +228,6 @@ def test_without_a_place_for_a_key_the_pool_is_not_shared(
 
 
 def test_a_malformed_secret_is_refused_before_anything_is_rented(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says how to make a key."""
     monkeypatch.setenv("SKYWARD_SECRET_KEY", "hunter2")
     monkeypatch.setattr(sky.Local, "launch", lambda *_: pytest.fail("a machine was launched"))
     with pytest.raises(sky.BadRequest, match="openssl rand -base64 32") as caught:

@@ -114,7 +114,6 @@ KEYS = {
 
 @pytest.mark.parametrize("by", KEYS)
 def test_the_total_is_the_same_by_each_key(skyward: Skyward, by: str) -> None:
-    """With what spot has saved."""
     skyward.clock.now = datetime(2026, 11, 21, 12, tzinfo=UTC)
     skyward.open("sky-a", age_seconds=1800, machines=3)
     skyward.open("sky-b", owner=DEAD, age_seconds=360_000)
@@ -224,7 +223,6 @@ def test_a_stop_ends_a_pool_and_says_what_it_has_ended(skyward: Skyward) -> None
 
 
 def test_why_lists_every_attempt(skyward: Skyward) -> None:
-    """In order, with the provider's own messages. A pool without attempts is reported, an unknown one is an error."""
     skyward.open("sky-1")
     assert "sky-1 has not tried" in skyward("why sky-1")
     place, error = ("aws", "us-east-1", "p5.48xlarge"), {"error": "NoCapacity", "code": "Insufficient"}
@@ -260,7 +258,6 @@ type Asked = tuple[list[object], list[Offer]]
 
 
 def test_offers_are_listed_with_their_age(skyward: Skyward, asked: Asked) -> None:
-    """The cheapest is first. A search without offers fails, and the error has the reason."""
     card = {"accelerator": "L4", "accelerators": 1, "accelerator_memory_gb": 24, "memory_gb": 8}
     asked[1][:] = [
         Offer(provider="folder", instance_type=f"t{n}", region="here", price_per_hour=float(n), vcpus=n, **card)
@@ -282,7 +279,6 @@ def test_offers_are_listed_with_their_age(skyward: Skyward, asked: Asked) -> Non
 
 
 def test_a_price_below_a_hundredth_of_a_cent_is_not_zero(skyward: Skyward, asked: Asked) -> None:
-    """JSON has the exact number."""
     price = 0.00001234567
     asked[1][:] = [
         Offer(provider="folder", instance_type="t", region="here", price_per_hour=price, vcpus=1, memory_gb=8)
@@ -328,7 +324,6 @@ def test_each_task_has_its_candidates_its_price_and_its_ceiling(
 def test_a_pool_that_could_not_be_opened_is_a_fault(
     skyward: Skyward, monkeypatch: pytest.MonkeyPatch, asked: Asked
 ) -> None:
-    """So is a definition that cannot be read. All other tasks are shown."""
     tasks = (
         sky.PlannedTask("w", "huge", sky.PoolSpec.of(cpu=1000)),
         sky.PlannedTask("w", "old", sky.PoolSpec.of(image=sky.Image(python="3.9"))),

@@ -60,7 +60,6 @@ def test_a_pool_that_cannot_be_read_stops_nothing(what: str, skyward: Skyward, m
 
 
 def test_a_pool_whose_owner_cannot_be_read_lives_by_its_lease(skyward: Skyward) -> None:
-    """It is listed, has a receipt, is reported, and ends when its lease has expired."""
     skyward.open_three()
     skyward.damage("UPDATE skyward_pools SET owner_process = 'garbage' WHERE id = 'sky-odd'")
     code, output, complaint = skyward.run("ps --json")
@@ -153,7 +152,6 @@ def test_a_meaningless_argument_is_an_error_with_a_message(line: str, skyward: S
 
 
 def test_the_command_prints_its_version(capsys: pytest.CaptureFixture[str]) -> None:
-    """Another option prints the path of the file with the tested versions."""
     for line, expected in (("--version", "skyward 0."), ("--constraints", str(ROOT / "skyward_core/constraints-3."))):
         with pytest.raises(SystemExit) as caught:
             cli.main([line])

@@ -64,7 +64,6 @@ def _written(kind: str, events: Sequence[sky.SkywardEvent], file: io.StringIO | 
 
 @pytest.mark.usefixtures("unconfigured")
 def test_log_has_one_line_for_each_important_event():
-    """The lines are in order, with ranks in place of machine ids."""
     assert _written("log", OPENING + CLOSING).splitlines() == [
         "skyward  looking for machines",
         "skyward  found what you asked for in here",
@@ -151,7 +150,6 @@ def test_log_has_the_cost_once_a_minute_and_no_metrics():
 )
 @pytest.mark.usefixtures("unconfigured")
 def test_log_marks_problems_and_node_output(event: sky.SkywardEvent, line: str):
-    """Problems have their level. A node's output has the node's name and is unchanged."""
     assert _written("log", [event]) == line + "\n"
 
 
@@ -197,7 +195,6 @@ def test_log_records_have_pool_node_and_call_as_fields(unconfigured: logging.Log
 
 
 def test_spinner_without_a_terminal_prints_plain_lines():
-    """Written to a file or a pipe, the spinner is a log without control codes."""
     text = _written("spinner", [*OPENING, sky.LogLine(0, "i-a", "hello", 0.0), *CLOSING])
     assert "\x1b" not in text
     assert text.splitlines()[-3:] == [
@@ -208,6 +205,5 @@ def test_spinner_without_a_terminal_prints_plain_lines():
 
 
 def test_quiet_shows_nothing(capfd: pytest.CaptureFixture[str]):
-    """This includes errors, which are raised in the caller."""
     assert _written("quiet", [*OPENING, sky.Error("no key"), *CLOSING]) == ""
     assert capfd.readouterr() == ("", "")

@@ -19,7 +19,6 @@ LINE = sky.LogLine(0, "i-1", "hello", 1.0)
 
 
 def test_every_event_is_part_of_the_union() -> None:
-    """`SkywardEvent` lists every event class, and `skyward_core` exports each. They are frozen values with a docstring."""
     assert set(typing.get_args(sky.SkywardEvent.__value__)) == set(EVENTS)
     assert len(EVENTS) == 28
     for kind in EVENTS:
@@ -32,7 +31,6 @@ def test_every_event_is_part_of_the_union() -> None:
 
 
 def test_composed_callbacks_are_called_in_order() -> None:
-    """Each gets the result of the one before; None passes the event on unchanged."""
     seen: list[Any] = []
 
     def shout(event: Any) -> Any:
@@ -63,7 +61,6 @@ def test_a_failing_callback_is_reported_once_and_skipped(caplog: pytest.LogCaptu
 
 
 def test_emit_reaches_the_registered_callback_only() -> None:
-    """An error in the block removes it."""
     seen: list[Any] = []
     sky.emit(LINE)
     with pytest.raises(ZeroDivisionError), sky.use_callback(seen.append):

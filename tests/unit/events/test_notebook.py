@@ -55,7 +55,6 @@ def summed(*events: sky.SkywardEvent) -> Summary:
     ],
 )
 def test_the_text_has_phase_cost_calls_nodes_and_problems(events: list[sky.SkywardEvent], text: str) -> None:
-    """Each event changes its own part of the summary; the bill replaces nodes and cost."""
     assert as_text(summed(*events)) == text
 
 
@@ -106,7 +105,6 @@ def shell(monkeypatch: pytest.MonkeyPatch) -> ZMQInteractiveShell:
 def test_the_log_of_a_kernel_that_has_configured_logging_stays_a_log(
     shell: ZMQInteractiveShell, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`logging.basicConfig()` in a cell chooses lines."""
     monkeypatch.setattr(logging.getLogger("skyward"), "handlers", [caplog.handler])
     with caplog.at_level(logging.INFO, "skyward"):
         pool = display("log")

@@ -42,7 +42,6 @@ def executor(engine: Recorded) -> PoolExecutor:
 
 
 def test_map_makes_a_call_for_each_chunk_as_far_as_the_shortest(engine: Recorded, executor: PoolExecutor) -> None:
-    """Results come one by one, in order."""
     results = executor.map(square, range(7), chunksize=3)
     assert len(engine.calls) == 3
     for call, future in zip(engine.calls, engine.futures, strict=True):

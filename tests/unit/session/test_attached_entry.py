@@ -78,7 +78,6 @@ def test_the_lease_of_a_condemned_pool_is_not_renewed(
 def test_leaving_while_the_ledger_is_opened_leaves_nothing_open(
     ledger: Ledger, kept: KeptEntry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The renewal runs in its own thread, which closes what it opens afterwards."""
     closed: list[str] = []
     real, real_close = Ledger.__init__, Ledger.close
 

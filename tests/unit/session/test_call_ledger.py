@@ -49,7 +49,6 @@ def test_a_call_had_its_slot_as_long_as_its_outcome_says() -> None:
     ],
 )
 def test_failed_and_cancelled_calls_are_told_apart(outcome: str, state: str) -> None:
-    """The scheduler has one state for all calls that have an outcome, the ledger has three."""
     assert state_of(record("ended", (1.0, 2.0), outcome=str(outcome)), lambda _: 1, 3.0).state == state
 
 

@@ -56,7 +56,6 @@ class Head:
 
 @given(st.lists(st.one_of(st.integers(0, 4), st.sampled_from(["read", "come back"]))), st.sampled_from([1, 600, 10**6]))
 def test_readers_that_come_back_read_each_line_once(steps: list[int | str], limit_bytes: int) -> None:
-    """A reader goes on from its cursor, in the same object or in a new one. One line has the number of dropped lines."""
     head = Head(limit_bytes)
     reader, cursor, written, read = head.reader(), 0, 0, 0
     for step in [*steps, "read"]:

@@ -215,7 +215,6 @@ def open_pool(ledger: Ledger, clock: Clock) -> Callable[..., None]:
 def test_a_warm_pool_stays_longer_and_never_shorter(
     ledger: Ledger, clock: Clock, open_pool: Callable[..., None], nodes: Nodes
 ) -> None:
-    """The nodes first; then warm time and lease in the ledger."""
     open_pool()
     assert keep_warm(ledger, "nightly", 60).warm_until == clock.time + timedelta(seconds=600)
     row = keep_warm(ledger, "nightly", 7200)

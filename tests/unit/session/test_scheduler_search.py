@@ -118,8 +118,6 @@ def test_a_pool_that_is_left_meanwhile_is_not_given_up(world: World, is_in_the_t
 
 
 def test_it_ends_when_another_has_connected(world: World) -> None:
-    """Such as the recovery of a process that keeps the pool from now on."""
-
     def kept() -> Exception:
         world.is_needed = False
         return NodeLost("no answer")
@@ -132,8 +130,6 @@ def test_it_ends_when_another_has_connected(world: World) -> None:
 
 
 def test_a_cut_during_a_search_is_not_forgotten(world: World) -> None:
-    """The connection breaks again before the first search has ended."""
-
     def reached_and_cut_again() -> bool:
         world.search.begin()
         return True

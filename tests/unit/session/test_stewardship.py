@@ -70,7 +70,6 @@ def test_a_steward_is_certain_as_long_as_its_lease_runs(rows: Rows) -> None:
 
 
 def test_a_steward_that_was_replaced_may_not_act_until_it_begins_anew(rows: Rows) -> None:
-    """Not even if a renewal of before is confirmed late."""
     rows.seconds += 1000
     rows.answer = "another"
     for _ in range(2):
@@ -274,7 +273,6 @@ def use_of(steward: Owner | Exception | None = KEEPER, *, size: Any = None) -> A
 
 
 def test_the_process_that_keeps_the_pool_may_set_its_size() -> None:
-    """Also one that has taken the pool over."""
     assert size_here(Opener([], SessionState.OPEN), use_of(None)) is SIZE
     assert size_here(Joined(), use_of(None, size=SIZE)) is SIZE
 
