@@ -24,7 +24,6 @@ import skyward_core as sky
 from skyward_core import cli
 from skyward_core.cleanup import release as releasing
 from skyward_core.cleanup import survey
-from skyward_core.cli.app import command_tree
 from skyward_core.cli.ui.pages import answers
 from skyward_core.cli.ui.server import PageServer
 from skyward_core.ledger.ledger import Ledger
@@ -200,17 +199,6 @@ def skyward(
 def lines(output: str) -> list[list[str]]:
     """The text of a table, by lines and columns."""
     return [re.split(r" {2,}", line.strip()) for line in output.splitlines()]
-
-
-def _options(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], list[Any]]]:
-    """Each command with its options and arguments, as typer has them."""
-    for name, sub in getattr(command, "commands", {}).items():
-        yield from _options(sub, (*path, name))
-    if not hasattr(command, "commands"):
-        yield path, command.params
-
-
-COMMANDS = list(_options(command_tree()))
 
 
 def install(monkeypatch: pytest.MonkeyPatch, planner: Callable[[str], sky.Plan | None]) -> None:

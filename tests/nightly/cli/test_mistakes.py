@@ -1,25 +1,15 @@
-"""Full disks, closed pipes, Ctrl-C and any words: the `skyward` command shows no traceback."""
+"""Full disks, closed pipes and Ctrl-C: the `skyward` command shows no traceback."""
 
 import re
 import signal
-import string
 import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from skyward_core import cli
-from skyward_core.cli.ui.server import PageServer
-from skyward_core.doctor import diagnosis
-from skyward_core.errors import BadRequest
-from skyward_core.providers import base
-from skyward_core.providers.base import BUILT_IN
-from tests.cleanup.pools import FolderProvider
-from tests.cli.ledger import COMMANDS, Page, Skyward, shell
+from tests.cli.ledger import Page, Skyward, shell
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
@@ -41,65 +31,6 @@ def test_a_full_disk_and_a_closed_pipe(skyward: Skyward, monkeypatch: pytest.Mon
     assert shell("skyward ps 2>&1 >/dev/full | true").stderr == ""
     assert shell("skyward ps >&-").returncode in (0, 1)
     assert "Traceback" not in shell("skyward ps >&- 2>&1").stdout
-
-
-NUMBERS = (
-    "nan inf -inf -1 0 1 1e400 1e-400 ² 2026-11-21 0001-01-01T00:00:00+14:00 9999-12-31T23:59:59-14:00 90d 1d {} []"
-)
-NAMES = "sky-live sky-odd nope team day A100 H100:8 64GB"
-WORDS = st.one_of(
-    st.sampled_from(["", " ", *NUMBERS.split(), *NAMES.split(), "9" * 400 + "d", '{"name": 1}', "x" * 300]),
-    st.text(max_size=20),
-    st.floats().map(str),
-    st.integers().map(str),
-    st.text(alphabet=string.printable, max_size=30),
-)
-
-
-def interrupted(_: PageServer) -> None:
-    """Stands for a server at whose beginning the user presses Ctrl-C."""
-    raise KeyboardInterrupt
-
-
-@st.composite
-def command_lines(draw: st.DrawFn) -> list[str]:
-    """A command with some of its options; most values are meaningless."""
-    path, params = draw(st.sampled_from(COMMANDS))
-    words: list[str] = []
-    for param in params:
-        if not draw(st.booleans()) and not param.required:
-            continue
-        choices = param.type_descriptor.choices
-        value = st.sampled_from(sorted(choices)) if choices and draw(st.booleans()) else WORDS
-        option = param.opts[:1] if param.param_type_name == "option" else []
-        words += [*option, *([] if getattr(param, "is_flag", False) else [draw(value)])]
-    return [*path, *words]
-
-
-@given(command_lines())
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
-def test_no_command_line_is_a_traceback(skyward: Skyward, folder: FolderProvider, line: list[str]) -> None:
-    if not skyward.ledger.pools():
-        skyward.open_three()
-    load = base.load
-
-    def loading(requested: Any) -> Any:
-        if isinstance(requested, str) and requested in BUILT_IN:
-            raise BadRequest("tests rent nothing")
-        return load(requested)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "load", loading)
-        patch.setattr(diagnosis, "entry_points", lambda group: ())
-        patch.setattr(FolderProvider, "offers", lambda self, want: [])
-        patch.setattr(PageServer, "serve_forever", interrupted)  # else `skyward ui` serves until Ctrl-C
-        patch.setenv("XDG_CACHE_HOME", str(folder.folder))
-        try:
-            assert cli.main(line) in (0, 1, 3)
-        except SystemExit as end:
-            assert end.code in (0, 2)
 
 
 @pytest.mark.usefixtures("ledger")

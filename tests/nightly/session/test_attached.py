@@ -6,8 +6,6 @@ Run as a program, this file is another process: one that opens a pool and starts
 import os
 import signal
 import time
-from concurrent.futures import CancelledError
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -119,19 +117,6 @@ def supervisor_of(lease: Lease, node: int, number: signal.Signals) -> None:
     os.kill(int(Path(str(lease.nodes[node].instance.directory), "supervisor").read_text()), number)
 
 
-def test_a_detached_pool_may_get_a_longer_lease() -> None:
-    pool = sky.ComputePool(provider=sky.Local(), display="quiet", lease_seconds=LEASE_SECONDS).open()
-    detached_at = time.monotonic()
-    client = pool.dask_client()
-    lease = pool.detach(lease_seconds=LEASE_SECONDS + 4)
-    assert client.status == "closed"
-    assert lease.expires_at is not None
-    assert LEASE_SECONDS < (lease.expires_at - datetime.now(UTC)).total_seconds() <= LEASE_SECONDS + 4
-    ids = {node.instance.id for node in lease.nodes}
-    wait_until(lambda: not living(ids), "the node to end itself", LEASE_SECONDS + 30)
-    assert time.monotonic() - detached_at > LEASE_SECONDS + 2
-
-
 @pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "its head was killed"])
 def test_a_pool_without_a_head_cannot_be_attached_to(is_closed: bool) -> None:
     """The error comes at once: no time is spent on its scheduler."""
@@ -157,24 +142,3 @@ def test_over_ssh_the_key_may_be_given(rented_pool: sky.ComputePool, fleet: Flee
         assert os.readlink(path).startswith("/memfd:")
         assert "PRIVATE" not in pool.lease.model_dump_json()
     assert not os.path.exists(path)
-
-
-def test_over_ssh_the_key_may_be_another_file(rented_pool: sky.ComputePool, fleet: Fleet, tmp_path: Path) -> None:
-    key = tmp_path / "copy"
-    key.write_bytes(fleet.key_path.read_bytes())
-    key.chmod(0o600)
-    call = rented_pool.start_detached(ones(MEGABYTES))
-    with sky.ComputePool.attach(rented_pool.lease.with_key(str(tmp_path / "nowhere")), key=key) as pool:
-        assert {node.instance.endpoint.key for node in pool.lease.nodes if node.instance.endpoint} == {str(key)}
-        assert rank() @ pool == (0, 1)
-        assert pool.map(doubled, range(50)) == [2 * number for number in range(50)]
-        assert (ones(MEGABYTES) >> pool).sum() == MEGABYTES / 8
-        found = pool.detached_call(call.call_id)
-        assert [found.result(30).sum(), found.result(30).sum(), call.result(30).sum()] == [MEGABYTES / 8] * 3
-        walking = pool.start_detached(steps(600))
-        wait_until(lambda: len(walking.log()) > 1, "a few steps")
-        walking.cancel()
-        with pytest.raises(CancelledError):
-            walking.result(30)
-        found.forget()
-    assert doubled(2) >> rented_pool == 4

@@ -13,13 +13,29 @@ from tests.system.session.test_sealed_lease import (  # noqa: F401 - fixtures
     GENERATED,
     POOL,
     alter,
-    characters_altered,
     key,
     key_text,
     ledger,
     over_ssh,
     shared,
 )
+
+
+def characters_altered(original: str) -> st.SearchStrategy[str]:
+    """Another bit or character at one place, a part left out, or more behind it."""
+
+    @st.composite
+    def altered(draw: st.DrawFn) -> str:
+        place = draw(st.integers(0, len(original) - 1))
+        rest = original[place + 1 :]
+        other = draw(
+            st.one_of(
+                st.integers(0, 6).map(lambda bit: chr(ord(original[place]) ^ 1 << bit)), st.characters(), st.just("")
+            )
+        )
+        return original[:place] + other + (rest if draw(st.booleans()) else rest[::-1])
+
+    return altered().filter(lambda text: text != original)
 
 
 @pytest.mark.generated

@@ -5,7 +5,6 @@ import threading
 import pytest
 
 import skyward_core as sky
-from skyward_core.events.console import display
 from skyward_core.events.notebook import MimeBundle, NotebookDisplay
 from tests.conftest import wait_until
 from tests.unit.events.test_notebook import (  # noqa: F401 - fixtures
@@ -48,20 +47,3 @@ def test_a_notebook_that_is_gone_is_reported_once(caplog: pytest.LogCaptureFixtu
     pool(sky.CallProgress(2, 2, 0))
     pool.close()
     assert caplog.text.count("the notebook does not take the pool's state") == 1
-
-
-@pytest.mark.parametrize("kind", ["spinner", "log"])
-def test_a_pool_is_one_output_in_a_kernel(
-    kind: str, shell: ZMQInteractiveShell, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """All outputs of a pool have one id, another pool has another one, and nothing is printed."""
-    for _ in range(2):
-        pool = display(kind)
-        pool(sky.InfraCreating())
-        pool(BILL)
-        pool.close()
-    texts, ids, updates = zip(*shell.published, strict=True)
-    assert texts == ("looking for machines", "done: 12.3 s, $0.0123 (1 on demand)") * 2
-    assert updates == (False, True) * 2
-    assert len(set(ids)) == 2
-    assert capsys.readouterr() == ("", "")

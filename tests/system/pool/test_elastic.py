@@ -1,10 +1,9 @@
-"""Pools of `nodes=(least, most)` on this machine: they grow with their queue and shrink when they are idle, no call is
-lost or repeated, and nothing is left.
-"""
+"""Pools of `nodes=(least, most)`: they grow with their queue and shrink when they are idle."""
 
-from __future__ import annotations
-
+import os
 import threading
+import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,6 @@ WAIT_SECONDS = 60.0
 @sky.compute
 def held_back(number: int, folder: str) -> tuple[int, int]:
     """Note that the call runs, and wait until the test lets it end."""
-    import os
-    import time
-    import uuid
-
     open(os.path.join(folder, f"{number}-{uuid.uuid4().hex}"), "w").close()
     while not os.path.exists(os.path.join(folder, "go")):
         time.sleep(0.02)
@@ -35,10 +30,6 @@ def held_back(number: int, folder: str) -> tuple[int, int]:
 @sky.compute
 def noted(number: int, folder: str) -> int:
     """Note each time that the call runs."""
-    import os
-    import time
-    import uuid
-
     open(os.path.join(folder, f"{number}-{uuid.uuid4().hex}"), "w").close()
     time.sleep(0.02)
     return number

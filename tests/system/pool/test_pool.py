@@ -134,22 +134,6 @@ def test_submit_returns_a_future_at_once(pool: sky.ComputePool, tmp_path: Path) 
     assert future.result(timeout=60) == "one"
 
 
-def test_calls_may_come_from_many_threads(pool: sky.ComputePool) -> None:
-    wrong: list[tuple[int, int]] = []
-
-    def caller(base: int) -> None:
-        for n in range(base, base + 20):
-            if (result := double(n) >> pool) != 2 * n:
-                wrong.append((n, result))
-
-    threads = [threading.Thread(target=caller, args=(1000 * k,)) for k in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-
-
 # ── stopping ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 
+from skyward_core.compute import PendingCompute
 from skyward_core.engine import cluster as engine_cluster
+from skyward_core.engine.certificates import PoolCertificate
+from skyward_core.engine.cluster import Cluster
 from skyward_core.errors import CommandFailed, CommandTimedOut, NodeLost, Unreachable
 from skyward_core.events.queue import EventQueue
 from skyward_core.session import attached as module
 from skyward_core.session.attached import Attached
-from tests.session.attached import lease
+from tests.session.attached import RANKS, lease
 
 SETTINGS = {"tls_certificate": "", "tls_key": "", "instance_id": "i-0", "pool_id": "p"}
 
@@ -93,3 +96,15 @@ def test_a_head_that_cannot_be_asked_is_not_gone(
     with pytest.raises(error):
         attach(world, monkeypatch)
     assert world.connected == 0
+
+
+def test_broadcasts_use_all_nodes_after_another_process_has_taken_the_pool() -> None:
+    """They would return no result at all, and no error, if they had no ranks."""
+    attached = Attached(lease(), None, None, 60.0, 0, EventQueue(lambda _: None))
+    attached.cluster = cluster = Cluster(attached.lease, PoolCertificate("", ""), attached.transports, attached.emit)
+    attached.is_running = True
+    cluster.keep(None, None, RANKS)
+    attached.keep(SimpleNamespace(cut=lambda: None))  # type: ignore[arg-type]
+    attached.keep_no_more()
+    assert len(cluster.broadcast(PendingCompute(abs, (1,)))) == len(RANKS)
+    attached.stop("the test has ended")

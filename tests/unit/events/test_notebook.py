@@ -1,13 +1,8 @@
 """The display of a notebook: its summary as a value, and when it is shown. `tests/system/test_notebooks.py` has real kernels."""
 
-import logging
-import sys
-from types import SimpleNamespace
-
 import pytest
 
 import skyward_core as sky
-from skyward_core.events.console import display
 from skyward_core.events.narrator import Narrator
 from skyward_core.events.notebook import Summary, after, as_html, as_text, rendered
 
@@ -73,42 +68,3 @@ def test_the_html_has_the_same_and_escapes_it() -> None:
     assert html.count("&lt;script&gt;alert(&#x27;&amp;&#x27;)&lt;/script&gt;") == 3
     assert '<progress value="15" max="40"></progress> 12 of 40 calls, 3 cancelled' in html
     assert rendered(summary) == {"text/plain": as_text(summary), "text/html": html}
-
-
-class InteractiveShell:
-    """Stands in for IPython's shell; a terminal's is no kernel."""
-
-
-class ZMQInteractiveShell(InteractiveShell):
-    """Stands in for ipykernel's."""
-
-    def __init__(self) -> None:
-        self.display_pub = self.kernel = self.io_loop = self
-        self.published: list[tuple[str, str, bool]] = []
-
-    def publish(self, data, metadata, *, transient, update) -> None:
-        self.published.append((data["text/plain"], transient["display_id"], update))
-
-    def add_callback(self, callback) -> None:
-        callback()
-
-
-@pytest.fixture
-def shell(monkeypatch: pytest.MonkeyPatch) -> ZMQInteractiveShell:
-    """The shell of a kernel in which logging is not configured: the root logger is not the one with pytest's handlers."""
-    shell = ZMQInteractiveShell()
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    monkeypatch.setattr(logging.getLogger("skyward"), "parent", logging.RootLogger(logging.WARNING))
-    return shell
-
-
-def test_the_log_of_a_kernel_that_has_configured_logging_stays_a_log(
-    shell: ZMQInteractiveShell, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("skyward"), "handlers", [caplog.handler])
-    with caplog.at_level(logging.INFO, "skyward"):
-        pool = display("log")
-        pool(sky.InfraCreating())
-        pool.close()
-    assert caplog.messages == ["looking for machines"]
-    assert shell.published == []

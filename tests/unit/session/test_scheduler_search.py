@@ -117,18 +117,6 @@ def test_a_pool_that_is_left_meanwhile_is_not_given_up(world: World, is_in_the_t
     assert (len(world.tries), world.given_up) == (int(is_in_the_try), [])
 
 
-def test_it_ends_when_another_has_connected(world: World) -> None:
-    def kept() -> Exception:
-        world.is_needed = False
-        return NodeLost("no answer")
-
-    world.outcomes = [kept]
-    world.cut()
-    world.cut()
-    world.look()
-    assert (len(world.tries), world.given_up) == (1, [])
-
-
 def test_a_cut_during_a_search_is_not_forgotten(world: World) -> None:
     def reached_and_cut_again() -> bool:
         world.search.begin()

@@ -13,10 +13,8 @@ from skyward_core.ledger.names_policy import NotSteward
 from skyward_core.machines.owner import Owner
 from skyward_core.session import stewardship
 from skyward_core.session import successor as successor_module
-from skyward_core.session.attached import Attached
 from skyward_core.session.named_session import NamedSession
 from skyward_core.session.pool_size import PoolSize
-from skyward_core.session.size_here import size_here
 from skyward_core.session.state import Claims, SessionState
 from skyward_core.session.steward_guard import StewardGuard
 from skyward_core.session.stewardship import Stewardship
@@ -252,45 +250,6 @@ def test_a_session_that_leaves_at_its_limit_stays_the_steward_until_it_has_left(
 SIZE: Any = object()
 KEEPER = Owner("ann", "desk", "boot", "1", 42, "7")
 SPEC = sky.PoolSpec.of(provider=sky.Local(), nodes=(1, 3))
-
-
-class Joined(Attached):
-    """A process that has attached."""
-
-    def __init__(self) -> None:
-        """Attach to nothing."""
-
-
-def use_of(steward: Owner | Exception | None = KEEPER, *, size: Any = None) -> Any:
-    """Return a process as a client of the name; `size` is that of its stewardship."""
-
-    def find() -> Owner | None:
-        if isinstance(steward, Exception):
-            raise steward
-        return steward
-
-    return SimpleNamespace(name="nightly", steward=find, succession=SimpleNamespace(size=size))
-
-
-def test_the_process_that_keeps_the_pool_may_set_its_size() -> None:
-    assert size_here(Opener([], SessionState.OPEN), use_of(None)) is SIZE
-    assert size_here(Joined(), use_of(None, size=SIZE)) is SIZE
-
-
-@pytest.mark.parametrize(
-    ("use", "words"),
-    [
-        (use_of(), r"process 42 of ann@desk keeps the pool 'nightly'.*call scale\(\) there"),
-        (use_of(Owner.unknown("ann@desk")), r"a process of ann@desk keeps"),
-        (use_of(None), "cannot see which one does"),
-        (use_of(LedgerError("away")), "cannot see which one does"),
-        (None, "only the process that has opened the pool"),
-    ],
-)
-def test_any_other_process_learns_which_one_may(use: Any, words: str) -> None:
-    for opened in (Joined(), *[Opener([], SessionState.OPEN, is_steward=False)] * (use is not None)):
-        with pytest.raises(sky.BadRequest, match=words):
-            size_here(opened, use)
 
 
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["keeps the pool", "stepped down"])
