@@ -3,9 +3,13 @@
 Run as a program, this file is another process: one that opens a pool and starts a call detached, or one that attaches.
 """
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,20 +18,12 @@ import skyward_core as sky
 from skyward_core.machines.instances import Lease
 from skyward_core.worker.watchdog import kill_instance, members
 from tests.conftest import wait_until
-from tests.system.session.test_attached import (  # noqa: F401 - fixtures
-    LEASE_SECONDS,
-    MEGABYTES,
-    doubled,
-    living,
-    ones,
-    other_process,
-    rank,
-    rented_pool,
-    runs_until,
-    steps,
-)
+from tests.system.session.test_attached import doubled, living, rank, rented_pool, runs_until  # noqa: F401 - a fixture
 from tests.testbed import Fleet
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
+
+LEASE_SECONDS = 10
+REPOSITORY = Path(__file__).parents[3]
 
 pytestmark = [pytest.mark.timeout(240)]
 
@@ -142,3 +138,38 @@ def test_over_ssh_the_key_may_be_given(rented_pool: sky.ComputePool, fleet: Flee
         assert os.readlink(path).startswith("/memfd:")
         assert "PRIVATE" not in pool.lease.model_dump_json()
     assert not os.path.exists(path)
+
+
+@contextlib.contextmanager
+def other_process(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    """Run this file as a program; it does not outlive the block."""
+    argv = [sys.executable, "-m", "tests.nightly.session.test_attached", *arguments]
+    process = subprocess.Popen(argv, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=60)
+
+
+def open_and_wait(path: str) -> None:
+    """Open a pool, start a call detached, print both, and wait to be killed."""
+    pool = sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", lease_seconds=LEASE_SECONDS).open()
+    call = pool.start_detached(runs_until(path))
+    wait_until(lambda: call.log(), "the call to run")
+    print(f"{pool.lease.model_dump_json()}\n{call.call_id}", flush=True)
+    time.sleep(60)
+
+
+def attach_and_wait(path: str) -> None:
+    """Attach to the pool whose lease is on the first line of stdin, start a call that does not end, print a line, and
+    wait to be killed.
+    """
+    with sky.ComputePool.attach(sys.stdin.readline()) as pool:
+        pool.submit(runs_until(path))
+        print("attached", flush=True)
+        time.sleep(60)
+
+
+if __name__ == "__main__":
+    {"open": open_and_wait, "attach-and-wait": attach_and_wait}[sys.argv[1]](*sys.argv[2:])

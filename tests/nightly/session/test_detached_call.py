@@ -16,9 +16,9 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.ledger.ledger import Ledger, default_url
-from skyward_core.worker.settings import memory_directory
 from tests.conftest import shared, wait_until
 from tests.pool.local import double
+from tests.system.session.test_attached import held_bytes
 
 REPOSITORY = Path(__file__).parents[3]
 MEGABYTES = 20 << 20
@@ -104,16 +104,6 @@ def test_a_large_result_is_dropped_after_its_time(opened_pool: sky.ComputePool) 
     assert held_bytes(opened_pool) >= MEGABYTES
     wait_until(lambda: call.is_forgotten, "the time of its result to be over")
     wait_until(lambda: held_bytes(opened_pool) < MEGABYTES, "the memory to be free")
-
-
-def held_bytes(pool: sky.ComputePool) -> int:
-    """Return how much memory the values of a pool take on this machine."""
-    held = 0
-    for node in pool.lease.nodes:
-        for path in Path(memory_directory(node.instance.id)).rglob("*"):
-            with contextlib.suppress(FileNotFoundError):  # a value is freed while the test reads
-                held += path.stat().st_size
-    return held
 
 
 @contextlib.contextmanager

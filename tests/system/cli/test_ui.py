@@ -2,8 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -15,23 +14,6 @@ from skyward_core.errors import LedgerError
 from skyward_core.live.metrics import NodeUse
 from tests.cli.ledger import ROOT, TOKEN, FakeUtilisation, Page, Skyward, record_pools, sample
 from tests.conftest import wait_until
-
-
-class FakeUses:
-    """Uses of pools; it notes which connections were kept."""
-
-    def __init__(self) -> None:
-        self.kept: list[list[str]] = []
-
-    def __call__(self, *_: object, **__: object) -> AbstractContextManager["FakeUses"]:
-        return nullcontext(self)
-
-    def keep(self, pool_ids: Sequence[str]) -> None:
-        self.kept.append(list(pool_ids))
-
-    def of(self, pool_id: str) -> str:
-        return f"{pool_id} is far away"
-
 
 PATHS = ["/api/pools", "/api/nodes", "/api/calls", "/api/cost", "/api/receipt?pool=sky-live", "/api/refusals"]
 
@@ -61,9 +43,7 @@ def test_a_page_under_another_name_is_refused(page: Page) -> None:
 def test_it_listens_on_the_loopback_and_only_answers_get(page: Page) -> None:
     assert page.server.server_address[0] == "127.0.0.1"
     assert page.server.url == f"http://127.0.0.1:{page.server.server_port}/?token={TOKEN}"
-    assert [page.get("/api/pools", method=method).status for method in ("POST", "PUT", "DELETE", "OPTIONS")] == [
-        501
-    ] * 4
+    assert {page.get("/api/pools", method=method).status for method in ("POST", "PUT", "DELETE", "OPTIONS")} == {501}
     assert page.get("/nonesuch").status == 404
     assert page.get("http://evil.example/api/pools").status == 403
 
@@ -90,13 +70,9 @@ def test_the_data_are_those_of_the_commands(page: Page, skyward: Skyward) -> Non
     pools = page.get("/api/pools").json
     fixed = ("pool", "name", "calls", "owner", "work", "open_resources", "usd_per_hour", "cost_usd")
     listed = skyward.json("ps --all")
-    for shown, expected in (
-        (pools["pools"], [one for one in listed if one["state"] != "ended"]),
-        (pools["ended"], [one for one in listed if one["state"] == "ended"]),
-    ):
-        assert [{name: one[name] for name in fixed} for one in shown] == [
-            {name: one[name] for name in fixed} for one in expected
-        ]
+    for shown, is_ended in ((pools["pools"], False), (pools["ended"], True)):
+        expected = [[one[name] for name in fixed] for one in listed if (one["state"] == "ended") == is_ended]
+        assert [[one[name] for name in fixed] for one in shown] == expected
     assert {one["pool"] for one in pools["ended"]} == {"sky-ended"}
     assert pools["warnings"] == []
     calls = page.get("/api/calls").json
@@ -118,7 +94,7 @@ def test_a_ledger_that_cannot_be_read_is_an_error_and_no_empty_list(page: Page, 
     record_pools(skyward)
     assert {page.get(path).status for path in PATHS} == {200}
     skyward.damage(
-        *(f"ALTER TABLE skyward_{name} RENAME TO away_{name}" for name in ("pools", "resources", "attempts", "calls")),
+        *(f"ALTER TABLE skyward_{name} RENAME TO away_{name}" for name in ("pools", "resources", "attempts", "calls"))
     )
     for path in PATHS:
         reply = page.get(path)
@@ -173,9 +149,7 @@ def test_metrics_are_those_of_the_ledger_and_of_the_nodes(
     found = families_of(page)
     listed = {one["pool"]: one for one in skyward.json("ps")}
     assert {one.labels["pool"] for one in found["skyward_pool_nodes"].samples} == listed.keys()
-    assert value_of(found["skyward_pools"], state="live") + value_of(found["skyward_pools"], state="dead") == len(
-        listed
-    )
+    assert sum(value_of(found["skyward_pools"], state=state) for state in ("live", "dead")) == len(listed)
     assert value_of(found["skyward_pool_nodes"], pool="sky-live", provider="folder", name="") == 2
     assert value_of(found["skyward_pool_cost_usd_per_hour"], pool="sky-live") == listed["sky-live"]["usd_per_hour"] == 4
     remaining = value_of(found["skyward_pool_lease_remaining_seconds"], pool="sky-live")
@@ -184,10 +158,8 @@ def test_metrics_are_those_of_the_ledger_and_of_the_nodes(
     assert value_of(found["skyward_pool_calls_in_flight"], name="nightly") == listed["sky-named"]["calls"]
     assert value_of(found["skyward_pool_slots"], pool="sky-live") == 8
     assert value_of(found["skyward_pool_slots_busy"], pool="sky-live") == 2
-    assert {one.labels["pool"]: one.value for one in found["skyward_pool_reachable"].samples} == {
-        "sky-live": 1,
-        "sky-dead": 0,
-    }
+    reachable = {one.labels["pool"]: one.value for one in found["skyward_pool_reachable"].samples}
+    assert reachable == {"sky-live": 1, "sky-dead": 0}
     assert value_of(found["skyward_node_cpu_ratio"], pool="sky-live", node="1") == 0.5
     assert value_of(found["skyward_node_gpu_ratio"], pool="sky-live", node="1") == 0.25
     dashboard = json.loads((ROOT / "docs/grafana/skyward.json").read_text())
@@ -211,32 +183,28 @@ def test_a_row_that_cannot_be_read_is_named_and_the_others_are_shown(page: Page,
 
 
 def test_utilisation_follows_open_pools_and_tells_when_the_ledger_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    uses, pools = FakeUses(), ["sky-1", "sky-2"]
-    trouble: list[LedgerError] = []
+    kept, pools, trouble = list[list[str]](), ["sky-1", "sky-2"], list[LedgerError]()
 
     def listed(**_: object) -> list[SimpleNamespace]:
         if trouble:
             raise trouble[0]
         return [SimpleNamespace(id=pool_id) for pool_id in pools]
 
-    monkeypatch.setattr("skyward_core.cli.ui.utilisation.PoolUses", uses)
+    def seen(pool_id: str) -> object:
+        try:
+            return utilisation.of(pool_id)
+        except LedgerError as error:
+            return str(error)
+
+    uses = SimpleNamespace(keep=lambda ids: kept.append([*ids]), of=lambda pool_id: f"{pool_id} is far away")
+    monkeypatch.setattr("skyward_core.cli.ui.utilisation.PoolUses", lambda *_, **__: nullcontext(uses))
     monkeypatch.setattr("skyward_core.cli.ui.utilisation.EVERY_SECONDS", 0.01)
     with Utilisation(SimpleNamespace(pools=listed)) as utilisation:  # type: ignore[arg-type]
-
-        def is_away() -> bool:
-            try:
-                utilisation.of("sky-1")
-            except LedgerError as error:
-                assert str(error) == "the disk is gone"
-                return True
-            return False
-
-        wait_until(lambda: utilisation.of("sky-2") == "sky-2 is far away", "the first look")
+        wait_until(lambda: seen("sky-2") == "sky-2 is far away", "the first look")
         pools.remove("sky-2")
-        wait_until(lambda: utilisation.of("sky-2") is None, "an end")
+        wait_until(lambda: seen("sky-2") is None, "an end")
         trouble.append(LedgerError("the disk is gone"))
-        wait_until(is_away, "a ledger that is away")
+        wait_until(lambda: seen("sky-1") == "the disk is gone", "a ledger that is away")
         trouble.clear()
-        wait_until(lambda: not is_away(), "a ledger that is back")
-    assert uses.kept[0] == ["sky-1", "sky-2"]
-    assert uses.kept[-1] == ["sky-1"]
+        wait_until(lambda: seen("sky-1") == "sky-1 is far away", "a ledger that is back")
+    assert (kept[0], kept[-1]) == (["sky-1", "sky-2"], ["sky-1"])

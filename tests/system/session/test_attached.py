@@ -1,13 +1,8 @@
-"""Other processes use a pool: they attach, leave, and read calls that outlive their client. Here, and over SSH.
-
-Run as a program, this file is another process: one that opens a pool and starts a call detached, or one that attaches.
-"""
+"""Other clients use a pool: they attach, leave, and read calls that outlive their client. Here, and over SSH."""
 
 import contextlib
-import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
@@ -20,14 +15,13 @@ import pytest
 import skyward_core as sky
 from skyward_core.machines.instances import Lease
 from skyward_core.transport import ssh_transport
+from skyward_core.worker.settings import memory_directory
 from tests.conftest import RecordedEvents, processes_by_tag, shared, wait_until
 from tests.testbed import Fleet
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror
 from tests.testbed.rental import Cloud
 
-LEASE_SECONDS = 10
-REPOSITORY = Path(__file__).parents[3]
 MEGABYTES = 100 << 20
 
 pytestmark = [pytest.mark.timeout(240)]
@@ -83,11 +77,6 @@ def touched(path: str) -> None:
     Path(path).touch()
 
 
-@sky.compute
-def crashing() -> None:
-    os._exit(3)
-
-
 # ── pools that another process has opened ────────────────────────────────────────────────────────────────────────────
 
 
@@ -108,41 +97,29 @@ def attached_pool(opened_pool: sky.ComputePool) -> Iterator[sky.ComputePool]:
 @pytest.mark.parametrize(
     "form", [lambda lease: lease, lambda lease: lease.model_dump_json(), lambda lease: lease.model_dump(mode="json")]
 )
-def test_an_attached_pool_computes(opened_pool: sky.ComputePool, form: Callable[[Lease], Any]) -> None:
-    recorded, elsewhere = RecordedEvents(), RecordedEvents()
-    with (
-        sky.ComputePool.attach(form(opened_pool.lease), on_event=recorded) as pool,
-        sky.ComputePool.attach(opened_pool.lease, on_event=elsewhere),
-    ):
+def test_attached_pools_compute_and_get_only_their_own_results_and_lines(
+    opened_pool: sky.ComputePool, form: Callable[[Lease], Any]
+) -> None:
+    recorders = [RecordedEvents() for _ in range(3)]
+    with contextlib.ExitStack() as stack:
+        attach = lambda sink: stack.enter_context(sky.ComputePool.attach(form(opened_pool.lease), on_event=sink))
+        pools = [attach(sink) for sink in recorders]
+        bases = range(0, 3000, 1000)
+        futures = [pool.submit_all(map(doubled, range(n, n + 100))) for pool, n in zip(pools, bases, strict=True)]
+        for its, n in zip(futures, bases, strict=True):
+            assert [future.result(60) for future in its] == [2 * number for number in range(n, n + 100)]
+        pool = pools[0]
         assert (pool.is_active, pool.instance_count, pool.lease) == (True, 2, opened_pool.lease)
         assert doubled(4) >> pool == 8
         assert rank() @ pool == (0, 1)
         assert pool.map(doubled, range(50)) == [2 * number for number in range(50)]
-        call = pool.submit(doubled(1))
-        assert call.result() == 2
-        assert recorded.lines(call.call_id) == ["twice 1"]
-        assert elsewhere.of(sky.LogLine) == []
+    for sink, n in zip(recorders[1:], bases[1:], strict=True):
+        assert {event.line for event in sink.of(sky.LogLine)} == {f"twice {number}" for number in range(n, n + 100)}
     assert not pool.is_active
     with pytest.raises(sky.PoolClosed):
         doubled(1) >> pool
     pool.close()
     assert doubled(5) >> opened_pool == 10
-
-
-def test_clients_get_only_their_own_results_and_lines(opened_pool: sky.ComputePool) -> None:
-    recorders = [RecordedEvents() for _ in range(3)]
-    with contextlib.ExitStack() as stack:
-        pools = [stack.enter_context(sky.ComputePool.attach(opened_pool.lease, on_event=sink)) for sink in recorders]
-        futures = [
-            pool.submit_all([doubled(1000 * index + number) for number in range(100)])
-            for index, pool in enumerate(pools)
-        ]
-        for index, its in enumerate(futures):
-            assert [future.result(60) for future in its] == [2 * (1000 * index + number) for number in range(100)]
-    for index, sink in enumerate(recorders):
-        assert {event.line for event in sink.of(sky.LogLine)} == {
-            f"twice {1000 * index + number}" for number in range(100)
-        }
 
 
 def test_the_calls_of_a_client_that_leaves_are_ended(opened_pool: sky.ComputePool, tmp_path: Path) -> None:
@@ -197,7 +174,7 @@ def test_a_detached_call_that_fails(opened_pool: sky.ComputePool, attached_pool:
         assert "in failing" in str(caught.value.__cause__)
         assert (known.state, known.log()[0]) == ("ended", "about to fail")
     call.forget()
-    dead = attached_pool.start_detached(crashing())
+    dead = attached_pool.start_detached(sky.compute(os._exit)(3))
     with pytest.raises(sky.CallCrashed, match="exit code 3"):
         dead.result(60)
     dead.forget()
@@ -262,8 +239,8 @@ def test_a_detached_pool_can_be_attached_to() -> None:
     waiting = pool.submit(steps(600))
     kept = pool.start_detached(steps(10))
     lease = pool.detach()
+    ids = {node.instance.id for node in lease.nodes}
     try:
-        ids = {node.instance.id for node in lease.nodes}
         assert not pool.is_active
         assert lease.expires_at is not None
         assert 0 < (lease.expires_at - datetime.now(UTC)).total_seconds() <= 60
@@ -271,10 +248,10 @@ def test_a_detached_pool_can_be_attached_to() -> None:
             with pytest.raises(sky.PoolClosed):
                 use()
         assert living(ids) == ids
-        with other_process("attach", kept.call_id) as attached:
-            output, _ = attached.communicate(lease.model_dump_json(), timeout=120)
-        found = {"ranks": [0, 1], "doubled": [0, 2, 4], "result": "walked", "log": ["step 8", "step 9"]}
-        assert json.loads(output) == found
+        with sky.ComputePool.attach(lease.model_dump_json()) as attached:
+            call = attached.detached_call(kept.call_id)
+            assert (call.result(60), call.log(8)) == ("walked", ["step 8", "step 9"])
+            assert (rank() @ attached, attached.map(doubled, range(3))) == ((0, 1), [0, 2, 4])
     finally:
         sky.release(lease.pool_id)
     wait_until(lambda: not living(ids), "the nodes to end")
@@ -287,10 +264,7 @@ def test_a_detached_pool_can_be_attached_to() -> None:
 def rented_pool(fleet: Fleet, mirror: Mirror) -> Iterator[sky.ComputePool]:
     """Two machines of a cloud."""
     cloud = Cloud(fleet, prepare=mirror.configure)
-    image = sky.Image(pip=["numpy"])
-    with shared(
-        sky.ComputePool(provider=cloud.provider(), nodes=2, image=image, display="quiet", provision_timeout=90)
-    ) as pool:
+    with shared(sky.ComputePool(provider=cloud.provider(), nodes=2, display="quiet", provision_timeout=90)) as pool:
         yield pool
     cloud.close()
 
@@ -329,65 +303,16 @@ def test_over_ssh_a_node_that_has_ended_is_left_out(
     assert rank() @ rented_pool == (0, 1)
 
 
-# ── other processes ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def living(ids: set[str]) -> set[str]:
     """Return those instances of which any process lives."""
     return ids & {instance_id for _, instance_id in processes_by_tag("SKYWARD_INSTANCE_ID")}
 
 
 def held_bytes(pool: sky.ComputePool) -> int:
-    """Return what the nodes of a local pool hold in this machine's memory."""
-    ids = {node.instance.id for node in pool.lease.nodes}
-    folders = [
-        folder for folder in Path("/dev/shm").iterdir() if any(folder.name.endswith(instance_id) for instance_id in ids)
-    ]
+    """Return how much memory the values of a local pool take on this machine."""
     held = 0
-    for path in (path for folder in folders for path in folder.rglob("*")):
-        with contextlib.suppress(FileNotFoundError):  # a value is freed while the test reads
-            held += path.stat().st_size if path.is_file() else 0
+    for node in pool.lease.nodes:
+        for path in Path(memory_directory(node.instance.id)).rglob("*"):
+            with contextlib.suppress(FileNotFoundError):  # a value is freed while the test reads
+                held += path.stat().st_size
     return held
-
-
-@contextlib.contextmanager
-def other_process(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
-    """Run this file as a program; it does not outlive the block."""
-    argv = [sys.executable, "-m", "tests.system.session.test_attached", *arguments]
-    process = subprocess.Popen(argv, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate(timeout=60)
-
-
-def open_and_wait(path: str) -> None:
-    """Open a pool, start a call detached, print both, and wait to be killed."""
-    pool = sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", lease_seconds=LEASE_SECONDS).open()
-    call = pool.start_detached(runs_until(path))
-    wait_until(lambda: call.log(), "the call to run")
-    print(f"{pool.lease.model_dump_json()}\n{call.call_id}", flush=True)
-    time.sleep(60)
-
-
-def attach_and_wait(path: str) -> None:
-    """Attach to the pool whose lease is on the first line of stdin, start a call that does not end, print a line, and
-    wait to be killed.
-    """
-    with sky.ComputePool.attach(sys.stdin.readline()) as pool:
-        pool.submit(runs_until(path))
-        print("attached", flush=True)
-        time.sleep(60)
-
-
-def attach(call_id: str) -> None:
-    """Use the pool whose lease is on stdin, and print what came of it."""
-    with sky.ComputePool.attach(sys.stdin.read()) as pool:
-        result = pool.detached_call(call_id).result(60)
-        found = {"ranks": rank() @ pool, "doubled": pool.map(doubled, range(3)), "result": result}
-        print(json.dumps({**found, "log": pool.detached_call(call_id).log(8)}))
-
-
-if __name__ == "__main__":
-    {"open": open_and_wait, "attach": attach, "attach-and-wait": attach_and_wait}[sys.argv[1]](*sys.argv[2:])

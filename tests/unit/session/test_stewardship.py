@@ -1,23 +1,17 @@
 """Whether a process keeps a named pool, how it adopts one, how its stewardship ends at a limit, and who may scale."""
 
 import logging
-import threading
 from types import SimpleNamespace
-from typing import Any, override
+from typing import Any
 
 import pytest
 
 import skyward_core as sky
-from skyward_core.errors import LedgerError, NodeLost, SkywardError
+from skyward_core.errors import LedgerError, NodeLost
 from skyward_core.ledger.names_policy import NotSteward
-from skyward_core.machines.owner import Owner
-from skyward_core.session import stewardship
 from skyward_core.session import successor as successor_module
-from skyward_core.session.named_session import NamedSession
 from skyward_core.session.pool_size import PoolSize
-from skyward_core.session.state import Claims, SessionState
 from skyward_core.session.steward_guard import StewardGuard
-from skyward_core.session.stewardship import Stewardship
 from skyward_core.session.successor import Successor
 from tests.session.threads import Threads
 
@@ -183,72 +177,6 @@ def test_a_pool_that_another_process_keeps_now_is_kept_no_more(client: Client, w
     assert client.steps == ["take", "start", "lose", "resign"]
 
 
-# ── limits ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Keeping(Stewardship):
-    """A stewardship without machines; `steps` is what it does, in order."""
-
-    def __init__(self, steps: list[str]) -> None:
-        self._ending = threading.RLock()
-        self._ended = threading.Event()
-        self._pool_id, self._log = "sky-1", lambda *_: None
-        self._emitter: Any = SimpleNamespace(emit=lambda _: None)
-        self._recovery: Any = SimpleNamespace(stop=lambda: None)
-        self._use: Any = use_that_notes(steps)
-        self._attached: Any = SimpleNamespace(cluster=object(), end=lambda *_: steps.append("end the machines"))
-        self._on_end = lambda *_: steps.append("let the session go")
-
-
-class Opener(NamedSession):
-    """A session that does nothing when it is stopped."""
-
-    def __init__(self, steps: list[str], state: SessionState, *, is_steward: bool = True) -> None:
-        self._claims = Claims()
-        self._claims.state = state
-        self._steps = steps
-        self.guard: Any = SimpleNamespace(check=lambda: None)
-        self._use: Any = use_that_notes(steps)
-        self.size, self.keeps = SIZE, is_steward
-
-    @property
-    @override
-    def is_steward(self) -> bool:
-        return self.keeps
-
-    @override
-    def stop(self, reason: str, error: SkywardError | None = None) -> None:
-        self._steps.append(f"ours: {self._claims.claim_stop(reason, error)}")
-
-
-def use_that_notes(steps: list[str]) -> Any:
-    return SimpleNamespace(begin_to_end=lambda: steps.append("closing"), resign=lambda: steps.append("resign"))
-
-
-def test_the_session_learns_of_a_limit_before_the_machines_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else its calls are repeated on nodes that end, and raise NodeLost instead of the error of the limit."""
-    monkeypatch.setattr(stewardship, "note_all", lambda *_: None)
-    steps: list[str] = []
-    Keeping(steps).stop("the money is used up")
-    assert steps == ["closing", "let the session go", "end the machines", "resign"]
-
-
-@pytest.mark.parametrize(
-    ("state", "is_ours"), [(SessionState.OPEN, True), (SessionState.DETACHING, False), (SessionState.LEAVING, False)]
-)
-def test_a_session_that_leaves_at_its_limit_stays_the_steward_until_it_has_left(
-    state: SessionState, is_ours: bool
-) -> None:
-    """Its leave, in another thread, decides whether the pool goes on: `closing` without a steward would end it."""
-    steps: list[str] = []
-    Opener(steps, state)._stop_at_limit("the money is used up", None)
-    assert steps == ["closing", f"ours: {is_ours}", *["resign"] * is_ours]
-
-
-# ── the number of nodes ──────────────────────────────────────────────────────────────────────────────────────────────
-
-SIZE: Any = object()
-KEEPER = Owner("ann", "desk", "boot", "1", 42, "7")
 SPEC = sky.PoolSpec.of(provider=sky.Local(), nodes=(1, 3))
 
 
