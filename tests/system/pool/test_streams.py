@@ -133,13 +133,6 @@ def test_asynchronous_consumers(pool: sky.ComputePool, log: Path) -> None:
     wait_until(lambda: log.read_text().endswith("closed\n"), "the generator to be closed")
 
 
-def test_a_deadline_of_a_stream(pool: sky.ComputePool) -> None:
-    items = count(10**9).timeout(1) >> pool
-    assert next(items) == 0
-    with pytest.raises(sky.CallTimedOut):
-        wait_until(lambda: next(items) < 0, "the deadline")
-
-
 def test_a_stream_of_a_pool_that_closes_gives_what_has_come() -> None:
     with sky.ComputePool(provider=sky.Local(), display="quiet") as pool:
         items = count(10**9) >> pool

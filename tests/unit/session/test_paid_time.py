@@ -87,6 +87,7 @@ class Payer:
 
 
 type Open = Callable[..., Payer]
+type Rented = Callable[..., None]
 
 
 @pytest.fixture
@@ -132,20 +133,18 @@ def test_the_rest_of_an_account_is_used_to_the_last_second(detached: Open, ledge
     assert "end in 20 s" in warning.reason
 
 
-def test_no_machine_lives_beyond_max_cost(detached: Open, ledger: Ledger, clock: Clock) -> None:
+@pytest.mark.parametrize(("account", "max_cost", "seconds"), [(TEAM, 2.5, 190), (None, 1.0, 40)])
+def test_no_machine_lives_beyond_max_cost(
+    account: str | None, max_cost: float, seconds: float, detached: Open, ledger: Ledger, clock: Clock
+) -> None:
     """Neither is more reserved than it allows. A machine is billed until it is gone."""
-    payer = detached(spec='{"max_cost": 2.5}')
+    payer = detached(account=account, spec=f'{{"max_cost": {max_cost}}}')
     clock.later(60)
-    assert payer.renewed() == 190 - ENDING_SECONDS
-    assert ledger.committed_usd("sky-a") == Decimal("2.49")
-
-
-def test_max_cost_alone_is_known_from_the_ledger(detached: Open, clock: Clock) -> None:
-    payer = detached(account=None, spec='{"max_cost": 1.0}')
-    assert payer.renewed() == 100 - ENDING_SECONDS
-    clock.later(80)
-    assert payer.renewed() == 20 - ENDING_SECONDS
-    assert "max_cost=1 is nearly used up" in payer.warnings[0].reason
+    assert payer.renewed() == seconds - ENDING_SECONDS
+    if account is None:
+        assert "max_cost=1 is nearly used up" in payer.warnings[0].reason
+    else:
+        assert ledger.committed_usd("sky-a") == Decimal("2.49")
 
 
 def test_a_pool_that_has_ended_or_has_no_limit_is_not_paid_for(detached: Open, ledger: Ledger, clock: Clock) -> None:
@@ -194,7 +193,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Nodes:
 
 
 @pytest.fixture
-def open_pool(ledger: Ledger, clock: Clock) -> Callable[..., None]:
+def open_pool(ledger: Ledger, clock: Clock) -> Rented:
     """Opens the pool `sky-a` of the name "nightly" with one machine, two minutes ago."""
 
     def open_it(*, account: str | None = None, is_left: bool = True, **terms: Any) -> None:
@@ -213,7 +212,7 @@ def open_pool(ledger: Ledger, clock: Clock) -> Callable[..., None]:
 
 
 def test_a_warm_pool_stays_longer_and_never_shorter(
-    ledger: Ledger, clock: Clock, open_pool: Callable[..., None], nodes: Nodes
+    ledger: Ledger, clock: Clock, open_pool: Rented, nodes: Nodes
 ) -> None:
     open_pool()
     assert keep_warm(ledger, "nightly", 60).warm_until == clock.time + timedelta(seconds=600)
@@ -227,23 +226,19 @@ def test_a_warm_pool_stays_longer_and_never_shorter(
     assert ledger.names.named("nightly") == row
 
 
-def test_a_pool_in_use_is_kept_when_it_is_left(
-    ledger: Ledger, clock: Clock, open_pool: Callable[..., None], nodes: Nodes
-) -> None:
+def test_a_pool_in_use_is_kept_when_it_is_left(ledger: Ledger, clock: Clock, open_pool: Rented, nodes: Nodes) -> None:
     """Nothing else happens now: its processes keep the nodes, and its opener pays when it leaves."""
     open_pool(is_left=False)
     row = keep_warm(ledger, "nightly", 7200)
     assert (row.state, row.warm_until, row.keep_warm_seconds) == (NameState.IN_USE, None, 7200)
     assert nodes.leases == []
     ledger.names.leave("nightly", "a")
-    named = ledger.names.named("nightly")
-    assert named is not None
-    assert named.warm_until == clock.time + timedelta(seconds=7200)
+    assert keep_warm(ledger, "nightly", 1).warm_until == clock.time + timedelta(seconds=7200)
 
 
 @pytest.mark.parametrize("how", ["ended", "condemned", "closing", "over", "no such pool"])
 def test_a_pool_that_is_not_there_any_more_is_refused(
-    how: str, ledger: Ledger, clock: Clock, open_pool: Callable[..., None], nodes: Nodes
+    how: str, ledger: Ledger, clock: Clock, open_pool: Rented, nodes: Nodes
 ) -> None:
     open_pool(is_left=how != "closing")
     match how:
@@ -267,7 +262,7 @@ def test_a_pool_that_is_not_there_any_more_is_refused(
     ("terms", "words"), [({"timeout": 3600.0}, "timeout"), ({"max_lifetime": 7300.0}, "max_lifetime")]
 )
 def test_clocks_that_end_the_nodes_before_are_named(
-    terms: dict[str, float], words: str, ledger: Ledger, open_pool: Callable[..., None], nodes: Nodes
+    terms: dict[str, float], words: str, ledger: Ledger, open_pool: Rented, nodes: Nodes
 ) -> None:
     open_pool(**terms)
     with pytest.raises(BadRequest, match=words):
@@ -276,9 +271,7 @@ def test_clocks_that_end_the_nodes_before_are_named(
     assert keep_warm(ledger, "nightly", 3600).warm_until is not None
 
 
-def test_nodes_that_do_not_answer_leave_everything_as_it_was(
-    ledger: Ledger, open_pool: Callable[..., None], nodes: Nodes
-) -> None:
+def test_nodes_that_do_not_answer_leave_everything_as_it_was(ledger: Ledger, open_pool: Rented, nodes: Nodes) -> None:
     ledger.set_account(Account(TEAM, Decimal(100), Period.RUN))
     open_pool(account=TEAM)
     before, nodes.failure = ledger.names.named("nightly"), NodeLost("it is gone")
@@ -288,7 +281,7 @@ def test_nodes_that_do_not_answer_leave_everything_as_it_was(
     assert ledger.committed_usd("sky-a") == 0
 
 
-def test_max_cost_ends_what_may_be_kept(ledger: Ledger, open_pool: Callable[..., None], nodes: Nodes) -> None:
+def test_max_cost_ends_what_may_be_kept(ledger: Ledger, open_pool: Rented, nodes: Nodes) -> None:
     """1.20 USD were spent; 3600 more seconds and those of the end cost 36.60 USD."""
     open_pool(max_cost=37.79)
     with pytest.raises(BudgetExceeded, match=r"would have cost 37\.80\d* USD by then, and its max_cost is 37\.79"):
@@ -298,7 +291,7 @@ def test_max_cost_ends_what_may_be_kept(ledger: Ledger, open_pool: Callable[...,
     assert nodes.leases == [(3599, True)]
 
 
-def test_the_account_pays_for_the_longer_time(ledger: Ledger, open_pool: Callable[..., None], nodes: Nodes) -> None:
+def test_the_account_pays_for_the_longer_time(ledger: Ledger, open_pool: Rented, nodes: Nodes) -> None:
     """What is missing is reserved, and not what was reserved before; too little is refused with what to do."""
     ledger.set_account(Account(TEAM, Decimal("37.80"), Period.RUN))
     open_pool(account=TEAM)

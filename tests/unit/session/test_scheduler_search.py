@@ -73,9 +73,9 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return world
 
 
-@pytest.mark.parametrize("error", [AssertionError(), RuntimeError("can't start new thread"), KeyError("head")])
-def test_an_error_that_nobody_foresaw_does_not_end_the_search(world: World, error: Exception) -> None:
+def test_an_error_that_nobody_foresaw_does_not_end_the_search(world: World) -> None:
     """Dask has raised AssertionError, because a thread began late. It is logged once, with its traceback."""
+    error = AssertionError()
     world.outcomes = [NodeLost("no answer"), error, error, OSError("refused"), True]
     world.cut()
     assert (len(world.tries), world.given_up) == (5, [])
