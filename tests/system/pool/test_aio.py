@@ -1,6 +1,7 @@
 """A pool in a coroutine, with a pool that does what the test says: who opens, who undoes, and what becomes of calls."""
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any
@@ -78,6 +79,14 @@ def changing() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "skyward-async"]
 
 
+def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        asyncio.run(test(**fixtures))
+
+    return run
+
+
 async def until(condition: Callable[[], object]) -> None:
     """Let the loop turn until something has happened in another thread."""
     async with asyncio.timeout(60):
@@ -99,34 +108,31 @@ async def use(pool: ScriptedPool, body: Callable[[], Coroutine[Any, Any, object]
 
 @pytest.mark.parametrize("is_left", [True, False], ids=["machines are left", "all are gone"])
 @pytest.mark.parametrize("is_opened", [True, False], ids=["it opens all the same", "it does not open"])
-def test_a_task_that_is_cancelled_while_the_pool_opens_undoes_that(
+@in_a_loop
+async def test_a_task_that_is_cancelled_while_the_pool_opens_undoes_that(
     pool: ScriptedPool, is_opened: bool, is_left: bool
 ) -> None:
     """No more is rented; the task ends when all is undone, however often it is cancelled. A note names what is left."""
     pool.close_error = LEFT if is_left else None
     if not is_opened:
         pool.open_error = LEFT if is_left else sky.PoolClosed("terminate_now() was called")
-
-    async def program() -> None:
-        task = asyncio.create_task(use(pool))
-        await until(lambda: pool.done == ["open"])
-        task.cancel()
-        await until(lambda: pool.done == ["open", "terminate"])
+    task = asyncio.create_task(use(pool))
+    await until(lambda: pool.done == ["open"])
+    task.cancel()
+    await until(lambda: pool.done == ["open", "terminate"])
+    task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
+    pool.may_open.set()
+    if is_opened:
+        await until(lambda: "hand over" in pool.done)
         task.cancel()
         await asyncio.sleep(0)
         assert not task.done()
-        pool.may_open.set()
-        if is_opened:
-            await until(lambda: "hand over" in pool.done)
-            task.cancel()
-            await asyncio.sleep(0)
-            assert not task.done()
-        pool.may_close.set()
-        with pytest.raises(asyncio.CancelledError) as caught:
-            await task
-        assert ["i-1" in note for note in getattr(caught.value, "__notes__", [])] == [True] * is_left
-
-    asyncio.run(program())
+    pool.may_close.set()
+    with pytest.raises(asyncio.CancelledError) as caught:
+        await task
+    assert ["i-1" in note for note in getattr(caught.value, "__notes__", [])] == [True] * is_left
     assert pool.done == ["open", "terminate"] + ["opened", "hand over", "closed"] * is_opened
 
 
@@ -146,47 +152,41 @@ def test_a_loop_that_ends_while_the_pool_opens_leaves_the_undoing_to_the_thread(
     assert pool.done == ["open", "terminate", "opened", "hand over", "closed"]
 
 
-def test_a_task_that_is_cancelled_in_the_block_waits_for_the_close(pool: ScriptedPool) -> None:
+@in_a_loop
+async def test_a_task_that_is_cancelled_in_the_block_waits_for_the_close(pool: ScriptedPool) -> None:
     """A second cancellation does not end the wait; unconfirmed machines are in a note."""
     pool.may_open.set()
     pool.close_error = LEFT
-
-    async def program() -> None:
-        task = asyncio.create_task(use(pool, asyncio.Event().wait))
-        await until(lambda: "block" in pool.done)
-        task.cancel()
-        await until(lambda: "hand over" in pool.done)
-        task.cancel()
-        await asyncio.sleep(0)
-        assert not task.done()
-        pool.may_close.set()
-        with pytest.raises(asyncio.CancelledError) as caught:
-            await task
-        assert "i-1" in caught.value.__notes__[0]
-
-    asyncio.run(program())
+    task = asyncio.create_task(use(pool, asyncio.Event().wait))
+    await until(lambda: "block" in pool.done)
+    task.cancel()
+    await until(lambda: "hand over" in pool.done)
+    task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
+    pool.may_close.set()
+    with pytest.raises(asyncio.CancelledError) as caught:
+        await task
+    assert "i-1" in caught.value.__notes__[0]
     assert pool.done == ["open", "opened", "block", "hand over", "closed"]
 
 
 @pytest.mark.parametrize("is_left", [True, False], ids=["machines are left", "all are gone"])
-def test_a_task_that_is_cancelled_while_the_pool_closes_is_cancelled_after_it(
+@in_a_loop
+async def test_a_task_that_is_cancelled_while_the_pool_closes_is_cancelled_after_it(
     pool: ScriptedPool, is_left: bool
 ) -> None:
     """An error of the close is raised instead: it is about money."""
     pool.may_open.set()
     pool.close_error = LEFT if is_left else None
-
-    async def program() -> None:
-        task = asyncio.create_task(use(pool))
-        await until(lambda: "close" in pool.done)
-        task.cancel()
-        await asyncio.sleep(0)
-        assert not task.done()
-        pool.may_close.set()
-        with pytest.raises(sky.InstancesLeft if is_left else asyncio.CancelledError):
-            await task
-
-    asyncio.run(program())
+    task = asyncio.create_task(use(pool))
+    await until(lambda: "close" in pool.done)
+    task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
+    pool.may_close.set()
+    with pytest.raises(sky.InstancesLeft if is_left else asyncio.CancelledError):
+        await task
 
 
 # ── several pools ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -206,53 +206,47 @@ class ScriptedPools(sky.MultiPool):
         self.second.may_open.set()
 
 
-def test_several_pools_open_and_close_at_the_same_time() -> None:
-    async def program() -> None:
-        pools = ScriptedPools()
-        entering = asyncio.ensure_future(pools.__aenter__())
-        await until(lambda: pools.first.done == pools.second.done == ["open"])
-        pools.let_open()
-        assert await entering == (pools.first, pools.second)
-        await pools.__aexit__(None, None, None)
-        assert pools.first.done == pools.second.done == ["open", "opened", "close", "closed"]
-        pools.second.close_error = LEFT
-        with pytest.raises(ZeroDivisionError) as caught:
-            async with pools:
-                _ = 1 / 0
-        assert [str(LEFT) in note for note in caught.value.__notes__] == [True]
-        assert [pool.done[-1] for pool in (pools.first, pools.second)] == ["closed", "closed"]
-
-    asyncio.run(program())
+@in_a_loop
+async def test_several_pools_open_and_close_at_the_same_time() -> None:
+    pools = ScriptedPools()
+    entering = asyncio.ensure_future(pools.__aenter__())
+    await until(lambda: pools.first.done == pools.second.done == ["open"])
+    pools.let_open()
+    assert await entering == (pools.first, pools.second)
+    await pools.__aexit__(None, None, None)
+    assert pools.first.done == pools.second.done == ["open", "opened", "close", "closed"]
+    pools.second.close_error = LEFT
+    with pytest.raises(ZeroDivisionError) as caught:
+        async with pools:
+            _ = 1 / 0
+    assert [str(LEFT) in note for note in caught.value.__notes__] == [True]
+    assert [pool.done[-1] for pool in (pools.first, pools.second)] == ["closed", "closed"]
 
 
-def test_if_one_of_several_pools_fails_to_open_the_others_are_closed() -> None:
-    async def program() -> None:
-        pools = ScriptedPools()
-        pools.first.open_error = sky.NoCapacity("none")
-        pools.let_open()
-        with pytest.raises(sky.NoCapacity):
-            async with pools:
-                raise AssertionError
-        assert pools.first.done == ["open"]
-        assert pools.second.done == ["open", "opened", "hand over", "closed"]
-
-    asyncio.run(program())
+@in_a_loop
+async def test_if_one_of_several_pools_fails_to_open_the_others_are_closed() -> None:
+    pools = ScriptedPools()
+    pools.first.open_error = sky.NoCapacity("none")
+    pools.let_open()
+    with pytest.raises(sky.NoCapacity):
+        async with pools:
+            raise AssertionError
+    assert pools.first.done == ["open"]
+    assert pools.second.done == ["open", "opened", "hand over", "closed"]
 
 
-def test_a_task_that_is_cancelled_while_several_pools_open_closes_all() -> None:
-    async def program() -> None:
-        pools = ScriptedPools()
-        entering = asyncio.ensure_future(pools.__aenter__())
-        pools.first.may_open.set()
-        await until(lambda: pools.first.done[-1:] == ["opened"] and len(asyncio.all_tasks()) == 3)
-        entering.cancel()
-        await until(lambda: "terminate" in pools.second.done)
-        pools.second.may_open.set()
-        with pytest.raises(asyncio.CancelledError):
-            await entering
-        assert [pool.done[-1] for pool in (pools.first, pools.second)] == ["closed", "closed"]
-
-    asyncio.run(program())
+@in_a_loop
+async def test_a_task_that_is_cancelled_while_several_pools_open_closes_all() -> None:
+    pools = ScriptedPools()
+    entering = asyncio.ensure_future(pools.__aenter__())
+    pools.first.may_open.set()
+    await until(lambda: pools.first.done[-1:] == ["opened"] and len(asyncio.all_tasks()) == 3)
+    entering.cancel()
+    await until(lambda: "terminate" in pools.second.done)
+    pools.second.may_open.set()
+    with pytest.raises(asyncio.CancelledError):
+        await entering
+    assert [pool.done[-1] for pool in (pools.first, pools.second)] == ["closed", "closed"]
 
 
 # ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -271,25 +265,23 @@ async def with_futures(pool: ScriptedPool, call: Coroutine[Any, Any, Any], end: 
     return await task
 
 
-def test_every_spelling_gives_results(pool: ScriptedPool) -> None:
+@in_a_loop
+async def test_every_spelling_gives_results(pool: ScriptedPool) -> None:
     def end() -> None:
         for future in reversed(pool.futures):
             future.set_result(int(future.call_id))
 
-    async def program() -> None:
-        for call, expected in [
-            (pool.arun(add(1, 2)), 0),
-            (pool.arun(add(1, 2) & add(3, 4)), (0, 1)),
-            (add(1, 2) >> pool.aio, 0),
-            (sky.gather(add(1, 2), add(1, 2), add(1, 2)) >> pool.aio, (0, 1, 2)),
-            (add(1, 2) @ pool.aio, (0, 1)),
-            (pool.aio.map(add, [1, 2], [3, 4]), [0, 1]),
-        ]:
-            pool.futures = []
-            assert await with_futures(pool, call, end) == expected
-        assert await pool.arun(sky.gather()) == ()
-
-    asyncio.run(program())
+    for call, expected in [
+        (pool.arun(add(1, 2)), 0),
+        (pool.arun(add(1, 2) & add(3, 4)), (0, 1)),
+        (add(1, 2) >> pool.aio, 0),
+        (sky.gather(add(1, 2), add(1, 2), add(1, 2)) >> pool.aio, (0, 1, 2)),
+        (add(1, 2) @ pool.aio, (0, 1)),
+        (pool.aio.map(add, [1, 2], [3, 4]), [0, 1]),
+    ]:
+        pool.futures = []
+        assert await with_futures(pool, call, end) == expected
+    assert await pool.arun(sky.gather()) == ()
 
 
 # ── groups ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -302,7 +294,8 @@ def train() -> int:
 
 
 @pytest.mark.parametrize("is_submitted", [True, False], ids=["while it runs", "while it is submitted"])
-def test_a_cancelled_task_stops_the_ranks_of_its_group(pool: ScriptedPool, is_submitted: bool) -> None:
+@in_a_loop
+async def test_a_cancelled_task_stops_the_ranks_of_its_group(pool: ScriptedPool, is_submitted: bool) -> None:
     really, may_submit, begun = pool.submit_broadcast, threading.Event(), threading.Event()
 
     def submit(pending: sky.PendingCompute[Any]) -> list[CallFuture[Any]]:
@@ -314,34 +307,27 @@ def test_a_cancelled_task_stops_the_ranks_of_its_group(pool: ScriptedPool, is_su
         return futures
 
     pool.submit_broadcast = submit  # type: ignore[method-assign]
-
-    async def program() -> None:
-        task = asyncio.create_task(train() @ pool.aio)
-        await until(begun.is_set)
-        if is_submitted:
-            may_submit.set()
-            await until(lambda: pool.futures)
-        task.cancel()
-        await asyncio.sleep(0)
+    task = asyncio.create_task(train() @ pool.aio)
+    await until(begun.is_set)
+    if is_submitted:
         may_submit.set()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert not changing()
-
-    asyncio.run(program())
+        await until(lambda: pool.futures)
+    task.cancel()
+    await asyncio.sleep(0)
+    may_submit.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not changing()
     assert set(pool.stopped) == {"0", "1"}
 
 
-def test_a_cancelled_task_stops_its_calls(pool: ScriptedPool) -> None:
+@in_a_loop
+async def test_a_cancelled_task_stops_its_calls(pool: ScriptedPool) -> None:
     """Those that have not ended."""
-
-    async def program() -> None:
-        task = asyncio.create_task(pool.arun(add(1, 2) & add(3, 4)))
-        await until(lambda: pool.futures)
-        pool.futures[0].set_result(1)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(program())
+    task = asyncio.create_task(pool.arun(add(1, 2) & add(3, 4)))
+    await until(lambda: pool.futures)
+    pool.futures[0].set_result(1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
     assert pool.stopped == ["1"]
