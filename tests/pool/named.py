@@ -34,10 +34,17 @@ def machine() -> str:
     return os.environ[INSTANCE_TAG]
 
 
-def pool_of(name: str, *, price: float = 0.0, **changes: Any) -> sky.ComputePool:
-    """Return a pool of one local node with this name, not yet open; two of them are as two processes."""
+def pool_of(name: str, *, price: float = 0.0, hosts: dict[str, Any] | None = None, **changes: Any) -> sky.ComputePool:
+    """Return a pool of one node with this name, not yet open; two of them are as two processes.
+
+    The node is on this machine, or on one of the hosts: their "addresses" and further settings of `sky.Hosts`.
+    """
     settings = {"display": "quiet", "lease_seconds": 60, **changes}
-    return sky.ComputePool(name=name, provider=sky.Local(price_per_hour=price), **settings)
+    provider: sky.Provider = sky.Local(price_per_hour=price)
+    if hosts is not None:
+        others = {key: value for key, value in hosts.items() if key != "addresses"}
+        provider = sky.Hosts(*hosts["addresses"], user="root", config="/dev/null", **others)
+    return sky.ComputePool(name=name, provider=provider, **settings)
 
 
 def machines_of(pool: sky.ComputePool) -> set[str]:
@@ -91,9 +98,9 @@ def name(request: pytest.FixtureRequest) -> str:
 class Program:
     """Another process: it opens the pool, calls, and answers each line of its input with the result of a call."""
 
-    def __init__(self, name: str, settings: dict[str, Any]) -> None:
+    def __init__(self, name: str, settings: dict[str, Any], environ: dict[str, str] | None) -> None:
         argv, pipe = [sys.executable, "-m", "tests.pool.named", name, json.dumps(settings)], subprocess.PIPE
-        self.process = subprocess.Popen(argv, cwd=REPOSITORY, stdin=pipe, stdout=pipe, text=True)
+        self.process = subprocess.Popen(argv, cwd=REPOSITORY, env=environ, stdin=pipe, stdout=pipe, text=True)
 
     def answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -119,11 +126,11 @@ type Start = Callable[..., Program]
 
 @pytest.fixture
 def program() -> Iterator[Start]:
-    """Starts another process that uses the pool of a name, with these settings."""
+    """Starts another process that uses the pool of a name, with these settings and this environment."""
     started: list[Program] = []
 
-    def start(name: str, **settings: Any) -> Program:
-        started.append(Program(name, settings))
+    def start(name: str, *, environ: dict[str, str] | None = None, **settings: Any) -> Program:
+        started.append(Program(name, settings, environ))
         return started[-1]
 
     yield start
@@ -153,7 +160,8 @@ def main(name: str, settings: dict[str, Any]) -> None:
     dies_at = settings.pop("dies_at", "")
     on_event = lambda event: _die(event) if type(event).__name__ == dies_at else None
     with pool_of(name, on_event=on_event, **settings) as pool:
-        print(json.dumps({"id": pool.id, "result": double(21) >> pool}), flush=True)
+        found = {"id": pool.id, "machines": sorted(machines_of(pool)), "result": double(21) >> pool}
+        print(json.dumps(found), flush=True)
         for _ in sys.stdin:
             print(json.dumps({"result": double(22) >> pool}), flush=True)
 
