@@ -17,7 +17,6 @@ from tests.testbed import Fleet, Host
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror
 
-REPOSITORY = Path(__file__).parents[3]
 NAME = "over-ssh"
 SECRET = base64.b64encode(b"n" * 32).decode()
 

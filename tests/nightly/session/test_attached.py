@@ -28,9 +28,6 @@ REPOSITORY = Path(__file__).parents[3]
 pytestmark = [pytest.mark.timeout(240)]
 
 
-# ── leases ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def orphaned(folder: Path) -> tuple[Lease, str]:
     """Return the lease of a pool whose opener was killed, and the id of a call that waits for the file "go"."""
     with other_process("open", str(folder / "go")) as opener:

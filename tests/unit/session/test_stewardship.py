@@ -17,8 +17,6 @@ from tests.session.threads import Threads
 
 LEASE_SECONDS = 10.0
 
-# ── certain for its lease, then it asks, and never again after it was replaced ───────────────────────────────────────
-
 
 class Rows:
     """A ledger's answers to renewals, and a clock that the test sets."""
@@ -83,9 +81,6 @@ def test_a_steward_that_cannot_ask_does_not_act(rows: Rows) -> None:
     rows.answer = "steward"
     rows.guard.check()
     assert rows.guard.is_certain
-
-
-# ── an attached process becomes the steward when there is none ───────────────────────────────────────────────────────
 
 
 class Client:
