@@ -7,12 +7,7 @@ import pytest
 import skyward_core as sky
 from skyward_core.events.notebook import MimeBundle, NotebookDisplay
 from tests.conftest import wait_until
-from tests.unit.events.test_notebook import (  # noqa: F401 - fixtures
-    BILL,
-    READY,
-    ZMQInteractiveShell,
-    shell,
-)
+from tests.unit.events.test_notebook import BILL, READY
 
 
 def test_many_events_are_few_outputs() -> None:
