@@ -265,7 +265,9 @@ def test_rows_that_were_swapped_are_refused(ledger: Ledger, key: Path) -> None:
 
 
 GENERATED = settings(
-    max_examples=examples(1000), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(1000),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 
