@@ -4,10 +4,12 @@ import json
 import os
 import re
 import shlex
+import sqlite3
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
@@ -17,13 +19,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine, text
 
 import skyward_core as sky
 from skyward_core import cli
 from skyward_core.cleanup import release as releasing
 from skyward_core.cleanup import survey
-from skyward_core.cli.app import command_tree
 from skyward_core.cli.ui.pages import answers
 from skyward_core.cli.ui.server import PageServer
 from skyward_core.ledger.ledger import Ledger
@@ -49,15 +49,8 @@ from skyward_core.work import NO_WORK, Work
 from tests.cleanup.pools import FolderProvider
 
 ROOT = Path(__file__).parents[2]
-
-
 HERE = replace(Owner.here(), user="ada", host="laptop")
-
-
 DEAD = replace(Owner.here(), started="1")
-
-
-type Skyward = Callable[..., str]
 
 
 class Clock:
@@ -108,45 +101,54 @@ def folder(tmp_path: Path) -> FolderProvider:
     return FolderProvider(folder=str(tmp_path))
 
 
-@pytest.fixture
-def skyward(capsys: pytest.CaptureFixture[str], url: str) -> Skyward:
-    """Run a command line; return its stdout, or its stderr if it must fail."""
+class Skyward:
+    """The command line, and what it looks at: a ledger, a cloud, and a clock that stands."""
 
-    def run(line: str, code: int = 0) -> str:
-        assert cli.main(shlex.split(line)) == code
-        output = capsys.readouterr()
+    def __init__(
+        self, ledger: Ledger, clock: Clock, folder: FolderProvider, capsys: pytest.CaptureFixture[str], url: str
+    ) -> None:
+        self.ledger, self.clock, self.folder, self._capsys, self._url = ledger, clock, folder, capsys, url
+
+    def run(self, line: str) -> tuple[int, str, str]:
+        """Run a command line; return its exit code, stdout and stderr."""
+        code = cli.main(shlex.split(line))
+        return code, *self._capsys.readouterr()
+
+    def __call__(self, line: str, code: int = 0) -> str:
+        """Run a command line; return its stdout, or its stderr if it must fail."""
+        found, output, errors = self.run(line)
+        assert found == code
         if code == cli.FAILED:
-            assert "Traceback" not in output.err
-            return output.err
-        assert output.err == ""
-        return output.out
+            assert "Traceback" not in errors
+            return errors
+        assert errors == ""
+        return output
 
-    return run
+    def json(self, line: str, code: int = 0) -> Any:
+        return json.loads(self(f"{line} --json", code))
 
+    def refused(self, line: Sequence[str]) -> str:
+        """Run a command line that is not valid; return its stderr."""
+        with pytest.raises(SystemExit) as caught:
+            cli.main([*line])
+        assert caught.value.code == 2
+        return self._capsys.readouterr().err
 
-def open_pool(
-    ledger: Ledger,
-    clock: Clock,
-    provider: FolderProvider,
-    pool_id: str,
-    *,
-    owner: Owner,
-    age_seconds: float = 3600,
-    machines: int = 1,
-    **more: Any,
-) -> None:
-    """Open a pool with machines at 2 USD an hour each (8 USD on demand), which have run calls since it was opened."""
-    began = clock.now - timedelta(seconds=age_seconds)
-    now, clock.now = clock.now, began
-    try:
-        ledger.open_pool(
-            pool_id,
-            owner=owner,
-            provider=provider.to_json(),
-            spec_json="{}",
-            lease_expires_at=now + timedelta(seconds=100),
-            **more,
-        )
+    def damage(self, *statements: str) -> None:
+        """Change the database below the ledger."""
+        with closing(sqlite3.connect(self._url.removeprefix("sqlite:///"))) as database:
+            for statement in statements:
+                database.execute(statement)
+            database.commit()
+
+    def open(
+        self, pool_id: str, *, owner: Owner = HERE, age_seconds: float = 3600, machines: int = 1, **more: Any
+    ) -> None:
+        """Open a pool with machines at 2 USD an hour each (8 USD on demand), which have run calls since it was opened."""
+        now = self.clock.now
+        self.clock.now -= timedelta(seconds=age_seconds)
+        end, provider, ledger = now + timedelta(seconds=100), self.folder.to_json(), self.ledger
+        ledger.open_pool(pool_id, owner=owner, provider=provider, spec_json="{}", lease_expires_at=end, **more)
         tags = {POOL_TAG: pool_id, LAUNCH_TAG: f"{pool_id}-1", RANK_TAG: "0"}
         price = Price(Decimal(2), Decimal(8), is_spot=True)
         requests = [
@@ -163,31 +165,35 @@ def open_pool(
             for rank in range(machines)
         ]
         intents = ledger.intend_all(pool_id, requests)
-        instances = provider.launch(None, machines, tags, "")
+        instances = self.folder.launch(None, machines, tags, "")
         ledger.bind_all({its.id: instance.id for its, instance in zip(intents, instances, strict=True)})
         ledger.note_all({its.id: {Bucket.RUNNING_CALLS: age_seconds} for its in intents})
-    finally:
-        clock.now = now
+        self.clock.now = now
+
+    def open_named(self, work: Work = NO_WORK) -> None:
+        """Open the pool `sky-named` with the name "nightly", which two processes and the owner of a detached call use."""
+        self.open("sky-named")
+        terms: dict[str, Any] = {"owner": HERE, "terms": {}, "keep_warm_seconds": 60.0, "lease_seconds": 100.0}
+        for client, its_work, seconds in (("a", NO_WORK, 30.0), ("b", work, 10.0)):
+            self.ledger.names.claim("nightly", "sky-named", client, work=its_work, **terms)
+            self.ledger.names.opened("nightly", 1)
+            self.ledger.names.renew(client, 100.0, Usage(seconds))
+        used = (SlotUse("i", 1, 5.0),)
+        call = CallState("c", "train", "dag", 1, "running", self.clock.now, None, used)
+        self.ledger.note_calls("sky-named", [call])
+
+    def open_three(self) -> None:
+        """Open a live pool, a dead one, and a live one with rows that a test damages."""
+        self.open("sky-live")
+        self.open("sky-dead", owner=DEAD)
+        self.open("sky-odd")
 
 
-def open_named(ledger: Ledger, clock: Clock, provider: FolderProvider, work: Work = NO_WORK) -> None:
-    """Open the pool `sky-named` with the name "nightly", which two processes and the owner of a detached call use."""
-    open_pool(ledger, clock, provider, "sky-named", owner=HERE)
-    for client, its_work, seconds in (("a", NO_WORK, 30.0), ("b", work, 10.0)):
-        ledger.names.claim(
-            "nightly",
-            "sky-named",
-            client,
-            owner=HERE,
-            terms={},
-            keep_warm_seconds=60.0,
-            lease_seconds=100.0,
-            work=its_work,
-        )
-        ledger.names.opened("nightly", 1)
-        ledger.names.renew(client, 100.0, Usage(seconds))
-    used = (SlotUse("i", 1, 5.0),)
-    ledger.note_calls("sky-named", [CallState("c", "train", "dag", 1, "running", clock.now, None, used)])
+@pytest.fixture
+def skyward(
+    ledger: Ledger, clock: Clock, folder: FolderProvider, capsys: pytest.CaptureFixture[str], url: str
+) -> Skyward:
+    return Skyward(ledger, clock, folder, capsys, url)
 
 
 def lines(output: str) -> list[list[str]]:
@@ -195,75 +201,9 @@ def lines(output: str) -> list[list[str]]:
     return [re.split(r" {2,}", line.strip()) for line in output.splitlines()]
 
 
-type Damage = Callable[[str], None]
-
-
-@pytest.fixture
-def damage(url: str) -> Damage:
-    """Run a statement on the ledger's database, without the ledger's methods."""
-
-    def run(statement: str) -> None:
-        engine = create_engine(url)
-        with engine.begin() as connection:
-            connection.execute(text(statement))
-        engine.dispose()
-
-    return run
-
-
-@pytest.fixture
-def run(url: str, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run a command line; return its exit code, stdout and stderr."""
-
-    def go(line: str) -> tuple[int, str, str]:
-        code = cli.main(shlex.split(line))
-        return code, *capsys.readouterr()
-
-    return go
-
-
-RESOURCE_DAMAGES = {
-    "price is nan": "UPDATE skyward_resources SET price_micro_usd_per_hour = 'nan' WHERE pool_id = 'sky-odd'",
-    "tags are no JSON": "UPDATE skyward_resources SET tags_json = 'x' WHERE pool_id = 'sky-odd'",
-    "region is bytes": "UPDATE skyward_resources SET region = x'ff00' WHERE pool_id = 'sky-odd'",
-    "time is text": "UPDATE skyward_resources SET intended_microseconds = 'then' WHERE pool_id = 'sky-odd'",
-    "seconds are infinite": "UPDATE skyward_resources SET idle_milliseconds = 9e999 WHERE pool_id = 'sky-odd'",
-}
-
-
-@pytest.fixture
-def three(ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
-    """A live pool, a dead one, and a live one with rows that a test damages."""
-    open_pool(ledger, clock, folder, "sky-live", owner=HERE)
-    open_pool(ledger, clock, folder, "sky-dead", owner=DEAD)
-    open_pool(ledger, clock, folder, "sky-odd", owner=HERE)
-
-
-def _options(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], list[Any]]]:
-    """Each command with its options and arguments, as typer has them."""
-    for name, sub in getattr(command, "commands", {}).items():
-        yield from _options(sub, (*path, name))
-    if not hasattr(command, "commands"):
-        yield path, command.params
-
-
-COMMANDS = list(_options(command_tree()))
-
-
-type Planner = Callable[[str], sky.Plan | None]
-
-
-def install(monkeypatch: pytest.MonkeyPatch, **planners: Planner | ImportError) -> None:
-    """Install plugins by their names; an ImportError is one whose orchestrator is not installed."""
-
-    def loaded(planner: Planner | ImportError) -> Planner:
-        if isinstance(planner, ImportError):
-            raise planner
-        return planner
-
-    entries = [
-        SimpleNamespace(name=name, load=lambda planner=planner: loaded(planner)) for name, planner in planners.items()
-    ]
+def install(monkeypatch: pytest.MonkeyPatch, planner: Callable[[str], sky.Plan | None]) -> None:
+    """Install a plugin with the name "cron"."""
+    entries = [SimpleNamespace(name="cron", load=lambda: planner)]
     monkeypatch.setattr(plans, "entry_points", lambda group: entries if group == "skyward.quotes" else [])
 
 
@@ -315,34 +255,28 @@ def _kind_of(name: str, place: str) -> str:
     return "<bucket>" if name in BUCKETS else "<field>" if place.rpartition(".")[2] == "work" else name
 
 
-def record_pools(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
+def record_pools(skyward: Skyward) -> None:
     """Record pools in all states, budgets, attempts and calls, so that no list of any command is empty."""
+    ledger, folder, now = skyward.ledger, skyward.folder, skyward.clock.now
     ledger.set_account(Account("team-a", Decimal(200), Period.DAY))
     ledger.set_account(Account("each", Decimal(5), Period.RUN))
-    open_pool(ledger, clock, folder, "sky-ended", owner=HERE)
+    skyward.open("sky-ended")
     skyward("stop sky-ended")
-    open_pool(ledger, clock, folder, "sky-gone", owner=DEAD)
+    skyward.open("sky-gone", owner=DEAD)
     folder.terminate([instance.id for instance in folder.instances()])
-    open_pool(
-        ledger, clock, folder, "sky-live", owner=HERE, account="team-a", machines=2, work=Work(system="cron", run="1")
-    )
-    open_pool(ledger, clock, folder, "sky-dead", owner=DEAD)
-    ledger.open_pool("sky-odd", owner=DEAD, provider={"name": "nonesuch"}, spec_json="{}", lease_expires_at=clock.now)
+    skyward.open("sky-live", account="team-a", machines=2, work=Work(system="cron", run="1"))
+    skyward.open("sky-dead", owner=DEAD)
+    ledger.open_pool("sky-odd", owner=DEAD, provider={"name": "nonesuch"}, spec_json="{}", lease_expires_at=now)
     ledger.note_attempts(
         [
-            Attempt("sky-live", clock.now, "folder", "here", "t", is_spot=True, seconds=0.5, error=error)
+            Attempt("sky-live", now, "folder", "here", "t", is_spot=True, seconds=0.5, error=error)
             for error in ("", "NoCapacity")
         ]
     )
-    ledger.note_calls(
-        "sky-live",
-        [
-            CallState("c", "train", "dag", 1, "ended", clock.now, clock.now),
-            CallState("d", "f", "", 0, "waiting", clock.now),
-        ],
-    )
-    ledger.note_calls("sky-ended", [CallState("e", "f", "", 1, "running", clock.now)])
-    open_named(ledger, clock, folder, Work(system="cron", run="2"))
+    calls = [CallState("c", "train", "dag", 1, "ended", now, now), CallState("d", "f", "", 0, "waiting", now)]
+    ledger.note_calls("sky-live", calls)
+    ledger.note_calls("sky-ended", [CallState("e", "f", "", 1, "running", now)])
+    skyward.open_named(Work(system="cron", run="2"))
 
 
 def check_fields(line: str, text: str, fields: Mapping[str, str]) -> set[str]:

@@ -1,3 +1,3 @@
 """Fixtures of this folder."""
 
-from tests.cli.ledger import clock, damage, folder, ledger, page, run, skyward, three, url, utilisation  # noqa: F401 - fixtures
+from tests.cli.ledger import clock, folder, ledger, page, skyward, url, utilisation  # noqa: F401 - fixtures

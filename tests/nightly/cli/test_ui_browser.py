@@ -43,30 +43,15 @@ def ui(environ: dict[str, str]) -> Generator[str]:
             assert process.wait(60) == 0
 
 
-@contextmanager
-def browser_page() -> Generator[tuple[Page, list[str]]]:
-    """A page of Chromium, which finds no other machine than this one; all that it has asked for, and complained of."""
-    noted: list[str] = []
-    with chromium_page() as page:
-        page.on("request", lambda request: noted.append(request.url))
-        page.on("console", lambda message: noted.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: noted.append(str(error)))
-        yield page, noted
+def note_refusal(url: str, pool_id: str, message: str) -> None:
+    what = {"error": "NoCapacity", "code": "InsufficientInstanceCapacity", "message": message}
+    place = ("aws", "us-east-1", "p5.48xlarge")
+    with Ledger(url) as ledger:
+        ledger.note_attempts([Attempt(pool_id, datetime.now(UTC), *place, is_spot=True, seconds=1.5, **what)])
 
 
-def refusal_of(pool_id: str, message: str) -> Attempt:
-    return Attempt(
-        pool_id,
-        datetime.now(UTC),
-        "aws",
-        "us-east-1",
-        "p5.48xlarge",
-        is_spot=True,
-        seconds=1.5,
-        error="NoCapacity",
-        code="InsufficientInstanceCapacity",
-        message=message,
-    )
+def points(page: Page) -> int:
+    return len((page.get_attribute("#nodes polyline", "points") or "").split())
 
 
 def text_of(page: Page, section: str) -> str:
@@ -79,32 +64,25 @@ def hold(file: str) -> str:
     return "done"
 
 
-def keep(page: Page, name: str) -> int:
-    kept = os.environ.get("CI_ARTIFACTS", str(ROOT / "build"))
-    folder = ROOT / os.environ.get("SCREENSHOTS", f"{kept}/screenshots")
-    folder.mkdir(parents=True, exist_ok=True)
-    return len(page.screenshot(path=folder / f"{name}.png", animations="disabled", full_page=True))
-
-
 def test_the_page_shows_an_open_pool_and_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pools, nodes with curves, costs, refusals and a receipt; texts of others stay texts. When the pool has ended, the
-    page shows that, and when `skyward ui` has ended it says so.
-    """
     url, end = f"sqlite:///{tmp_path}/ledger.db", tmp_path / "end"
     monkeypatch.setenv("SKYWARD_LEDGER", url)
     local = sky.Local(price_per_hour=36.0)
     work = sky.Work(system="airflow", workflow="nightly", run="2026-11-25", task="train")
-    with browser_page() as (page, noted):
+    noted: list[str] = []  # all that the page has asked for, and complained of
+    with chromium_page() as page:
+        page.on("request", lambda request: noted.append(request.url))
+        page.on("console", lambda message: noted.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: noted.append(str(error)))
         with ui(dict(os.environ)) as address:
             with sky.ComputePool(provider=local, nodes=2, concurrency=2, display="quiet", work=work) as pool:
-                with Ledger(url) as ledger:
-                    ledger.note_attempts([refusal_of(pool.id, "no capacity for p5.48xlarge on spot")])
+                note_refusal(url, pool.id, "no capacity for p5.48xlarge on spot")
                 call = pool.submit(sky.compute(hold)(str(end)))
                 page.goto(address)
                 # a level curve, as of a busy processor, has no height, so it does not count as visible
                 page.wait_for_selector("#nodes polyline", state="attached", timeout=60_000)
                 wait_until(lambda: "1 of 2" in text_of(page, "nodes") or page.wait_for_timeout(200), "a busy slot", 60)
-                wait_until(lambda: _points(page) > 2 or page.wait_for_timeout(500), "three samples", 60)
+                wait_until(lambda: points(page) > 2 or page.wait_for_timeout(500), "three samples", 60)
                 assert page.locator("#nodes tbody tr").count() == 2
                 assert pool.id in text_of(page, "pools")
                 assert "airflow / nightly / 2026-11-25 / train" in text_of(page, "pools")
@@ -117,9 +95,12 @@ def test_the_page_shows_an_open_pool_and_its_end(tmp_path: Path, monkeypatch: py
                 page.wait_for_selector("#receipt tbody tr")
                 assert "running calls" in text_of(page, "receipt")
                 page.evaluate("scrollTo(0, 0)")
-                assert keep(page, "page") < MOST_BYTES
-                with Ledger(url) as ledger:
-                    ledger.note_attempts([refusal_of(pool.id, TAGS)])
+                kept = os.environ.get("CI_ARTIFACTS", str(ROOT / "build"))
+                folder = ROOT / os.environ.get("SCREENSHOTS", f"{kept}/screenshots")
+                folder.mkdir(parents=True, exist_ok=True)
+                image = page.screenshot(path=folder / "page.png", animations="disabled", full_page=True)
+                assert len(image) < MOST_BYTES
+                note_refusal(url, pool.id, TAGS)
                 page.reload()
                 page.locator("#refusals").get_by_text(TAGS).wait_for(timeout=60_000)
                 assert page.locator("img").count() == 0, "it is a text, and no image"
@@ -130,7 +111,3 @@ def test_the_page_shows_an_open_pool_and_its_end(tmp_path: Path, monkeypatch: py
             assert [one for one in noted if not one.startswith((address.partition("?")[0], "data:,"))] == []
         page.locator("#pools").get_by_text("does not answer").wait_for(timeout=60_000)
         assert page.title() == "Skyward"
-
-
-def _points(page: Page) -> int:
-    return len((page.get_attribute("#nodes polyline", "points") or "").split())

@@ -1,7 +1,5 @@
 """A callback or terminal that blocks delays only itself: calls, the lease and the pool's end continue."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading
@@ -61,18 +59,9 @@ def lives_on(pool_id: str, since: datetime) -> bool:
     return entry.lease_expires_at > since + timedelta(seconds=2 * LEASE_SECONDS)
 
 
-def sweep() -> str:
-    """Sweep from another process, as cron does."""
-    done = subprocess.run(
-        [sys.executable, "-m", "skyward_core.cli", "sweep"], capture_output=True, text=True, timeout=60, check=False
-    )
-    return done.stdout + done.stderr
-
-
 def test_a_sweep_leaves_a_living_pool_while_a_callback_blocks(
     sink: BlockedByLines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The callback blocks for longer than the lease; the lease is still renewed, and a sweep leaves the pool."""
     # the ledger of all tests has hosts for which a sweep takes longer than the lease
     monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
     with pool_with(sink, lease_seconds=LEASE_SECONDS) as pool:
@@ -80,8 +69,9 @@ def test_a_sweep_leaves_a_living_pool_while_a_callback_blocks(
         assert sink.is_in.wait(60)
         since = datetime.now(UTC)
         wait_until(lambda: lives_on(pool.id, since), "the lease to be renewed while the callback blocks", 20)
-        said = sweep()
-        assert f"leave   {pool.id}" in said, said
+        command = [sys.executable, "-m", "skyward_core.cli", "sweep"]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert f"leave   {pool.id}" in said.stdout, said
         assert pool.is_active
         assert prints(2) >> pool == 4
         sink.may_go_on.set()
@@ -89,10 +79,6 @@ def test_a_sweep_leaves_a_living_pool_while_a_callback_blocks(
 
 
 def test_results_do_not_wait_for_a_callback_that_blocks(sink: BlockedByLines) -> None:
-    """Only the first result waits 0.2 s for its lines.
-
-    The pool closes, and emits the remaining events when the callback goes on.
-    """
     with pool_with(sink) as pool:
         assert prints(1) >> pool == 2
         assert sink.is_in.wait(60)
@@ -122,20 +108,3 @@ def test_a_callback_may_close_the_pool() -> None:
         future.exception(60)
     assert isinstance(recorded.events[-1], sky.CostFinal)
     assert len(recorded.of(sky.CostFinal)) == 1
-
-
-def test_an_attached_client_keeps_the_lease_while_a_callback_blocks(sink: BlockedByLines) -> None:
-    """The same for a pool that another process has opened."""
-    opener = sky.ComputePool(provider=sky.Local(), display="quiet", lease_seconds=LEASE_SECONDS).open()
-    lease = opener.detach(lease_seconds=2 * LEASE_SECONDS)
-    try:
-        with sky.ComputePool.attach(lease, on_event=sink, lease_seconds=2 * LEASE_SECONDS) as pool:
-            assert prints(1) >> pool == 2
-            assert sink.is_in.wait(60)
-            since = datetime.now(UTC)
-            wait_until(lambda: lives_on(lease.pool_id, since), "the lease to be renewed while the callback blocks", 20)
-            assert prints(2) >> pool == 4
-            sink.may_go_on.set()
-        assert [event.line for event in sink.recorded.of(sky.LogLine)] == ["line 1", "line 2"]
-    finally:
-        sky.release(lease.pool_id)

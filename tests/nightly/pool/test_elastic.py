@@ -1,15 +1,12 @@
-"""Pools of `nodes=(least, most)` on this machine: they grow with their queue and shrink when they are idle, no call is
-lost or repeated, and nothing is left.
-"""
-
-from __future__ import annotations
+"""Pools of `nodes=(least, most)` that grow and shrink while calls run, nodes die, money ends, or clients leave."""
 
 import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
+import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +29,8 @@ from tests.system.pool.test_elastic import (  # noqa: F401 - fixtures
 
 pytestmark = [pytest.mark.timeout(300)]
 
+MEGABYTE = 1 << 20
+
 
 @sky.compute
 def place(numbers: list[int]) -> tuple[int, int, list[int]]:
@@ -41,8 +40,6 @@ def place(numbers: list[int]) -> tuple[int, int, list[int]]:
 
 @sky.compute
 def large(size: int) -> bytes:
-    import time
-
     time.sleep(1)
     return b"x" * size
 
@@ -58,110 +55,96 @@ class Stored:
 
 
 def _loaded(folder: str, content: bytes) -> int:
-    import os
-    import time
-
-    open(os.path.join(folder, "loading"), "w").close()
+    Path(folder, "loading").touch()
     until = time.monotonic() + WAIT_SECONDS
-    while not os.path.exists(os.path.join(folder, "load")) and time.monotonic() < until:
+    while not Path(folder, "load").exists() and time.monotonic() < until:
         time.sleep(0.02)
     return len(content)
 
 
 @sky.compute
 def stored(folder: str, size: int) -> Stored:
-    import os
-    import time
-    import uuid
-
     time.sleep(1)
-    open(os.path.join(folder, f"stored-{uuid.uuid4().hex}"), "w").close()
+    Path(folder, f"stored-{uuid.uuid4().hex}").touch()
     return Stored(folder, b"x" * size)
 
 
-def test_scaling_with_calls_in_flight_loses_and_repeats_none(wide_pool: sky.ComputePool, tmp_path: Path) -> None:
-    calls = [wide_pool.submit(noted(number, str(tmp_path))) for number in range(100)]
+def shrunk(pool: sky.ComputePool) -> None:
+    wait_until(lambda: pool.instance_count == 1, "the others have left", WAIT_SECONDS)
+
+
+def test_scaling_loses_and_repeats_no_call_and_broadcasts_use_the_nodes_that_are_there(
+    wide_pool: sky.ComputePool, tmp_path: Path
+) -> None:
+    calls, notes = [wide_pool.submit(noted(number, str(tmp_path))) for number in range(100)], list(range(7))
+    assert place(notes) @ wide_pool == ((0, 1, notes),)
     assert wide_pool.scale(3, wait_seconds=WAIT_SECONDS) == 3
+    assert place(notes) @ wide_pool == ((0, 3, [0, 3, 6]), (1, 3, [1, 4]), (2, 3, [2, 5]))
     calls += [wide_pool.submit(noted(number, str(tmp_path))) for number in range(100, 200)]
-    assert wide_pool.scale(1, wait_seconds=WAIT_SECONDS) == 1
-    calls += [wide_pool.submit(noted(number, str(tmp_path))) for number in range(200, 300)]
-    assert [call.result() for call in calls] == list(range(300))
-    wait_until(lambda: wide_pool.instance_count == 1, "the others have left", WAIT_SECONDS)
-    assert runs(tmp_path) == list(range(300))
-
-
-def test_a_broadcast_uses_the_nodes_that_are_there_when_it_begins(wide_pool: sky.ComputePool, tmp_path: Path) -> None:
-    """Its nodes are numbered without gaps, and their shards are complete; a node that leaves ends its call first."""
-    numbers = list(range(7))
-    wide_pool.scale(1, wait_seconds=WAIT_SECONDS)
-    assert place(numbers) @ wide_pool == ((0, 1, numbers),)
-    assert wide_pool.scale(3, wait_seconds=WAIT_SECONDS) == 3
-    assert place(numbers) @ wide_pool == ((0, 3, [0, 3, 6]), (1, 3, [1, 4]), (2, 3, [2, 5]))
-    calls = wide_pool.submit_broadcast(held_back(0, str(tmp_path)))
-    wait_until(lambda: len(runs(tmp_path)) == 3, "the broadcast runs", WAIT_SECONDS)
+    assert [call.result() for call in calls] == list(range(200))
+    assert runs(tmp_path) == list(range(200))
+    held = tmp_path / "held"
+    held.mkdir()
+    broadcast = wide_pool.submit_broadcast(held_back(0, str(held)))
+    wait_until(lambda: len(runs(held)) == 3, "the broadcast runs", WAIT_SECONDS)
     assert wide_pool.scale(1, wait_seconds=WAIT_SECONDS) == 1
     assert wide_pool.instance_count == 3
-    (tmp_path / "go").touch()
-    assert [call.result() for call in calls] == [(0, 0), (0, 1), (0, 2)]
-    wait_until(lambda: wide_pool.instance_count == 1, "the others have left", WAIT_SECONDS)
-    assert place(numbers) @ wide_pool == ((0, 1, numbers),)
+    (held / "go").touch()
+    assert [call.result() for call in broadcast] == [(0, 0), (0, 1), (0, 2)]
+    shrunk(wide_pool)
+    assert place(notes) @ wide_pool == ((0, 1, notes),)
 
 
 def test_a_node_keeps_a_large_result_until_it_is_forgotten(wide_pool: sky.ComputePool) -> None:
     """A detached call's result in a file of its node: the node leaves when no client can ask for it any more."""
     assert wide_pool.scale(2, wait_seconds=WAIT_SECONDS) == 2
-    calls = [wide_pool.start_detached(large(1 << 20)) for _ in range(2)]
-    assert [len(call.result()) for call in calls] == [1 << 20] * 2
-    attempts = {call.attempts[-1].node for call in calls}
-    assert attempts == {0, 1}
+    calls = [wide_pool.start_detached(large(MEGABYTE)) for _ in range(2)]
+    assert [len(call.result()) for call in calls] == [MEGABYTE] * 2
+    assert {call.attempts[-1].node for call in calls} == {0, 1}
     assert wide_pool.scale(1, wait_seconds=WAIT_SECONDS) == 1
     assert wide_pool.scale(2, wait_seconds=WAIT_SECONDS) == 2, "it is freed, because it has not left"
-    assert [len(call.result()) for call in calls] == [1 << 20] * 2
+    assert [len(call.result()) for call in calls] == [MEGABYTE] * 2
     for call in calls:
         call.forget()
     wide_pool.scale(1)
-    wait_until(lambda: wide_pool.instance_count == 1, "it has left", WAIT_SECONDS)
+    shrunk(wide_pool)
 
 
 def test_a_node_that_is_killed_while_it_drains_is_not_replaced(wide_pool: sky.ComputePool, tmp_path: Path) -> None:
-    """Its call runs again elsewhere."""
     assert wide_pool.scale(2, wait_seconds=WAIT_SECONDS) == 2
     calls = wide_pool.submit_all([held_back(number, str(tmp_path)) for number in range(2)])
     wait_until(lambda: len(runs(tmp_path)) == 2, "both run", WAIT_SECONDS)
     assert wide_pool.scale(1, wait_seconds=WAIT_SECONDS) == 1
-    machine = wide_pool.lease.nodes[1].instance
-    signal_members(machine.id, signal.SIGKILL)
-    wait_until(lambda: wide_pool.instance_count == 1, "the node is gone", WAIT_SECONDS)
+    signal_members(wide_pool.lease.nodes[1].instance.id, signal.SIGKILL)
+    shrunk(wide_pool)
     (tmp_path / "go").touch()
     assert sorted(call.result() for call in calls) == [(0, 0), (1, 0)]
     assert wide_pool.scale(1, wait_seconds=WAIT_SECONDS) == 1
 
 
 def test_money_for_one_node_alone_lets_nothing_grow(recorded: RecordedEvents) -> None:
-    """A warning says why, and calls go on with what there is."""
-    provider = sky.Local(price_per_hour=1.0)
-    with pool_of(recorded, provider=provider, max_cost=0.25) as pool:
+    with pool_of(recorded, provider=sky.Local(price_per_hour=1.0), max_cost=0.25) as pool:
         assert pool.scale(3) == 1
         wait_until(lambda: recorded.of(sky.Error), "the warning", WAIT_SECONDS)
-        assert "max_cost=0.25 would not last for" in recorded.of(sky.Error)[0].message
-        assert "goes on with 1 node" in recorded.of(sky.Error)[0].message
+        message = recorded.of(sky.Error)[0].message
+        assert "max_cost=0.25 would not last for" in message
+        assert "goes on with 1 node" in message
         assert len(recorded.of(sky.InstanceProvisioned)) == 1
         assert place([1]) >> pool == (0, 3, [1])
 
 
-def test_a_pool_that_closes_while_it_grows_leaves_nothing(recorded: RecordedEvents) -> None:
-    with pool_of(recorded) as pool:
-        pool.scale(3)
-        wait_until(lambda: recorded.of(sky.InstanceLaunching)[1:], "it grows", WAIT_SECONDS)
-    assert pool.receipt is not None
-    assert all(one["gone_at"] is not None for one in pool.receipt["resources"])
-
-
-def test_a_pool_that_is_detached_while_it_grows_is_left_with_its_nodes(recorded: RecordedEvents) -> None:
-    """The machine that is coming is given back; the others go on, in the pool of the process that attaches."""
-    pool = pool_of(recorded, lease_seconds=30).open()
+@pytest.mark.parametrize("is_detached", [False, True], ids=["closed", "detached"])
+def test_a_pool_that_is_left_while_it_grows_leaves_no_machine_behind(
+    is_detached: bool, recorded: RecordedEvents
+) -> None:
+    pool = pool_of(recorded, lease_seconds=60).open()
     pool.scale(3)
     wait_until(lambda: recorded.of(sky.InstanceLaunching)[1:], "it grows", WAIT_SECONDS)
+    if not is_detached:
+        pool.close()
+        assert pool.receipt is not None
+        assert all(one["gone_at"] is not None for one in pool.receipt["resources"])
+        return
     lease = pool.detach()
     try:
         with sky.ComputePool.attach(lease, on_event=recorded) as attached:
@@ -172,64 +155,39 @@ def test_a_pool_that_is_detached_while_it_grows_is_left_with_its_nodes(recorded:
         sky.release(lease.pool_id)
 
 
+GROWING = """
+import skyward_core as sky
+
+def show(event):
+    if isinstance(event, sky.InstanceProvisioned):
+        print(event.instance_id, flush=True)
+
+with sky.ComputePool(provider=sky.Local(), nodes=(1, 3), display="quiet", on_event=show) as pool:
+    pool.scale(3)
+    input()
+"""
+
+
 def test_a_client_that_is_killed_while_its_pool_grows_leaves_nothing(tmp_path: Path) -> None:
-    """Its reaper ends all nodes, also those that were just rented."""
-    program = textwrap.dedent("""
-        import skyward_core as sky
-
-        def show(event):
-            if isinstance(event, (sky.InstanceProvisioned, sky.NodesScaled)):
-                print(type(event).__name__, getattr(event, "instance_id", ""), flush=True)
-
-        with sky.ComputePool(provider=sky.Local(), nodes=(1, 3), display="quiet", on_event=show) as pool:
-            pool.scale(3)
-            input()
-    """)
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path
-    ) as process:
+    argv, pipe = [sys.executable, "-c", GROWING], subprocess.PIPE
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, cwd=tmp_path) as process:
         timer = threading.Timer(WAIT_SECONDS, process.kill)
         timer.start()
         assert process.stdout is not None
-        machines: list[str] = []
-        while len(machines) < 2:
-            kind, _, machine = process.stdout.readline().strip().partition(" ")
-            assert kind, "the program has ended"
-            machines += [machine] if machine else []
+        machines = {process.stdout.readline().strip() for _ in range(2)}
         process.kill()
         timer.cancel()
-    wait_until(
-        lambda: not {tag for _, tag in processes_by_tag("SKYWARD_INSTANCE_ID")} & set(machines),
-        "all are gone",
-        WAIT_SECONDS,
-    )
-
-
-@pytest.fixture
-def drained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What nodes that are to leave still have, at each look."""
-    seen: list[int] = []
-
-    def drain(draining: NodeDraining, rank: int, drain: Any = NodeDraining.drain) -> tuple[int, int]:
-        left, bound = drain(draining, rank)
-        seen.append(left)
-        return left, bound
-
-    monkeypatch.setattr(NodeDraining, "drain", drain)
-    return seen
+    assert "" not in machines, "the program has ended"
+    ours = lambda: {tag for _, tag in processes_by_tag("SKYWARD_INSTANCE_ID")} & machines
+    wait_until(lambda: not ours(), "all are gone", WAIT_SECONDS)
 
 
 def followed(on_event: RecordedEvents | None) -> sky.ComputePool:
     """Return a pool with a name that grows and does not shrink by itself; two in this process are as two processes."""
+    times = {"scale_up_after": 0.5, "scale_down_after": 3600, "lease_seconds": 30}
+    provider = sky.Local()
     return sky.ComputePool(
-        name="followed",
-        provider=sky.Local(),
-        nodes=(1, 3),
-        scale_up_after=0.5,
-        scale_down_after=3600,
-        lease_seconds=30,
-        display="quiet",
-        on_event=on_event,
+        name="followed", provider=provider, nodes=(1, 3), display="quiet", on_event=on_event, **times
     )
 
 
@@ -242,40 +200,45 @@ def is_scaled(pool: sky.ComputePool, nodes: int) -> bool:
 
 
 def test_a_process_that_joined_follows_the_nodes_and_its_queue_makes_the_pool_grow(
-    recorded: RecordedEvents, tmp_path: Path, drained: list[int]
+    recorded: RecordedEvents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its calls run on all nodes, its broadcasts use those that are there, and it forgets those that have left. They
-    leave when it has its results from their memory.
-    """
+    seen: list[int] = []
+    drain = NodeDraining.drain
+
+    def noting(draining: NodeDraining, rank: int) -> tuple[int, int]:
+        left, bound = drain(draining, rank)
+        seen.append(left)
+        return left, bound
+
+    monkeypatch.setattr(NodeDraining, "drain", noting)
+    numbers = list(range(7))
     with followed(recorded) as keeper, followed(None) as joiner:
         calls = joiner.submit_all([held_back(number, str(tmp_path)) for number in range(3)])
         wait_until(lambda: runs(tmp_path) == [0, 1, 2], "three nodes run the calls of the other process", WAIT_SECONDS)
         assert scaled(recorded) == [(1, 3)]
         wait_until(lambda: joiner.instance_count == 3, "it knows them", WAIT_SECONDS)
         (tmp_path / "go").touch()
-        assert sorted(call.result()[0] for call in calls) == [0, 1, 2]
         assert sorted(call.result()[1] for call in calls) == [0, 1, 2]
-        numbers = list(range(7))
         wait_until(lambda: len(place(numbers) @ joiner) == 3, "its broadcasts use them", WAIT_SECONDS)
         with pytest.raises(sky.BadRequest, match=f"process {os.getpid()} of .* keeps the pool 'followed'"):
             joiner.scale(2)
         keeper.scale(1)
-        wait_until(lambda: joiner.instance_count == 1, "it has forgotten them", WAIT_SECONDS)
+        shrunk(joiner)
         assert place(numbers) @ joiner == ((0, 1, numbers),)
         keeper.scale(2, wait_seconds=WAIT_SECONDS)
         wait_until(lambda: len(place(numbers) @ joiner) == 2, "another machine has the rank", WAIT_SECONDS)
-        results = joiner.submit_all([stored(str(tmp_path), 1 << 20) for _ in range(2)])
+        results = joiner.submit_all([stored(str(tmp_path), MEGABYTE) for _ in range(2)])
         wait_until(lambda: (tmp_path / "loading").exists(), "one result is being loaded", WAIT_SECONDS)
         wait_until(lambda: len(list(tmp_path.glob("stored-*"))) == 2, "both calls have ended", WAIT_SECONDS)
-        drained.clear()
+        seen.clear()
         keeper.scale(1)
-        wait_until(lambda: len(drained) >= 5, "the node was to leave", WAIT_SECONDS)
+        wait_until(lambda: len(seen) >= 5, "the node was to leave", WAIT_SECONDS)
         (tmp_path / "load").touch()
-        assert 0 not in drained
-        assert [call.result() for call in results] == [1 << 20] * 2
-        wait_until(lambda: keeper.instance_count == 1, "it leaves then", WAIT_SECONDS)
+        assert 0 not in seen
+        assert [call.result() for call in results] == [MEGABYTE] * 2
+        shrunk(keeper)
         keeper.close()
         wait_until(lambda: is_scaled(joiner, 2), "it has taken the pool over, and scales it", WAIT_SECONDS)
         assert place(numbers) @ joiner == ((0, 2, [0, 2, 4, 6]), (1, 2, [1, 3, 5]))
         assert joiner.scale(1, wait_seconds=WAIT_SECONDS) == 1
-        wait_until(lambda: joiner.instance_count == 1, "it forgets the node that has left", WAIT_SECONDS)
+        shrunk(joiner)

@@ -22,24 +22,15 @@ CLASSES = "it makes executors from a class with max_workers; ours has as many wo
 PROGRAM = "it starts a program that ends with its executor open; ours belongs to a pool, whose end has its own tests"
 NOT_APPLICABLE = {
     "test_max_workers_negative": CLASSES,
-    "test_hang_gh94440": f"{CLASSES}. test_executor.py has the same case",
-    "test_cancel_futures": "it counts the calls of 0.1 s that have not begun, which depends on the speed of the machine;"
-    " test_executor.py tests cancel_futures with calls that wait for a file",
-    "test_interpreter_shutdown": PROGRAM,
-    "test_submit_after_interpreter_shutdown": PROGRAM,
-    "test_hang_gh83386": PROGRAM,
+    "test_hang_gh94440": f"{CLASSES}. tests/system/pool/test_executor.py has the same case",
+    "test_cancel_futures": "it counts calls of 0.1 s that have not begun; test_executor.py has calls that wait for a file",
+    **dict.fromkeys(
+        ("test_interpreter_shutdown", "test_submit_after_interpreter_shutdown", "test_hang_gh83386"), PROGRAM
+    ),
 }
-"""Why tests of these classes do not run here.
-
-Of CPython's other classes none runs, because they look into the threads and processes of CPython's two executors:
-
-- ThreadPoolExecutorTest, ThreadPoolShutdownTest, ThreadPoolWaitTests: number, names and end of threads, and functions
-  that share locks, events and lists with the test.
-- ProcessPoolExecutorTest, ProcessPoolShutdownTest: number, reuse and end of processes. `test_traceback`,
-  `test_map_chunksize` and `test_killed_child` are in test_executor.py in our words.
-- FailingInitializerMixin, InitializerMixin: ours has no `initializer`; an image prepares machines.
-- ExecutorDeadlockTest: a process that dies breaks CPython's executor, and takes one call of ours (test_executor.py).
-- FutureTests: they make futures themselves; those of a pool are a subclass (tests/system/engine/test_futures.py).
+"""Why tests of these classes do not run here. Of CPython's other classes none runs: they look into the threads and
+processes of CPython's two executors, make futures themselves, break an executor by a dead process, or have an
+`initializer`.
 """
 
 

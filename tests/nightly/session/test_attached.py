@@ -3,11 +3,13 @@
 Run as a program, this file is another process: one that opens a pool and starts a call detached, or one that attaches.
 """
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
-from concurrent.futures import CancelledError
-from datetime import UTC, datetime
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,48 +18,34 @@ import skyward_core as sky
 from skyward_core.machines.instances import Lease
 from skyward_core.worker.watchdog import kill_instance, members
 from tests.conftest import wait_until
-from tests.system.session.test_attached import (  # noqa: F401 - fixtures
-    LEASE_SECONDS,
-    MEGABYTES,
-    attach,
-    attach_and_wait,
-    doubled,
-    living,
-    ones,
-    open_and_wait,
-    other_process,
-    rank,
-    rented_pool,
-    steps,
-)
+from tests.system.session.test_attached import doubled, living, rank, rented_pool, runs_until  # noqa: F401 - a fixture
 from tests.testbed import Fleet
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
+
+LEASE_SECONDS = 10
+REPOSITORY = Path(__file__).parents[3]
 
 pytestmark = [pytest.mark.timeout(240)]
 
 
-# ── leases ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def orphaned(folder: Path) -> tuple[Lease, str]:
+    """Return the lease of a pool whose opener was killed, and the id of a call that waits for the file "go"."""
+    with other_process("open", str(folder / "go")) as opener:
+        assert opener.stdout is not None
+        lease, call_id = opener.stdout.readline(), opener.stdout.readline().strip()
+        opener.kill()
+        opener.wait(60)
+    return Lease.model_validate_json(lease), call_id
 
 
 def test_a_call_outlives_its_killed_submitter(tmp_path: Path) -> None:
-    """After kill -9 of the opener the call continues, and the next client reads its result. While a client is attached
-    the nodes live; then they end.
-    """
-    with other_process("open", str(tmp_path / "go")) as opener:
-        assert opener.stdout is not None
-        lease, call_id = opener.stdout.readline(), opener.stdout.readline().strip()
-        opener.send_signal(signal.SIGKILL)
-        opener.wait(60)
-    ids = {node.instance.id for node in Lease.model_validate_json(lease).nodes}
+    lease, call_id = orphaned(tmp_path)
+    ids = {node.instance.id for node in lease.nodes}
     with sky.ComputePool.attach(lease, lease_seconds=LEASE_SECONDS) as pool:
         attached_at = time.monotonic()
         call = pool.detached_call(call_id)
         assert call.state == "running"
-        wait_until(
-            lambda: time.monotonic() > attached_at + LEASE_SECONDS + 2,
-            "the opener's lease to run out",
-            LEASE_SECONDS + 5,
-        )
+        wait_until(lambda: time.monotonic() > attached_at + LEASE_SECONDS + 2, "the opener's lease to run out")
         assert living(ids) == ids
         assert call.state == "running"
         (tmp_path / "go").touch()
@@ -73,13 +61,7 @@ def test_a_call_outlives_its_killed_submitter(tmp_path: Path) -> None:
 
 
 def test_a_node_is_lost_after_the_opener(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The head suffices: its results are available, and the remaining nodes are used. The lost node is reported."""
-    with other_process("open", str(tmp_path / "go")) as opener:
-        assert opener.stdout is not None
-        text, call_id = opener.stdout.readline(), opener.stdout.readline().strip()
-        opener.send_signal(signal.SIGKILL)
-        opener.wait(60)
-    lease = Lease.model_validate_json(text)
+    lease, call_id = orphaned(tmp_path)
     ids = {node.instance.id for node in lease.nodes}
     (tmp_path / "go").touch()
     with sky.ComputePool.attach(lease, lease_seconds=LEASE_SECONDS) as pool:  # else the nodes end while the test checks
@@ -102,17 +84,25 @@ def test_after_the_loss_of_the_head_no_lease_is_renewed(tmp_path: Path) -> None:
     """A client that cannot use the nodes does not renew their lease. When no node has answered for one lease the nodes
     end, although the client is still attached.
     """
-    with other_process("open", str(tmp_path / "go")) as opener:
-        assert opener.stdout is not None
-        text = opener.stdout.readline()
-        opener.stdout.readline()
-        opener.send_signal(signal.SIGKILL)
-        opener.wait(60)
-    lease = Lease.model_validate_json(text)
+    lease, _ = orphaned(tmp_path)
     ids = {node.instance.id for node in lease.nodes}
     with sky.ComputePool.attach(lease, lease_seconds=LEASE_SECONDS):
         supervisor_of(lease, 0, signal.SIGKILL)
         wait_until(lambda: not living(ids), "the other node to end itself", 3 * LEASE_SECONDS + 40)
+
+
+def test_the_calls_of_a_killed_client_free_their_slots(tmp_path: Path) -> None:
+    with sky.ComputePool(provider=sky.Local(), display="quiet", lease_seconds=LEASE_SECONDS) as pool:
+        with other_process("attach-and-wait", str(tmp_path / "never")) as client:
+            assert client.stdin is not None
+            assert client.stdout is not None
+            client.stdin.write(pool.lease.model_dump_json() + "\n")
+            client.stdin.flush()
+            assert client.stdout.readline() == "attached\n"
+            wait_until(lambda: (tmp_path / "never-begun").exists(), "its call to run")
+            client.send_signal(signal.SIGKILL)
+            client.wait(60)
+            assert pool.submit(doubled(4)).result(LEASE_SECONDS + 40) == 8
 
 
 def supervisor_of(lease: Lease, node: int, number: signal.Signals) -> None:
@@ -120,40 +110,21 @@ def supervisor_of(lease: Lease, node: int, number: signal.Signals) -> None:
     os.kill(int(Path(str(lease.nodes[node].instance.directory), "supervisor").read_text()), number)
 
 
-def test_a_detached_pool_may_get_a_longer_lease() -> None:
-    """`detach(lease_seconds=...)` lets the nodes live longer than the spec says."""
-    pool = sky.ComputePool(provider=sky.Local(), display="quiet", lease_seconds=LEASE_SECONDS).open()
-    detached_at = time.monotonic()
-    client = pool.dask_client()
-    lease = pool.detach(lease_seconds=LEASE_SECONDS + 4)
-    assert client.status == "closed"
-    assert lease.expires_at is not None
-    assert LEASE_SECONDS < (lease.expires_at - datetime.now(UTC)).total_seconds() <= LEASE_SECONDS + 4
-    ids = {node.instance.id for node in lease.nodes}
-    wait_until(lambda: not living(ids), "the node to end itself", LEASE_SECONDS + 30)
-    assert time.monotonic() - detached_at > LEASE_SECONDS + 2
-
-
-def test_a_closed_pool_cannot_be_attached_to() -> None:
-    """The lease of a closed pool is an error at once, which says that the pool is closed."""
-    with sky.ComputePool(provider=sky.Local(), display="quiet") as pool:
-        lease = pool.lease
-    started = time.monotonic()
-    with pytest.raises(sky.NodeLost, match="is not there any more"):
-        sky.ComputePool.attach(lease)
-    assert time.monotonic() - started < 15
-
-
-def test_a_pool_whose_head_was_killed_cannot_be_attached_to() -> None:
-    """No time is spent on its scheduler."""
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "its head was killed"])
+def test_a_pool_without_a_head_cannot_be_attached_to(is_closed: bool) -> None:
+    """The error comes at once: no time is spent on its scheduler."""
     with sky.ComputePool(provider=sky.Local(), retries=0, display="quiet") as pool:
-        lease = pool.detach()
+        lease = pool.lease if is_closed else pool.detach()
     head = lease.nodes[0].instance.id
     kill_instance(head)
     wait_until(lambda: not members(head), "the end of the killed processes")
-    with pytest.raises(sky.NodeLost, match=r"the first process of its head has died|its head has ended"):
+    words = "is not there any more" if is_closed else r"the first process of its head has died|its head has ended"
+    started = time.monotonic()
+    with pytest.raises(sky.NodeLost, match=words):
         sky.ComputePool.attach(lease)
-    sky.release(lease.pool_id)
+    assert time.monotonic() - started < 15
+    if not is_closed:
+        sky.release(lease.pool_id)
 
 
 def test_over_ssh_the_key_may_be_given(rented_pool: sky.ComputePool, fleet: Fleet) -> None:
@@ -166,25 +137,36 @@ def test_over_ssh_the_key_may_be_given(rented_pool: sky.ComputePool, fleet: Flee
     assert not os.path.exists(path)
 
 
-def test_over_ssh_the_key_may_be_another_file(rented_pool: sky.ComputePool, fleet: Fleet, tmp_path: Path) -> None:
-    """With `key=` an attached client uses its own copy. Results of a hundred megabytes and logs can be read twice, and
-    cancelling works.
+@contextlib.contextmanager
+def other_process(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    """Run this file as a program; it does not outlive the block."""
+    argv = [sys.executable, "-m", "tests.nightly.session.test_attached", *arguments]
+    process = subprocess.Popen(argv, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=60)
+
+
+def open_and_wait(path: str) -> None:
+    """Open a pool, start a call detached, print both, and wait to be killed."""
+    pool = sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", lease_seconds=LEASE_SECONDS).open()
+    call = pool.start_detached(runs_until(path))
+    wait_until(lambda: call.log(), "the call to run")
+    print(f"{pool.lease.model_dump_json()}\n{call.call_id}", flush=True)
+    time.sleep(60)
+
+
+def attach_and_wait(path: str) -> None:
+    """Attach to the pool whose lease is on the first line of stdin, start a call that does not end, print a line, and
+    wait to be killed.
     """
-    key = tmp_path / "copy"
-    key.write_bytes(fleet.key_path.read_bytes())
-    key.chmod(0o600)
-    call = rented_pool.start_detached(ones(MEGABYTES))
-    with sky.ComputePool.attach(rented_pool.lease.with_key(str(tmp_path / "nowhere")), key=key) as pool:
-        assert {node.instance.endpoint.key for node in pool.lease.nodes if node.instance.endpoint} == {str(key)}
-        assert rank() @ pool == (0, 1)
-        assert pool.map(doubled, range(50)) == [2 * number for number in range(50)]
-        assert (ones(MEGABYTES) >> pool).sum() == MEGABYTES / 8
-        found = pool.detached_call(call.call_id)
-        assert [found.result(30).sum(), found.result(30).sum(), call.result(30).sum()] == [MEGABYTES / 8] * 3
-        walking = pool.start_detached(steps(600))
-        wait_until(lambda: len(walking.log()) > 1, "a few steps")
-        walking.cancel()
-        with pytest.raises(CancelledError):
-            walking.result(30)
-        found.forget()
-    assert doubled(2) >> rented_pool == 4
+    with sky.ComputePool.attach(sys.stdin.readline()) as pool:
+        pool.submit(runs_until(path))
+        print("attached", flush=True)
+        time.sleep(60)
+
+
+if __name__ == "__main__":
+    {"open": open_and_wait, "attach-and-wait": attach_and_wait}[sys.argv[1]](*sys.argv[2:])

@@ -10,36 +10,32 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
 import skyward_core as sky
 from skyward_core.ledger.ledger import Ledger, default_url
-from skyward_core.worker.settings import memory_directory
 from tests.conftest import shared, wait_until
-from tests.unit.session.test_detached_call import (
-    failing,
-    notes_and_waits,
-)
+from tests.pool.local import double
+from tests.system.session.test_attached import held_bytes
 
 REPOSITORY = Path(__file__).parents[3]
 MEGABYTES = 20 << 20
 
-
-@sky.compute
-def ones(nbytes: int) -> Any:
-    import numpy as np
-
-    return np.ones(nbytes // 8)
+pytestmark = [pytest.mark.timeout(240)]
 
 
 @sky.compute
-def doubled(number: int) -> int:
-    return 2 * number
-
-
-# ── on a pool ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def notes_and_waits(folder: str) -> str:
+    """Print a line, add a line to a file, wait for another file, print another line."""
+    print("begun", flush=True)
+    with Path(folder, "runs").open("a") as file:
+        file.write("run\n")
+    while not Path(folder, "go").exists():
+        time.sleep(0.01)
+    print("done")
+    return "end"
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +45,6 @@ def opened_pool() -> Iterator[sky.ComputePool]:
         yield pool
 
 
-@pytest.mark.timeout(240)
 def test_a_start_is_repeated_after_its_process_was_killed(opened_pool: sky.ComputePool, tmp_path: Path) -> None:
     """Another process starts the same id, gets the same call, and goes on from the log's cursor. The call runs once.
 
@@ -63,7 +58,7 @@ def test_a_start_is_repeated_after_its_process_was_killed(opened_pool: sky.Compu
     with sky.ComputePool.attach(opened_pool.lease) as pool:
         wait_until(lambda: opened_pool.detached_call("dag/run/task:1").log() == ["begun"], "the call to run")
         lines, cursor = opened_pool.detached_call("dag/run/task:1").log_from()
-        call = pool.start_detached(failing(), call_id="dag/run/task:1")
+        call = pool.start_detached(double(1), call_id="dag/run/task:1")
         assert (call.is_new, call.name, call.state) == (False, "notes_and_waits", "running")
         (tmp_path / "go").touch()
         assert cast(str, call.result(60)) == "end"
@@ -80,21 +75,15 @@ def test_a_start_is_repeated_after_its_process_was_killed(opened_pool: sky.Compu
     assert (tmp_path / "runs").read_text() == "run\n"
     with Ledger(default_url()) as ledger:
         (entry,) = ledger.calls(pool_id=opened_pool.id, owner="dag/run")
-    assert (entry.call_id, entry.state, entry.generation, entry.name) == (
-        "dag/run/task:1",
-        "ended",
-        1,
-        "notes_and_waits",
-    )
+    found = (entry.call_id, entry.state, entry.generation, entry.name)
+    assert found == ("dag/run/task:1", "ended", 1, "notes_and_waits")
     assert entry.seconds > 0
 
 
-@pytest.mark.timeout(240)
 def test_the_closing_of_a_pool_writes_what_no_client_has_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cost of a call that has ended is in the ledger after everything is gone; of one that runs, its last state."""
     price = sky.Local(price_per_hour=3600.0)
     with sky.ComputePool(provider=price, display="quiet", concurrency=2, work=sky.Work(run="r1")) as pool:
-        pool.start_detached(doubled(1), call_id="short")
+        pool.start_detached(double(1), call_id="short")
         running = pool.start_detached(notes_and_waits(str(tmp_path)), call_id="long", owner="dag/run/long")
         wait_until(lambda: (tmp_path / "runs").exists() and running.log(), "the other one to run")
         with monkeypatch.context() as patch:
@@ -108,24 +97,13 @@ def test_the_closing_of_a_pool_writes_what_no_client_has_seen(tmp_path: Path, mo
     assert (short.has_unknown_end, long.has_unknown_end) == (False, True)
 
 
-@pytest.mark.timeout(240)
 def test_a_large_result_is_dropped_after_its_time(opened_pool: sky.ComputePool) -> None:
     """No client asks for that: the file of the result is removed by the node that has it."""
-    call = opened_pool.start_detached(ones(MEGABYTES), call_id="large", result_ttl=2)
+    call = opened_pool.start_detached(sky.compute(bytes)(MEGABYTES), call_id="large", result_ttl=2)
     wait_until(lambda: call.state == "ended", "the call to end")
     assert held_bytes(opened_pool) >= MEGABYTES
     wait_until(lambda: call.is_forgotten, "the time of its result to be over")
     wait_until(lambda: held_bytes(opened_pool) < MEGABYTES, "the memory to be free")
-
-
-def held_bytes(pool: sky.ComputePool) -> int:
-    """Return how much memory the values of a pool take on this machine."""
-    held = 0
-    for node in pool.lease.nodes:
-        for path in Path(memory_directory(node.instance.id)).rglob("*"):
-            with contextlib.suppress(FileNotFoundError):  # a value is freed while the test reads
-                held += path.stat().st_size
-    return held
 
 
 @contextlib.contextmanager

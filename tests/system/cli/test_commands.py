@@ -12,79 +12,44 @@ import skyward_core as sky
 from skyward_core import cli
 from skyward_core.doctor import diagnosis
 from skyward_core.errors import CredentialsError, InstancesLeft
-from skyward_core.ledger.ledger import Ledger
 from skyward_core.machines.offers import Offer
 from skyward_core.provisioning import teardown
 from tests.cleanup.pools import FolderProvider
-from tests.cli.ledger import (
-    DEAD,
-    HERE,
-    ROOT,
-    Clock,
-    Skyward,
-    check_fields,
-    documented,
-    install,
-    open_pool,
-    record_pools,
-    shell,
-)
+from tests.cli.ledger import DEAD, ROOT, Skyward, check_fields, documented, install, record_pools, shell
 
 
-def test_a_sweep_that_only_fails_reports_nothing_as_ended(
-    ledger: Ledger,
-    clock: Clock,
-    folder: FolderProvider,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_sweep_that_only_fails_reports_nothing_as_ended(skyward: Skyward, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that may still exist is not reported as ended."""
-    open_pool(ledger, clock, folder, "sky-dead", owner=DEAD)
+    skyward.open("sky-dead", owner=DEAD)
 
     def refuse(*_: object) -> None:
         raise InstancesLeft("it stays", ["m"])
 
     monkeypatch.setattr(FolderProvider, "terminate", refuse)
     monkeypatch.setattr(teardown, "DEADLINE_SECONDS", 0.05)
-    assert cli.main(["sweep", "--yes"]) == cli.FAILED
-    assert capsys.readouterr().out.splitlines()[-1] == "1 failure"
+    code, output, _ = skyward.run("sweep --yes")
+    assert (code, output.splitlines()[-1]) == (cli.FAILED, "1 failure")
 
 
 def test_the_help_imports_little() -> None:
     """For its help it imports neither the database, nor the terminal tables, nor any provider."""
     heavy = "{'sqlalchemy', 'rich', 'pydantic', 'distributed', 'asyncssh'}"
-    code = (
-        f"import sys; from skyward_core.cli.app import command_tree; command_tree(); print({heavy} & set(sys.modules))"
-    )
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True).stdout
-        == "set()\n"
-    )
+    code = f"import sys, skyward_core.cli.app as app; app.command_tree(); print({heavy} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout == "set()\n"
 
 
-# ── output ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_terminal_without_unicode_shows_every_name(ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
-    """Characters that it cannot show are written as their numbers."""
-    open_pool(ledger, clock, folder, "sky-möwe", owner=HERE)
+def test_a_terminal_without_unicode_shows_every_name(skyward: Skyward) -> None:
+    skyward.open("sky-möwe")
     done = shell("skyward ps", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert (done.returncode, "sky-m\\xf6we" in done.stdout) == (0, True)
 
 
-def test_json_has_the_fields_of_the_page(
-    skyward: Skyward,
-    ledger: Ledger,
-    clock: Clock,
-    folder: FolderProvider,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_json_has_the_fields_of_the_page(skyward: Skyward, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """All fields of docs/json.md are present with their documented kind, and no others."""
-    sold = Offer(
-        provider="folder", instance_type="t", region="here", price_per_hour=1.0, vcpus=1, memory_gb=8, or_types=("u",)
-    )
+    place = {"provider": "folder", "instance_type": "t", "region": "here", "or_types": ("u",)}
+    sold = Offer(price_per_hour=1.0, vcpus=1, memory_gb=8, **place)
+    folders = [skyward.folder, FolderProvider(folder=f"{tmp_path}/other")]
 
     def offers(provider: FolderProvider, _: object) -> list[Offer]:
         if provider.folder.endswith("other"):
@@ -96,19 +61,13 @@ def test_json_has_the_fields_of_the_page(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "skyward.toml").write_text("[profiles.large]\nnodes = 2\n[pools.nightly]\n")
     monkeypatch.setattr(diagnosis, "entry_points", lambda group: ())
-    record_pools(skyward, ledger, clock, folder)
-    planned = sky.Plan(
-        (
-            sky.PlannedTask("w", "t", sky.PoolSpec.of(provider=[folder, FolderProvider(folder=f"{tmp_path}/other")])),
-            sky.PlannedTask("w", "u", None, "a template", timeout_seconds=60),
-        ),
-        ("bad.py: SyntaxError",),
+    record_pools(skyward)
+    tasks = (
+        sky.PlannedTask("w", "t", sky.PoolSpec.of(provider=folders)),
+        sky.PlannedTask("w", "u", None, "a template", timeout_seconds=60),
     )
-    install(monkeypatch, cron=lambda _: planned)
-    wheres = " ".join(
-        f"--provider {shlex.quote(json.dumps({'name': 'folder', 'folder': place}))}"
-        for place in (str(tmp_path), f"{tmp_path}/other")
-    )
+    install(monkeypatch, lambda _: sky.Plan(tasks, ("bad.py: SyntaxError",)))
+    wheres = " ".join(f"--provider {shlex.quote(json.dumps(one.to_json()))}" for one in folders)
     lines = {
         "ps": ["ps --all --json"],
         "users": ["users nightly --json"],
@@ -128,16 +87,49 @@ def test_json_has_the_fields_of_the_page(
     for command, typed in lines.items():
         fields, seen = documented(command), set[str]()
         for line in typed:
-            cli.main(shlex.split(line))
-            seen |= check_fields(line, capsys.readouterr().out, fields)
+            seen |= check_fields(line, skyward.run(line)[1], fields)
         assert seen == fields.keys(), f"{command} does not print {fields.keys() - seen}"
 
 
-def test_a_sweep_that_fails_in_part_names_each_failure(
-    skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
-) -> None:
-    """Exit code 1, one line for each failure; the rest was done."""
-    open_pool(ledger, clock, folder, "sky-dead", owner=DEAD)
-    ledger.open_pool("sky-odd", owner=DEAD, provider={"name": "nonesuch"}, spec_json="{}", lease_expires_at=clock.now)
+def test_a_sweep_that_fails_in_part_names_each_failure(skyward: Skyward) -> None:
+    skyward.open("sky-dead", owner=DEAD)
+    now, odd = skyward.clock.now, {"name": "nonesuch"}
+    skyward.ledger.open_pool("sky-odd", owner=DEAD, provider=odd, spec_json="{}", lease_expires_at=now)
     assert skyward("sweep --yes", code=1).startswith("skyward: nonesuch: no provider is called 'nonesuch'")
-    assert folder.instances() == []
+    assert skyward.folder.instances() == []
+
+
+RESOURCE_DAMAGES = {
+    "price is nan": "price_micro_usd_per_hour = 'nan'",
+    "tags are no JSON": "tags_json = 'x'",
+    "region is bytes": "region = x'ff00'",
+    "time is text": "intended_microseconds = 'then'",
+    "seconds are infinite": "idle_milliseconds = 9e999",
+}
+
+
+@pytest.mark.parametrize("what", RESOURCE_DAMAGES)
+def test_a_resource_that_cannot_be_read_stops_nothing(what: str, skyward: Skyward) -> None:
+    skyward.open_three()
+    before = skyward.json("cost")["total"]["cost_usd"]
+    skyward.damage(f"UPDATE skyward_resources SET {RESOURCE_DAMAGES[what]} WHERE pool_id = 'sky-odd'")
+    for line in ("ps", "cost --by day", "cost --by bucket --json", "cost --by pool", "receipt sky-odd"):
+        code, output, complaint = skyward.run(line)
+        assert code in (0, 1), line
+        if code:
+            assert complaint.startswith("skyward: row "), line
+    assert "cannot be read" in skyward.run("ps")[2]
+    if what == "price is nan":
+        code, output, complaint = skyward.run("cost --json")
+        assert (code, json.loads(output)["total"]["cost_usd"]) == (1, pytest.approx(before * 2 / 3))
+        assert "a price or a time is no number" in complaint
+    skyward.damage("UPDATE skyward_pools SET lease_expires_microseconds = 1 WHERE id = 'sky-odd'")
+    code, output, _ = skyward.run("sweep --yes --json")
+    report = json.loads(output)
+    assert code == 1
+    assert "sky-dead" in [finding["pool"] for finding in report["ended"]]
+    assert "sky-odd" in [failure["pool"] for failure in report["failures"]]
+    assert {machine.pool_id for machine in skyward.folder.instances()} == {"sky-live"}
+    entry = skyward.ledger.pool("sky-odd")
+    assert entry is not None
+    assert entry.ended_at is None  # an unreadable entry is not known to be gone

@@ -1,12 +1,8 @@
 """The server of `skyward ui`: who may read it, and what each path answers."""
 
-# pyright: reportUnusedImport=false
-
 import json
 import re
-import sqlite3
-from collections.abc import Sequence
-from contextlib import closing
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -15,56 +11,11 @@ from prometheus_client.parser import text_string_to_metric_families as families_
 
 from skyward_core.cli.ui.utilisation import Utilisation
 from skyward_core.errors import LedgerError
-from skyward_core.ledger.ledger import Ledger
 from skyward_core.live.metrics import NodeUse
-from tests.cleanup.pools import FolderProvider
-from tests.cli.ledger import ROOT, TOKEN, Clock, FakeUtilisation, Page, Skyward, record_pools, sample
+from tests.cli.ledger import ROOT, TOKEN, FakeUtilisation, Page, Skyward, record_pools, sample
 from tests.conftest import wait_until
 
-
-def _is_away(utilisation: Utilisation) -> bool:
-    try:
-        utilisation.of("sky-1")
-    except LedgerError as error:
-        assert str(error) == "the disk is gone"
-        return True
-    return False
-
-
-class FakeUses:
-    """Uses of pools; it notes which connections were kept."""
-
-    def __init__(self) -> None:
-        self.kept: list[list[str]] = []
-
-    def __call__(self, *_: object, **__: object) -> "FakeUses":
-        return self
-
-    def __enter__(self) -> "FakeUses":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kept.append([])
-
-    def keep(self, pool_ids: Sequence[str]) -> None:
-        self.kept.append(list(pool_ids))
-
-    def of(self, pool_id: str) -> str:
-        return f"{pool_id} is far away"
-
-
 PATHS = ["/api/pools", "/api/nodes", "/api/calls", "/api/cost", "/api/receipt?pool=sky-live", "/api/refusals"]
-
-
-def change(url: str, *statements: str) -> None:
-    """Change the database below the ledger."""
-    with closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as database:
-        for statement in statements:
-            database.execute(statement)
-        database.commit()
-
-
-# ── who may read ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_without_its_token_no_path_answers(page: Page) -> None:
@@ -92,14 +43,9 @@ def test_a_page_under_another_name_is_refused(page: Page) -> None:
 def test_it_listens_on_the_loopback_and_only_answers_get(page: Page) -> None:
     assert page.server.server_address[0] == "127.0.0.1"
     assert page.server.url == f"http://127.0.0.1:{page.server.server_port}/?token={TOKEN}"
-    assert [page.get("/api/pools", method=method).status for method in ("POST", "PUT", "DELETE", "OPTIONS")] == [
-        501
-    ] * 4
+    assert {page.get("/api/pools", method=method).status for method in ("POST", "PUT", "DELETE", "OPTIONS")} == {501}
     assert page.get("/nonesuch").status == 404
     assert page.get("http://evil.example/api/pools").status == 403
-
-
-# ── the page ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_page_is_one_file_that_loads_nothing_else(page: Page) -> None:
@@ -119,49 +65,36 @@ def test_the_page_is_one_file_that_loads_nothing_else(page: Page) -> None:
     assert TOKEN not in reply.text
 
 
-# ── the data ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_the_data_are_those_of_the_commands(
-    page: Page, skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
-) -> None:
-    """Pools as in `ps`, calls as in `calls`, costs as in `cost`, receipts as in `receipt`, refusals as in `why`."""
-    record_pools(skyward, ledger, clock, folder)
+def test_the_data_are_those_of_the_commands(page: Page, skyward: Skyward) -> None:
+    record_pools(skyward)
     pools = page.get("/api/pools").json
     fixed = ("pool", "name", "calls", "owner", "work", "open_resources", "usd_per_hour", "cost_usd")
-    listed = json.loads(skyward("ps --all --json"))
-    for shown, expected in (
-        (pools["pools"], [one for one in listed if one["state"] != "ended"]),
-        (pools["ended"], [one for one in listed if one["state"] == "ended"]),
-    ):
-        assert [{name: one[name] for name in fixed} for one in shown] == [
-            {name: one[name] for name in fixed} for one in expected
-        ]
+    listed = skyward.json("ps --all")
+    for shown, is_ended in ((pools["pools"], False), (pools["ended"], True)):
+        expected = [[one[name] for name in fixed] for one in listed if (one["state"] == "ended") == is_ended]
+        assert [[one[name] for name in fixed] for one in shown] == expected
     assert {one["pool"] for one in pools["ended"]} == {"sky-ended"}
     assert pools["warnings"] == []
     calls = page.get("/api/calls").json
-    assert calls["calls"] == json.loads(skyward("calls --json"))["calls"][::-1]
+    assert calls["calls"] == skyward.json("calls")["calls"][::-1]
     assert (calls["all"], {one["call"] for one in calls["calls"]}) == (4, {"c", "d", "e"})
     for by in ("day", "owner"):
-        cost, expected = page.get(f"/api/cost?by={by}").json, json.loads(skyward(f"cost --by {by} --json"))
+        cost, expected = page.get(f"/api/cost?by={by}").json, skyward.json(f"cost --by {by}")
         assert (cost["rows"], cost["total"]) == (expected["rows"], expected["total"])
         assert cost["total"]["cost_usd"] > 0
     receipt = page.get("/api/receipt?pool=sky-live").json["receipt"]
     assert receipt == json.loads(skyward("receipt sky-live"))
     refusals = page.get("/api/refusals").json
-    refused = [one for one in json.loads(skyward("why sky-live --json")) if one["error"]]
+    refused = [one for one in skyward.json("why sky-live") if one["error"]]
     assert refusals["refusals"] == [{"pool": "sky-live", **one} for one in refused]
     assert refused
 
 
-def test_a_ledger_that_cannot_be_read_is_an_error_and_no_empty_list(
-    page: Page, skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider, url: str
-) -> None:
-    record_pools(skyward, ledger, clock, folder)
+def test_a_ledger_that_cannot_be_read_is_an_error_and_no_empty_list(page: Page, skyward: Skyward) -> None:
+    record_pools(skyward)
     assert {page.get(path).status for path in PATHS} == {200}
-    change(
-        url,
-        *(f"ALTER TABLE skyward_{name} RENAME TO away_{name}" for name in ("pools", "resources", "attempts", "calls")),
+    skyward.damage(
+        *(f"ALTER TABLE skyward_{name} RENAME TO away_{name}" for name in ("pools", "resources", "attempts", "calls"))
     )
     for path in PATHS:
         reply = page.get(path)
@@ -169,13 +102,8 @@ def test_a_ledger_that_cannot_be_read_is_an_error_and_no_empty_list(
         assert "ledger" in reply.json["error"].lower()
 
 
-# ── nodes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_nodes_have_curves_or_the_reason_why_not(
-    page: Page, utilisation: FakeUtilisation, skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
-) -> None:
-    record_pools(skyward, ledger, clock, folder)
+def test_nodes_have_curves_or_the_reason_why_not(page: Page, utilisation: FakeUtilisation, skyward: Skyward) -> None:
+    record_pools(skyward)
     samples = tuple(sample(percent, seconds, gpu=90.0) for percent, seconds in ((10, 100.0), (30, 102.0)))
     utilisation.uses = {"sky-live": [NodeUse(0, "i-0", samples, 1, 4)], "sky-dead": "no route to it"}
     found = {one["pool"]: one for one in page.get("/api/nodes").json["pools"]}
@@ -197,9 +125,6 @@ def test_nodes_have_curves_or_the_reason_why_not(
     assert "sky-ended" not in found
 
 
-# ── Prometheus ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def families_of(page: Page) -> dict[str, MetricFamily]:
     """The metrics of the page by name, read with the parser of Prometheus' own library."""
     reply = page.get("/metrics")
@@ -216,17 +141,15 @@ def value_of(family: MetricFamily, **labels: str) -> float:
 
 
 def test_metrics_are_those_of_the_ledger_and_of_the_nodes(
-    page: Page, utilisation: FakeUtilisation, skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
+    page: Page, utilisation: FakeUtilisation, skyward: Skyward
 ) -> None:
-    record_pools(skyward, ledger, clock, folder)
+    record_pools(skyward)
     uses = [NodeUse(rank, f"i-{rank}", (sample(50.0, gpu=25.0),), 1, 4) for rank in (0, 1)]
     utilisation.uses = {"sky-live": uses, "sky-dead": "no route to it"}
     found = families_of(page)
-    listed = {one["pool"]: one for one in json.loads(skyward("ps --json"))}
+    listed = {one["pool"]: one for one in skyward.json("ps")}
     assert {one.labels["pool"] for one in found["skyward_pool_nodes"].samples} == listed.keys()
-    assert value_of(found["skyward_pools"], state="live") + value_of(found["skyward_pools"], state="dead") == len(
-        listed
-    )
+    assert sum(value_of(found["skyward_pools"], state=state) for state in ("live", "dead")) == len(listed)
     assert value_of(found["skyward_pool_nodes"], pool="sky-live", provider="folder", name="") == 2
     assert value_of(found["skyward_pool_cost_usd_per_hour"], pool="sky-live") == listed["sky-live"]["usd_per_hour"] == 4
     remaining = value_of(found["skyward_pool_lease_remaining_seconds"], pool="sky-live")
@@ -235,57 +158,53 @@ def test_metrics_are_those_of_the_ledger_and_of_the_nodes(
     assert value_of(found["skyward_pool_calls_in_flight"], name="nightly") == listed["sky-named"]["calls"]
     assert value_of(found["skyward_pool_slots"], pool="sky-live") == 8
     assert value_of(found["skyward_pool_slots_busy"], pool="sky-live") == 2
-    assert {one.labels["pool"]: one.value for one in found["skyward_pool_reachable"].samples} == {
-        "sky-live": 1,
-        "sky-dead": 0,
-    }
+    reachable = {one.labels["pool"]: one.value for one in found["skyward_pool_reachable"].samples}
+    assert reachable == {"sky-live": 1, "sky-dead": 0}
     assert value_of(found["skyward_node_cpu_ratio"], pool="sky-live", node="1") == 0.5
     assert value_of(found["skyward_node_gpu_ratio"], pool="sky-live", node="1") == 0.25
-    owners = {row["key"]: row["cost_usd"] for row in json.loads(skyward("cost --by owner --json"))["rows"]}
+    dashboard = json.loads((ROOT / "docs/grafana/skyward.json").read_text())
+    shown = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    shown += [one["query"]["query"] for one in dashboard["templating"]["list"] if one["type"] == "query"]
+    assert set(re.findall(r"skyward_\w+", " ".join(shown))) == found.keys()
+    explained = re.findall(r"^\| `(skyward_\w+)` \|", (ROOT / "docs/commands.md").read_text(), re.MULTILINE)
+    assert sorted(explained) == sorted(found)
+    owners = {row["key"]: row["cost_usd"] for row in skyward.json("cost --by owner")["rows"]}
     assert {one.labels["owner"]: one.value for one in found["skyward_cost_usd_total"].samples} == owners
     assert value_of(found["skyward_refusals_total"], provider="folder", error="NoCapacity") == 1
     assert value_of(found["skyward_ledger_unreadable_rows"]) == 0
 
 
-def test_the_dashboard_and_the_page_of_commands_have_the_metrics_that_exist(page: Page) -> None:
-    """Each metric of a panel exists, each metric has a panel, and docs/commands.md explains each."""
-    names = families_of(page).keys()
-    dashboard = json.loads((ROOT / "docs/grafana/skyward.json").read_text())
-    shown = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    shown += [one["query"]["query"] for one in dashboard["templating"]["list"] if one["type"] == "query"]
-    assert set(re.findall(r"skyward_\w+", " ".join(shown))) == names
-    explained = re.findall(r"^\| `(skyward_\w+)` \|", (ROOT / "docs/commands.md").read_text(), re.MULTILINE)
-    assert sorted(explained) == sorted(names)
-
-
-def test_a_row_that_cannot_be_read_is_named_and_the_others_are_shown(
-    page: Page, skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider, url: str
-) -> None:
-    record_pools(skyward, ledger, clock, folder)
-    change(url, "UPDATE skyward_pools SET created_microseconds = 'soon' WHERE id = 'sky-dead'")
+def test_a_row_that_cannot_be_read_is_named_and_the_others_are_shown(page: Page, skyward: Skyward) -> None:
+    record_pools(skyward)
+    skyward.damage("UPDATE skyward_pools SET created_microseconds = 'soon' WHERE id = 'sky-dead'")
     pools = page.get("/api/pools").json
     assert {"sky-live", "sky-named"} <= {one["pool"] for one in pools["pools"]}
     assert [line for line in pools["warnings"] if "sky-dead" in line]
 
 
 def test_utilisation_follows_open_pools_and_tells_when_the_ledger_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    uses, pools = FakeUses(), ["sky-1", "sky-2"]
-    trouble: list[LedgerError] = []
+    kept, pools, trouble = list[list[str]](), ["sky-1", "sky-2"], list[LedgerError]()
 
     def listed(**_: object) -> list[SimpleNamespace]:
         if trouble:
             raise trouble[0]
         return [SimpleNamespace(id=pool_id) for pool_id in pools]
 
-    monkeypatch.setattr("skyward_core.cli.ui.utilisation.PoolUses", uses)
+    def seen(pool_id: str) -> object:
+        try:
+            return utilisation.of(pool_id)
+        except LedgerError as error:
+            return str(error)
+
+    uses = SimpleNamespace(keep=lambda ids: kept.append([*ids]), of=lambda pool_id: f"{pool_id} is far away")
+    monkeypatch.setattr("skyward_core.cli.ui.utilisation.PoolUses", lambda *_, **__: nullcontext(uses))
     monkeypatch.setattr("skyward_core.cli.ui.utilisation.EVERY_SECONDS", 0.01)
     with Utilisation(SimpleNamespace(pools=listed)) as utilisation:  # type: ignore[arg-type]
-        wait_until(lambda: utilisation.of("sky-2") == "sky-2 is far away", "the first look")
+        wait_until(lambda: seen("sky-2") == "sky-2 is far away", "the first look")
         pools.remove("sky-2")
-        wait_until(lambda: utilisation.of("sky-2") is None, "an end")
+        wait_until(lambda: seen("sky-2") is None, "an end")
         trouble.append(LedgerError("the disk is gone"))
-        wait_until(lambda: _is_away(utilisation), "a ledger that is away")
+        wait_until(lambda: seen("sky-1") == "the disk is gone", "a ledger that is away")
         trouble.clear()
-        wait_until(lambda: not _is_away(utilisation), "a ledger that is back")
-    assert uses.kept[0] == ["sky-1", "sky-2"]
-    assert uses.kept[-2:] == [["sky-1"], []]
+        wait_until(lambda: seen("sky-1") == "sky-1 is far away", "a ledger that is back")
+    assert (kept[0], kept[-1]) == (["sky-1", "sky-2"], ["sky-1"])

@@ -1,20 +1,19 @@
 """`diagnose`: all checks at once, each with a time limit; and the checks of this machine, of clouds and of others."""
 
+import json
 import threading
-from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from skyward_core import cli
 from skyward_core.doctor import diagnosis, this_machine
 from skyward_core.doctor.check import Check, CheckState
 from skyward_core.doctor.diagnosis import diagnose
 from tests.cleanup.pools import FolderProvider
 from tests.unit.doctor.test_diagnosis import (  # noqa: F401 - fixtures
     place,
-    skyward,
     states,
 )
 
@@ -46,26 +45,15 @@ def test_settings_that_no_pool_can_have(place: Path, monkeypatch: pytest.MonkeyP
     assert (settings.state, "SKYWARD_PROVIDER in the environment" in settings.message) == (CheckState.OK, True)
 
 
-# ── orchestrators ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def with_entries(monkeypatch: pytest.MonkeyPatch, **entries: str) -> None:
-    found = [EntryPoint(name, value, diagnosis.GROUP) for name, value in entries.items()]
-    monkeypatch.setattr(diagnosis, "entry_points", lambda group: found)
-
-
 def test_other_distributions_add_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is not installed, one that fails, and one of ours that lacks a module of its own."""
-    with_entries(
-        monkeypatch,
-        mine="tests.doctor.checks:mine",
-        absent="tests.doctor.checks:absent",
-        broken="tests.doctor.gone:check",
-    )
-    found = {check.subject: check for check in diagnose(providers=[])}
-    assert (found["scratch"].state, found["scratch"].cure) == (CheckState.WARNING, "delete old runs")
-    assert (found["Absent"].state, "not installed" in found["Absent"].message) == (CheckState.OK, True)
-    assert (found["Broken"].state, "tests.doctor.gone" in found["Broken"].message) == (CheckState.FAILED, True)
+    entries = {"mine": "checks:mine", "absent": "checks:absent", "broken": "gone:check"}
+    found = [EntryPoint(name, f"tests.doctor.{value}", diagnosis.GROUP) for name, value in entries.items()]
+    monkeypatch.setattr(diagnosis, "entry_points", lambda group: found)
+    checks = {check.subject: check for check in diagnose(providers=[])}
+    assert (checks["scratch"].state, checks["scratch"].cure) == (CheckState.WARNING, "delete old runs")
+    assert (checks["Absent"].state, "not installed" in checks["Absent"].message) == (CheckState.OK, True)
+    assert (checks["Broken"].state, "tests.doctor.gone" in checks["Broken"].message) == (CheckState.FAILED, True)
 
 
 def test_prefects_api_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,14 +71,16 @@ def test_prefects_api_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert states(doctor.check()) == {"Prefect": "failed"}
 
 
-def test_the_command_shows_each_check_with_its_cure(skyward: Callable[..., tuple[int, Any]], place: Path) -> None:
-    """Exit code 1 if one has failed, 0 with warnings."""
-    code, text = skyward("--provider", "local")
+def test_the_command_shows_each_check_with_its_cure(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def skyward(*options: str) -> tuple[int, str]:
+        return cli.main(["doctor", "--provider", "local", *options]), capsys.readouterr().out
+
+    code, text = skyward()
     assert (code, text.splitlines()[-1]) == (0, "7 ok")
     assert text.splitlines()[0].split() == ["STATE", "CHECK", "FOUND"]
     (place / "skyward.toml").write_text("node = 1\n")
-    code, found = skyward("--provider", "local", "--json")
-    (failed,) = [one for one in found if one["state"] == "failed"]
+    code, text = skyward("--json")
+    (failed,) = [one for one in json.loads(text) if one["state"] == "failed"]
     assert (code, failed["subject"], "skyward config show" in failed["cure"]) == (1, "settings", True)
-    code, text = skyward("--provider", "local")
+    code, text = skyward()
     assert (code, "what to do: `skyward config show`" in text, text.splitlines()[-1]) == (1, True, "6 ok, 1 failed")

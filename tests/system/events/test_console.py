@@ -1,25 +1,13 @@
 """The displays get the events of a pool's life, and the tests check their text."""
 
 import io
-import threading
 from typing import override
 
 import pytest
 
+import skyward_core as sky
 from skyward_core.events.console import display
-from skyward_core.events.events import (
-    CallProgress,
-    CallReported,
-    CallRetrying,
-    ClusterRestarting,
-    ContactLost,
-    ContactRegained,
-    CostUpdate,
-    Error,
-    LogLine,
-    SkywardEvent,
-)
-from tests.unit.events.test_console import OPENING, _written, unconfigured  # noqa: F401 - fixtures
+from tests.unit.events.test_console import OPENING, _written
 
 
 class Terminal(io.StringIO):
@@ -40,11 +28,10 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 
 def test_spinner_draws_phases_calls_and_cost(terminal: Terminal):
-    """On a terminal the rows show the machines' phases, the calls and the bill. The last state stays on the screen."""
     shown = display("spinner", file=terminal)
     for event in OPENING[:8]:
         shown(event)
-    for event in (CallProgress(40, 12, 1), CostUpdate(5.0, 0.05, 36.0, 1, 0)):
+    for event in (sky.CallProgress(40, 12, 1), sky.CostUpdate(5.0, 0.05, 36.0, 1, 0)):
         shown(event)
     shown.close()
     screen = terminal.getvalue().rsplit("\x1b[2K", 1)[-1]
@@ -57,47 +44,20 @@ def test_spinner_draws_phases_calls_and_cost(terminal: Terminal):
 @pytest.mark.parametrize(
     ("event", "line"),
     [
-        (ContactLost("i-b", 1, "timed out"), "node 1 does not answer: timed out"),
-        (ContactRegained("i-b", 1, 12.0), "node 1 answers again after 12.0 s"),
-        (ClusterRestarting("node 0 is lost"), "the cluster comes up anew: node 0 is lost"),
+        (sky.ContactLost("i-b", 1, "timed out"), "node 1 does not answer: timed out"),
+        (sky.ContactRegained("i-b", 1, 12.0), "node 1 answers again after 12.0 s"),
+        (sky.ClusterRestarting("node 0 is lost"), "the cluster comes up anew: node 0 is lost"),
         (
-            CallRetrying("0123456789", 2, 3, "node 1 is lost"),
+            sky.CallRetrying("0123456789", 2, 3, "node 1 is lost"),
             "call 01234567 runs again (attempt 2 of 3): node 1 is lost",
         ),
-        (Error("no key"), "no key"),
+        (sky.Error("no key"), "no key"),
         (
-            CallReported(1, "i-b", "call", 7, {"loss": 0.25, "rate": 1e-05}, 0.0),
+            sky.CallReported(1, "i-b", "call", 7, {"loss": 0.25, "rate": 1e-05}, 0.0),
             "[node 1] step 7: loss 0.25, rate 1e-05",
         ),
-        (CallReported(1, "i-b", "call", None, {"loss": 0.25}, 0.0), "[node 1] loss 0.25"),
+        (sky.CallReported(1, "i-b", "call", None, {"loss": 0.25}, 0.0), "[node 1] loss 0.25"),
     ],
 )
-def test_spinner_prints_each_problem_above_the_rows(event: SkywardEvent, line: str, terminal: Terminal):
-    """What the log calls a warning or an error is printed by the spinner too, and the end of a silence."""
+def test_spinner_prints_each_problem_above_the_rows(event: sky.SkywardEvent, line: str, terminal: Terminal):
     assert line in _written("spinner", [event], terminal)
-
-
-@pytest.mark.usefixtures("unconfigured")
-@pytest.mark.parametrize("kind", ["log", "spinner"])
-def test_events_and_close_may_come_from_different_threads(kind: str, terminal: Terminal):
-    """Closing during a stream of events raises nothing in either thread, and lines are complete."""
-    file = terminal if kind == "spinner" else io.StringIO()
-    shown = display(kind, file=file)
-    sent: list[int] = []
-    started = threading.Event()
-
-    def stream() -> None:
-        for number in range(500):
-            shown(LogLine(0, "i-a", f"line {number}", 0.0))
-            started.set()
-            sent.append(number)
-
-    thread = threading.Thread(target=stream)
-    thread.start()
-    assert started.wait(30)
-    shown.close()
-    thread.join(30)
-    assert len(sent) == 500
-    if kind == "log":
-        lines = file.getvalue().splitlines()
-        assert lines == [f"[node 0] line {number}" for number in range(len(lines))]

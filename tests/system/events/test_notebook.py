@@ -4,79 +4,41 @@ import threading
 
 import pytest
 
-from skyward_core.events.console import display
-from skyward_core.events.events import CallProgress, InfraCreating
+import skyward_core as sky
 from skyward_core.events.notebook import MimeBundle, NotebookDisplay
 from tests.conftest import wait_until
-from tests.unit.events.test_notebook import (  # noqa: F401 - fixtures
-    BILL,
-    READY,
-    ZMQInteractiveShell,
-    shell,
-)
-
-
-class Shown:
-    """Records the outputs, and can hold up the thread that shows them."""
-
-    def __init__(self) -> None:
-        self.outputs: list[tuple[str, bool]] = []
-        self.threads: list[str] = []
-        self.may_return = threading.Event()
-        self.may_return.set()
-
-    def __call__(self, output: MimeBundle, *, is_update: bool) -> None:
-        self.outputs.append((output["text/plain"], is_update))
-        self.threads.append(threading.current_thread().name)
-        assert self.may_return.wait(60)
+from tests.unit.events.test_notebook import BILL, READY
 
 
 def test_many_events_are_few_outputs() -> None:
-    """The first event is shown by its own thread, the last state when the display is closed, and not one output for
-    each event.
-    """
-    shown = Shown()
-    pool = NotebookDisplay(shown)
-    for event in [*READY, *(CallProgress(1000, done, 0) for done in range(1001)), BILL]:
+    outputs: list[tuple[str, bool]] = []
+    threads: list[str] = []
+
+    def show(output: MimeBundle, *, is_update: bool) -> None:
+        outputs.append((output["text/plain"], is_update))
+        threads.append(threading.current_thread().name)
+
+    pool = NotebookDisplay(show)
+    for event in [*READY, *(sky.CallProgress(1000, done, 0) for done in range(1001)), BILL]:
         pool(event)
     pool.close()
     pool.close()
-    pool(InfraCreating())
-    assert shown.outputs[0] == ("looking for machines", False)
-    assert shown.outputs[-1] == ("done: 12.3 s, $0.0123 (1 on demand)\n1000 of 1000 calls", True)
-    assert len(shown.outputs) < 20
-    assert shown.threads[0] == threading.current_thread().name
-    assert set(shown.threads[1:]) == {"skyward-notebook"}
+    pool(sky.InfraCreating())
+    assert outputs[0] == ("looking for machines", False)
+    assert outputs[-1] == ("done: 12.3 s, $0.0123 (1 on demand)\n1000 of 1000 calls", True)
+    assert len(outputs) < 20
+    assert (threads[0], {*threads[1:]}) == (threading.current_thread().name, {"skyward-notebook"})
 
 
 def test_a_notebook_that_is_gone_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    """An error of the notebook ends the display's thread; events and `close` go on."""
-
     def show(output: MimeBundle, *, is_update: bool) -> None:
         if is_update:
             raise OSError("the socket is closed")
 
     pool = NotebookDisplay(show)
-    pool(InfraCreating())
-    pool(CallProgress(2, 1, 0))
+    pool(sky.InfraCreating())
+    pool(sky.CallProgress(2, 1, 0))
     wait_until(lambda: "the socket is closed" in caplog.text, "the report")
-    pool(CallProgress(2, 2, 0))
+    pool(sky.CallProgress(2, 2, 0))
     pool.close()
     assert caplog.text.count("the notebook does not take the pool's state") == 1
-
-
-@pytest.mark.parametrize("kind", ["spinner", "log"])
-def test_a_pool_is_one_output_in_a_kernel(
-    kind: str, shell: ZMQInteractiveShell, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """All outputs of a pool have one id, another pool has another one, and nothing is printed."""
-    for _ in range(2):
-        pool = display(kind)
-        pool(InfraCreating())
-        pool(BILL)
-        pool.close()
-    texts, ids, updates = zip(*shell.published, strict=True)
-    assert texts == ("looking for machines", "done: 12.3 s, $0.0123 (1 on demand)") * 2
-    assert updates == (False, True) * 2
-    assert len(set(ids)) == 2
-    assert capsys.readouterr() == ("", "")

@@ -24,6 +24,11 @@ class Recorded:
         self.provider = TracerProvider()
         self.provider.add_span_processor(SimpleSpanProcessor(self._exporter))
 
+    def send(self, events: Iterable[sky.SkywardEvent]) -> None:
+        traces = sky.Traces(self.provider)
+        for event in events:
+            traces(event)
+
     @property
     def spans(self) -> dict[str, ReadableSpan]:
         return {span.name: span for span in self._exporter.get_finished_spans()}
@@ -41,13 +46,7 @@ def recorded() -> Iterator[Recorded]:
     recorded.provider.shutdown()
 
 
-def send(traces: sky.Traces, events: Iterable[sky.SkywardEvent]) -> None:
-    for event in events:
-        traces(event)
-
-
 def test_a_whole_life(recorded: Recorded) -> None:
-    """The phases are below the pool, the machines below their bootstrap, and all below the caller's span."""
     events = [
         sky.InfraCreating("sky-1", Work(system="airflow", workflow="nightly")),
         sky.CandidateRefused(
@@ -64,7 +63,7 @@ def test_a_whole_life(recorded: Recorded) -> None:
         BILL,
     ]
     with recorded.provider.get_tracer("test").start_as_current_span("task"):
-        send(sky.Traces(recorded.provider), events)
+        recorded.send(events)
     phases = ["skyward.provision", "skyward.bootstrap", "skyward.calls", "skyward.release"]
     assert recorded.tree() == {
         "task": "",
@@ -91,9 +90,8 @@ def test_a_whole_life(recorded: Recorded) -> None:
 
 @pytest.mark.parametrize("reached", range(5))
 def test_all_spans_end_with_the_bill_wherever_it_fails(reached: int, recorded: Recorded) -> None:
-    """The pool and the phase that failed have the message as their status."""
     begun = [sky.InfraCreating("sky-1"), *ON_A_NODE, sky.PoolReady("sky-1", 1, 1, 1.0)]
-    send(sky.Traces(recorded.provider), [*begun[: reached + 1], sky.Error("no machine"), BILL])
+    recorded.send([*begun[: reached + 1], sky.Error("no machine"), BILL])
     failed = {name for name, span in recorded.spans.items() if span.status.status_code is StatusCode.ERROR}
     phase = ["skyward.provision", "skyward.bootstrap", "skyward.bootstrap", "skyward.bootstrap", "skyward.calls"]
     assert failed - {"skyward.node"} == {"skyward.pool", phase[reached]}
@@ -105,19 +103,3 @@ def test_without_opentelemetry_the_error_says_what_to_install(monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "opentelemetry.trace", None)
     with pytest.raises(ImportError, match=r"pip install 'skyward-core\[otel\]'"):
         sky.Traces()
-
-
-@pytest.mark.nightly
-def test_a_pool_is_below_the_span_in_which_it_is_opened(recorded: Recorded) -> None:
-    """The events have a thread; spans find the caller's span all the same."""
-    with (
-        recorded.provider.get_tracer("test").start_as_current_span("task"),
-        sky.ComputePool(
-            provider=sky.Local(price_per_hour=3.6), display="quiet", on_event=sky.Traces(recorded.provider)
-        ) as pool,
-    ):
-        assert pool.map(lambda x: 2 * x, [1, 2]) == [2, 4]
-    assert recorded.tree()["skyward.pool"] == "task"
-    attributes = recorded.spans["skyward.pool"].attributes or {}
-    assert attributes["skyward.total_cost"] == pool.cost > 0
-    assert (recorded.spans["skyward.calls"].attributes or {})["skyward.calls.done"] == 2

@@ -1,116 +1,142 @@
 """A pool in a coroutine, with a pool that does what the test says: who opens, who undoes, and what becomes of calls."""
 
 import asyncio
+import functools
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any
 
 import pytest
 
 import skyward_core as sky
 from skyward_core.engine.futures import CallFuture
+from skyward_core.pool.aio import AsyncPool, Broadcast
+from skyward_core.pool.groups import group_results
 from tests.conftest import wait_until
-from tests.unit.pool.test_aio import (  # noqa: F401 - fixtures
-    CONTEXT,
-    ScriptedPool,
-    add,
-    changing,
-    pool,
-    until,
-    use,
-)
 
 LEFT = sky.InstancesLeft("i-1 may still be running", ["i-1"])
+
+
+class ScriptedPool(AsyncPool):
+    """Opens and closes when the test says so, and notes what happens to it."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.may_open, self.may_close = threading.Event(), threading.Event()
+        self.open_error: BaseException | None = None
+        self.close_error: sky.InstancesLeft | None = None
+        self.futures: list[CallFuture[Any]] = []
+        self.stopped: list[str] = []
+        self.names: list[str] = []
+
+    def open(self) -> object:
+        self.done.append("open")
+        assert self.may_open.wait(60)
+        if self.open_error is not None:
+            raise self.open_error
+        self.done.append("opened")
+        return self
+
+    def close(self) -> None:
+        self.done.append("close")
+        assert self.may_close.wait(60)
+        if self.close_error is not None:
+            raise self.close_error
+        self.done.append("closed")
+
+    def hand_over(self) -> sky.InstancesLeft | None:
+        self.done.append("hand over")
+        assert self.may_close.wait(60)
+        self.done.append("closed")
+        return self.close_error
+
+    def terminate_now(self) -> None:
+        self.done.append("terminate")
+
+    def submit_all(self, calls: Iterable[sky.PendingCompute[Any]]) -> list[CallFuture[Any]]:
+        self.futures = [CallFuture[Any](str(number), self.stopped.append) for number, _ in enumerate(calls)]
+        return self.futures
+
+    def submit_broadcast(self, pending: sky.PendingCompute[Any]) -> list[CallFuture[Any]]:
+        self.names.append(pending.fn.__name__)
+        return self.submit_all([pending, pending])
+
+    def broadcast[R](self, pending: sky.PendingCompute[R], *, submit: Broadcast | None = None) -> tuple[R, ...]:
+        assert submit is not None
+        return group_results(submit, pending, 1, lambda _, attempt, loss: self.done.append(f"attempt {attempt}"))
+
+
+@pytest.fixture
+def pool() -> Iterator[ScriptedPool]:
+    pool = ScriptedPool()
+    yield pool
+    pool.may_open.set()
+    pool.may_close.set()
+    wait_until(lambda: not changing(), "the threads of the pool to end")
+
+
+def changing() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "skyward-async"]
+
+
+def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        asyncio.run(test(**fixtures))
+
+    return run
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let the loop turn until something has happened in another thread."""
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 - it waits for a thread
+            await asyncio.sleep(0.001)
+
+
+async def use(pool: ScriptedPool, body: Callable[[], Coroutine[Any, Any, object]] | None = None) -> str:
+    async with pool as same:
+        assert same is pool
+        pool.done.append("block")
+        if body is not None:
+            await body()
+    return "used"
 
 
 # ── opening and closing ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_pool_is_opened_and_closed_in_threads(pool: ScriptedPool) -> None:
-    """The loop turns meanwhile; context variables are those of the task."""
-
-    async def program() -> None:
-        CONTEXT.set("of the task")
-        task = asyncio.create_task(use(pool))
-        await until(lambda: pool.done == ["open"])
-        pool.may_open.set()
-        await until(lambda: pool.done == ["open", "opened", "block", "close"])
-        pool.may_close.set()
-        assert await task == "used"
-
-    asyncio.run(program())
-    assert pool.done[-1] == "closed"
-    assert pool.context == "of the task"
-
-
+@pytest.mark.parametrize("is_left", [True, False], ids=["machines are left", "all are gone"])
 @pytest.mark.parametrize("is_opened", [True, False], ids=["it opens all the same", "it does not open"])
-def test_a_task_that_is_cancelled_while_the_pool_opens_undoes_that(pool: ScriptedPool, is_opened: bool) -> None:
-    """No more is rented; the task ends when all is undone, however often it is cancelled."""
+@in_a_loop
+async def test_a_task_that_is_cancelled_while_the_pool_opens_undoes_that(
+    pool: ScriptedPool, is_opened: bool, is_left: bool
+) -> None:
+    """No more is rented; the task ends when all is undone, however often it is cancelled. A note names what is left."""
+    pool.close_error = LEFT if is_left else None
     if not is_opened:
-        pool.open_error = sky.PoolClosed("terminate_now() was called")
-
-    async def program() -> None:
-        task = asyncio.create_task(use(pool))
-        await until(lambda: pool.done == ["open"])
-        task.cancel()
-        await until(lambda: pool.done == ["open", "terminate"])
+        pool.open_error = LEFT if is_left else sky.PoolClosed("terminate_now() was called")
+    task = asyncio.create_task(use(pool))
+    await until(lambda: pool.done == ["open"])
+    task.cancel()
+    await until(lambda: pool.done == ["open", "terminate"])
+    task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
+    pool.may_open.set()
+    if is_opened:
+        await until(lambda: "hand over" in pool.done)
         task.cancel()
         await asyncio.sleep(0)
         assert not task.done()
-        pool.may_open.set()
-        if is_opened:
-            await until(lambda: "hand over" in pool.done)
-            task.cancel()
-            await asyncio.sleep(0)
-            assert not task.done()
-        pool.may_close.set()
-        with pytest.raises(asyncio.CancelledError) as caught:
-            await task
-        assert not hasattr(caught.value, "__notes__")
-
-    asyncio.run(program())
+    pool.may_close.set()
+    with pytest.raises(asyncio.CancelledError) as caught:
+        await task
+    assert ["i-1" in note for note in getattr(caught.value, "__notes__", [])] == [True] * is_left
     assert pool.done == ["open", "terminate"] + ["opened", "hand over", "closed"] * is_opened
 
 
-def test_a_task_that_is_cancelled_when_the_pool_has_just_opened_closes_it(pool: ScriptedPool) -> None:
-    """The thread has handed the pool over, and the task has not gone on."""
-
-    async def program() -> None:
-        task = asyncio.create_task(use(pool))
-        await until(lambda: pool.done == ["open"])
-        pool.may_open.set()
-        wait_until(lambda: not changing(), "the thread to end")  # the loop does not turn
-        task.cancel()
-        pool.may_close.set()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(program())
-    assert pool.done == ["open", "opened", "hand over", "closed"]
-
-
-@pytest.mark.parametrize("is_opened", [True, False], ids=["it opens all the same", "it does not open"])
-def test_machines_that_are_left_by_a_cancelled_opening_are_named(pool: ScriptedPool, is_opened: bool) -> None:
-    """In a note of the exception."""
-    pool.close_error, pool.open_error = LEFT, None if is_opened else LEFT
-    pool.may_close.set()
-
-    async def program() -> None:
-        task = asyncio.create_task(use(pool))
-        await until(lambda: pool.done == ["open"])
-        task.cancel()
-        await until(lambda: "terminate" in pool.done)
-        pool.may_open.set()
-        with pytest.raises(asyncio.CancelledError) as caught:
-            await task
-        assert "i-1" in caught.value.__notes__[0]
-
-    asyncio.run(program())
-
-
 def test_a_loop_that_ends_while_the_pool_opens_leaves_the_undoing_to_the_thread(pool: ScriptedPool) -> None:
-    """The coroutine is closed and cannot wait for anything."""
-
     async def begin() -> Coroutine[Any, Any, str]:
         using = use(pool)
         using.send(None)  # it lets the loop turn once
@@ -126,72 +152,41 @@ def test_a_loop_that_ends_while_the_pool_opens_leaves_the_undoing_to_the_thread(
     assert pool.done == ["open", "terminate", "opened", "hand over", "closed"]
 
 
-def test_an_error_of_opening_is_raised(pool: ScriptedPool) -> None:
-    """The block does not run, and nothing is closed: `open` has undone all."""
-    pool.open_error = sky.NoCapacity("none")
-    pool.may_open.set()
-    with pytest.raises(sky.NoCapacity):
-        asyncio.run(use(pool))
-    assert pool.done == ["open"]
-
-
-def test_a_task_that_is_cancelled_in_the_block_waits_for_the_close(pool: ScriptedPool) -> None:
+@in_a_loop
+async def test_a_task_that_is_cancelled_in_the_block_waits_for_the_close(pool: ScriptedPool) -> None:
     """A second cancellation does not end the wait; unconfirmed machines are in a note."""
     pool.may_open.set()
     pool.close_error = LEFT
-
-    async def program() -> None:
-        task = asyncio.create_task(use(pool, asyncio.Event().wait))
-        await until(lambda: "block" in pool.done)
-        task.cancel()
-        await until(lambda: "hand over" in pool.done)
-        task.cancel()
-        await asyncio.sleep(0)
-        assert not task.done()
-        pool.may_close.set()
-        with pytest.raises(asyncio.CancelledError) as caught:
-            await task
-        assert "i-1" in caught.value.__notes__[0]
-
-    asyncio.run(program())
+    task = asyncio.create_task(use(pool, asyncio.Event().wait))
+    await until(lambda: "block" in pool.done)
+    task.cancel()
+    await until(lambda: "hand over" in pool.done)
+    task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
+    pool.may_close.set()
+    with pytest.raises(asyncio.CancelledError) as caught:
+        await task
+    assert "i-1" in caught.value.__notes__[0]
     assert pool.done == ["open", "opened", "block", "hand over", "closed"]
 
 
 @pytest.mark.parametrize("is_left", [True, False], ids=["machines are left", "all are gone"])
-def test_a_task_that_is_cancelled_while_the_pool_closes_is_cancelled_after_it(
+@in_a_loop
+async def test_a_task_that_is_cancelled_while_the_pool_closes_is_cancelled_after_it(
     pool: ScriptedPool, is_left: bool
 ) -> None:
     """An error of the close is raised instead: it is about money."""
     pool.may_open.set()
     pool.close_error = LEFT if is_left else None
-
-    async def program() -> None:
-        task = asyncio.create_task(use(pool))
-        await until(lambda: "close" in pool.done)
-        task.cancel()
-        await asyncio.sleep(0)
-        assert not task.done()
-        pool.may_close.set()
-        with pytest.raises(sky.InstancesLeft if is_left else asyncio.CancelledError):
-            await task
-
-    asyncio.run(program())
-
-
-def test_a_time_out_of_asyncio_around_the_pool_is_a_time_out(pool: ScriptedPool) -> None:
-    """The cancellation is not swallowed."""
-    pool.may_open.set()
+    task = asyncio.create_task(use(pool))
+    await until(lambda: "close" in pool.done)
+    task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
     pool.may_close.set()
-
-    async def program() -> None:
-        async with asyncio.timeout(None) as deadline:
-            async with pool:
-                deadline.reschedule(0)
-                await asyncio.Event().wait()
-
-    with pytest.raises(TimeoutError):
-        asyncio.run(program())
-    assert pool.done[-1] == "closed"
+    with pytest.raises(sky.InstancesLeft if is_left else asyncio.CancelledError):
+        await task
 
 
 # ── several pools ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -211,69 +206,55 @@ class ScriptedPools(sky.MultiPool):
         self.second.may_open.set()
 
 
-def test_several_pools_open_and_close_at_the_same_time() -> None:
-    """Each in its own thread: the first waits until the second has begun."""
-
-    async def program() -> None:
-        pools = ScriptedPools()
-        entering = asyncio.ensure_future(pools.__aenter__())
-        await until(lambda: pools.first.done == pools.second.done == ["open"])
-        pools.let_open()
-        assert await entering == (pools.first, pools.second)
-        await pools.__aexit__(None, None, None)
-        assert pools.first.done == pools.second.done == ["open", "opened", "close", "closed"]
-
-    asyncio.run(program())
-
-
-def test_if_one_of_several_pools_fails_to_open_the_others_are_closed() -> None:
-    """Its error is raised."""
-
-    async def program() -> None:
-        pools = ScriptedPools()
-        pools.first.open_error = sky.NoCapacity("none")
-        pools.let_open()
-        with pytest.raises(sky.NoCapacity):
-            async with pools:
-                raise AssertionError
-        assert pools.first.done == ["open"]
-        assert pools.second.done == ["open", "opened", "hand over", "closed"]
-
-    asyncio.run(program())
+@in_a_loop
+async def test_several_pools_open_and_close_at_the_same_time() -> None:
+    pools = ScriptedPools()
+    entering = asyncio.ensure_future(pools.__aenter__())
+    await until(lambda: pools.first.done == pools.second.done == ["open"])
+    pools.let_open()
+    assert await entering == (pools.first, pools.second)
+    await pools.__aexit__(None, None, None)
+    assert pools.first.done == pools.second.done == ["open", "opened", "close", "closed"]
+    pools.second.close_error = LEFT
+    with pytest.raises(ZeroDivisionError) as caught:
+        async with pools:
+            _ = 1 / 0
+    assert [str(LEFT) in note for note in caught.value.__notes__] == [True]
+    assert [pool.done[-1] for pool in (pools.first, pools.second)] == ["closed", "closed"]
 
 
-def test_a_task_that_is_cancelled_while_several_pools_open_closes_all() -> None:
-    """One of them is open by then."""
-
-    async def program() -> None:
-        pools = ScriptedPools()
-        entering = asyncio.ensure_future(pools.__aenter__())
-        pools.first.may_open.set()
-        await until(lambda: pools.first.done[-1:] == ["opened"] and len(asyncio.all_tasks()) == 3)
-        entering.cancel()
-        await until(lambda: "terminate" in pools.second.done)
-        pools.second.may_open.set()
-        with pytest.raises(asyncio.CancelledError):
-            await entering
-        assert [pool.done[-1] for pool in (pools.first, pools.second)] == ["closed", "closed"]
-
-    asyncio.run(program())
+@in_a_loop
+async def test_if_one_of_several_pools_fails_to_open_the_others_are_closed() -> None:
+    pools = ScriptedPools()
+    pools.first.open_error = sky.NoCapacity("none")
+    pools.let_open()
+    with pytest.raises(sky.NoCapacity):
+        async with pools:
+            raise AssertionError
+    assert pools.first.done == ["open"]
+    assert pools.second.done == ["open", "opened", "hand over", "closed"]
 
 
-def test_a_block_of_several_pools_that_fails_closes_all() -> None:
-    """Machines that are left are named in notes of its exception."""
+@in_a_loop
+async def test_a_task_that_is_cancelled_while_several_pools_open_closes_all() -> None:
+    pools = ScriptedPools()
+    entering = asyncio.ensure_future(pools.__aenter__())
+    pools.first.may_open.set()
+    await until(lambda: pools.first.done[-1:] == ["opened"] and len(asyncio.all_tasks()) == 3)
+    entering.cancel()
+    await until(lambda: "terminate" in pools.second.done)
+    pools.second.may_open.set()
+    with pytest.raises(asyncio.CancelledError):
+        await entering
+    assert [pool.done[-1] for pool in (pools.first, pools.second)] == ["closed", "closed"]
 
-    async def program() -> None:
-        pools = ScriptedPools()
-        pools.let_open()
-        pools.second.close_error = LEFT
-        with pytest.raises(ZeroDivisionError) as caught:
-            async with pools:
-                _ = 1 / 0
-        assert [str(LEFT) in note for note in caught.value.__notes__] == [True]
-        assert [pool.done[-1] for pool in (pools.first, pools.second)] == ["closed", "closed"]
 
-    asyncio.run(program())
+# ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@sky.compute
+def add(a: int, b: int) -> int:
+    return a + b
 
 
 async def with_futures(pool: ScriptedPool, call: Coroutine[Any, Any, Any], end: Callable[[], object]) -> Any:
@@ -284,39 +265,23 @@ async def with_futures(pool: ScriptedPool, call: Coroutine[Any, Any, Any], end: 
     return await task
 
 
-def test_every_spelling_gives_results(pool: ScriptedPool) -> None:
-    """`arun` of a call and of a batch, `>>`, `@`, `map`: in the order of the calls, though they end in another one."""
-
+@in_a_loop
+async def test_every_spelling_gives_results(pool: ScriptedPool) -> None:
     def end() -> None:
         for future in reversed(pool.futures):
             future.set_result(int(future.call_id))
 
-    async def program() -> None:
-        for call, expected in [
-            (pool.arun(add(1, 2)), 0),
-            (pool.arun(add(1, 2) & add(3, 4)), (0, 1)),
-            (add(1, 2) >> pool.aio, 0),
-            (sky.gather(add(1, 2), add(1, 2), add(1, 2)) >> pool.aio, (0, 1, 2)),
-            (add(1, 2) @ pool.aio, (0, 1)),
-            (pool.aio.map(add, [1, 2], [3, 4]), [0, 1]),
-        ]:
-            pool.futures = []
-            assert await with_futures(pool, call, end) == expected
-        assert await pool.arun(sky.gather()) == ()
-
-    asyncio.run(program())
-
-
-def test_the_first_error_stops_the_others(pool: ScriptedPool) -> None:
-    """At once, while the others run."""
-
-    async def program() -> None:
-        call = pool.arun(add(1, 2) & add(3, 4))
-        with pytest.raises(ZeroDivisionError):
-            await with_futures(pool, call, lambda: pool.futures[1].set_exception(ZeroDivisionError()))
-
-    asyncio.run(program())
-    assert pool.stopped == ["0"]
+    for call, expected in [
+        (pool.arun(add(1, 2)), 0),
+        (pool.arun(add(1, 2) & add(3, 4)), (0, 1)),
+        (add(1, 2) >> pool.aio, 0),
+        (sky.gather(add(1, 2), add(1, 2), add(1, 2)) >> pool.aio, (0, 1, 2)),
+        (add(1, 2) @ pool.aio, (0, 1)),
+        (pool.aio.map(add, [1, 2], [3, 4]), [0, 1]),
+    ]:
+        pool.futures = []
+        assert await with_futures(pool, call, end) == expected
+    assert await pool.arun(sky.gather()) == ()
 
 
 # ── groups ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -328,30 +293,9 @@ def train() -> int:
     return 1
 
 
-def test_a_group_that_has_lost_a_node_runs_again(pool: ScriptedPool) -> None:
-    """As a whole, when all workers are there, as with `@ pool`."""
-
-    def end() -> None:
-        first = pool.futures
-        first[1].set_exception(sky.NodeLost("node 1"))
-        wait_until(lambda: pool.names[-1] == "_be_there" and pool.futures is not first, "the workers to be asked")
-        second = pool.futures
-        for future in second:
-            future.set_result(None)
-        wait_until(lambda: pool.names[2:] == ["train"] and pool.futures is not second, "the group to run again")
-        for future in pool.futures:
-            future.set_result(int(future.call_id))
-
-    async def program() -> None:
-        assert await with_futures(pool, train() @ pool.aio, end) == (0, 1)
-
-    asyncio.run(program())
-    assert pool.done == ["attempt 2"]
-
-
 @pytest.mark.parametrize("is_submitted", [True, False], ids=["while it runs", "while it is submitted"])
-def test_a_cancelled_task_stops_the_ranks_of_its_group(pool: ScriptedPool, is_submitted: bool) -> None:
-    """All of them, and the task waits until its thread has ended."""
+@in_a_loop
+async def test_a_cancelled_task_stops_the_ranks_of_its_group(pool: ScriptedPool, is_submitted: bool) -> None:
     really, may_submit, begun = pool.submit_broadcast, threading.Event(), threading.Event()
 
     def submit(pending: sky.PendingCompute[Any]) -> list[CallFuture[Any]]:
@@ -363,19 +307,27 @@ def test_a_cancelled_task_stops_the_ranks_of_its_group(pool: ScriptedPool, is_su
         return futures
 
     pool.submit_broadcast = submit  # type: ignore[method-assign]
-
-    async def program() -> None:
-        task = asyncio.create_task(train() @ pool.aio)
-        await until(begun.is_set)
-        if is_submitted:
-            may_submit.set()
-            await until(lambda: pool.futures)
-        task.cancel()
-        await asyncio.sleep(0)
+    task = asyncio.create_task(train() @ pool.aio)
+    await until(begun.is_set)
+    if is_submitted:
         may_submit.set()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert not changing()
-
-    asyncio.run(program())
+        await until(lambda: pool.futures)
+    task.cancel()
+    await asyncio.sleep(0)
+    may_submit.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not changing()
     assert set(pool.stopped) == {"0", "1"}
+
+
+@in_a_loop
+async def test_a_cancelled_task_stops_its_calls(pool: ScriptedPool) -> None:
+    """Those that have not ended."""
+    task = asyncio.create_task(pool.arun(add(1, 2) & add(3, 4)))
+    await until(lambda: pool.futures)
+    pool.futures[0].set_result(1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert pool.stopped == ["1"]

@@ -1,7 +1,6 @@
 """Deadlines of calls on a real pool: `timeout` of calls, batches, `submit`, `map` and `@`."""
 
 import os
-import pickle
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
@@ -55,12 +54,6 @@ def test_a_call_beyond_its_deadline_is_ended_on_its_node(pool: sky.ComputePool, 
     wait_until(lambda: not living(runs), "the process to end")
 
 
-def test_the_error_survives_a_pickle() -> None:
-    """With all that it knows."""
-    error = pickle.loads(pickle.dumps(sky.CallTimedOut("late", 2, 30.0, ["last"])))
-    assert (str(error), error.node, error.timeout_seconds) == ("late\nlast output:\n  last", 2, 30.0)
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -83,7 +76,6 @@ def test_every_way_to_make_calls_takes_a_deadline(
 
 
 def test_a_deadline_that_is_not_reached_changes_nothing(pool: sky.ComputePool) -> None:
-    """Many small calls with a deadline travel in batches, as those without one do."""
     assert pool.map(quick, range(500), timeout=60) == list(range(500))
     futures = [pool.submit(quick(value), timeout=60) for value in range(100)]
     wait(futures)
@@ -91,8 +83,6 @@ def test_a_deadline_that_is_not_reached_changes_nothing(pool: sky.ComputePool) -
 
 
 def test_a_time_out_of_the_functions_own_is_not_that_of_the_call(pool: sky.ComputePool) -> None:
-    """A TimeoutError that it raises keeps its class."""
-
     @sky.compute
     def fails() -> None:
         raise TimeoutError("its own")

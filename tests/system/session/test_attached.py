@@ -1,15 +1,8 @@
-"""Other processes use a pool: they attach, leave, and read calls that outlive their client. Here, and over SSH.
-
-Run as a program, this file is another process: one that opens a pool and starts a call detached, or one that attaches.
-"""
+"""Other clients use a pool: they attach, leave, and read calls that outlive their client. Here, and over SSH."""
 
 import contextlib
-import importlib
-import json
 import os
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
@@ -22,14 +15,13 @@ import pytest
 import skyward_core as sky
 from skyward_core.machines.instances import Lease
 from skyward_core.transport import ssh_transport
+from skyward_core.worker.settings import memory_directory
 from tests.conftest import RecordedEvents, processes_by_tag, shared, wait_until
 from tests.testbed import Fleet
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror
 from tests.testbed.rental import Cloud
 
-LEASE_SECONDS = 10
-REPOSITORY = Path(__file__).parents[3]
 MEGABYTES = 100 << 20
 
 pytestmark = [pytest.mark.timeout(240)]
@@ -48,20 +40,13 @@ def rank() -> int:
 
 @sky.compute
 def runs_until(path: str) -> str:
-    """Print a line, wait for a file to appear, print another line."""
+    """Print a line and report, wait for a file to appear, do it again."""
     print("begun", flush=True)
+    sky.report(step=1, loss=0.5)
     Path(f"{path}-begun").touch()
     while not Path(path).exists():
         time.sleep(0.01)
     print("done")
-    return "end"
-
-
-@sky.compute
-def reports_until(path: str) -> str:
-    sky.report(step=1, loss=0.5)
-    while not Path(path).exists():
-        time.sleep(0.01)
     sky.report(step=2, loss=0.25, accuracy=1)
     return "end"
 
@@ -92,18 +77,13 @@ def touched(path: str) -> None:
     Path(path).touch()
 
 
-@sky.compute
-def crashing() -> None:
-    os._exit(3)
-
-
 # ── pools that another process has opened ────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture(scope="module")
 def opened_pool() -> Iterator[sky.ComputePool]:
     """Two local nodes, opened by a pool that does not attach."""
-    with shared(sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", lease_seconds=30)) as pool:
+    with shared(sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", lease_seconds=60)) as pool:
         yield pool
 
 
@@ -117,46 +97,29 @@ def attached_pool(opened_pool: sky.ComputePool) -> Iterator[sky.ComputePool]:
 @pytest.mark.parametrize(
     "form", [lambda lease: lease, lambda lease: lease.model_dump_json(), lambda lease: lease.model_dump(mode="json")]
 )
-def test_an_attached_pool_computes(opened_pool: sky.ComputePool, form: Callable[[Lease], Any]) -> None:
-    """From the lease, its JSON or a dict: run, map, broadcast and submit work, and emit their lines here.
-
-    Leaving it leaves the opener's pool open.
-    """
-    recorded, elsewhere = RecordedEvents(), RecordedEvents()
-    with (
-        sky.ComputePool.attach(form(opened_pool.lease), on_event=recorded) as pool,
-        sky.ComputePool.attach(opened_pool.lease, on_event=elsewhere),
-    ):
+def test_attached_pools_compute_and_get_only_their_own_results_and_lines(
+    opened_pool: sky.ComputePool, form: Callable[[Lease], Any]
+) -> None:
+    recorders = [RecordedEvents() for _ in range(3)]
+    with contextlib.ExitStack() as stack:
+        attach = lambda sink: stack.enter_context(sky.ComputePool.attach(form(opened_pool.lease), on_event=sink))
+        pools = [attach(sink) for sink in recorders]
+        bases = range(0, 3000, 1000)
+        futures = [pool.submit_all(map(doubled, range(n, n + 100))) for pool, n in zip(pools, bases, strict=True)]
+        for its, n in zip(futures, bases, strict=True):
+            assert [future.result(60) for future in its] == [2 * number for number in range(n, n + 100)]
+        pool = pools[0]
         assert (pool.is_active, pool.instance_count, pool.lease) == (True, 2, opened_pool.lease)
         assert doubled(4) >> pool == 8
         assert rank() @ pool == (0, 1)
         assert pool.map(doubled, range(50)) == [2 * number for number in range(50)]
-        call = pool.submit(doubled(1))
-        assert call.result() == 2
-        assert recorded.lines(call.call_id) == ["twice 1"]
-        assert elsewhere.of(sky.LogLine) == []
+    for sink, n in zip(recorders[1:], bases[1:], strict=True):
+        assert {event.line for event in sink.of(sky.LogLine)} == {f"twice {number}" for number in range(n, n + 100)}
     assert not pool.is_active
     with pytest.raises(sky.PoolClosed):
         doubled(1) >> pool
     pool.close()
     assert doubled(5) >> opened_pool == 10
-
-
-def test_clients_get_only_their_own_results_and_lines(opened_pool: sky.ComputePool) -> None:
-    """Three clients run maps at the same time. Each gets its own results, and the lines of its own calls only."""
-    recorders = [RecordedEvents() for _ in range(3)]
-    with contextlib.ExitStack() as stack:
-        pools = [stack.enter_context(sky.ComputePool.attach(opened_pool.lease, on_event=sink)) for sink in recorders]
-        futures = [
-            pool.submit_all([doubled(1000 * index + number) for number in range(100)])
-            for index, pool in enumerate(pools)
-        ]
-        for index, its in enumerate(futures):
-            assert [future.result(30) for future in its] == [2 * (1000 * index + number) for number in range(100)]
-    for index, sink in enumerate(recorders):
-        assert {event.line for event in sink.of(sky.LogLine)} == {
-            f"twice {1000 * index + number}" for number in range(100)
-        }
 
 
 def test_the_calls_of_a_client_that_leaves_are_ended(opened_pool: sky.ComputePool, tmp_path: Path) -> None:
@@ -172,108 +135,58 @@ def test_the_calls_of_a_client_that_leaves_are_ended(opened_pool: sky.ComputePoo
     for future in futures:
         with pytest.raises(sky.PoolClosed):
             future.result(0)
-    assert opened_pool.submit(doubled(3)).result(30) == 6
+    assert opened_pool.submit(doubled(3)).result(60) == 6
     assert not (tmp_path / "never").exists()
-
-
-def test_the_calls_of_a_killed_client_free_their_slots(tmp_path: Path) -> None:
-    """After kill -9 of an attached client, its running calls are stopped when it has been silent for one lease, and the
-    slot is free.
-    """
-    with sky.ComputePool(provider=sky.Local(), display="quiet", lease_seconds=LEASE_SECONDS) as pool:
-        with other_process("attach-and-wait", str(tmp_path / "never")) as client:
-            assert client.stdin is not None
-            assert client.stdout is not None
-            client.stdin.write(pool.lease.model_dump_json() + "\n")
-            client.stdin.flush()
-            assert client.stdout.readline() == "attached\n"
-            wait_until(lambda: (tmp_path / "never-begun").exists(), "its call to run")
-            client.send_signal(signal.SIGKILL)
-            client.wait(60)
-            assert pool.submit(doubled(4)).result(LEASE_SECONDS + 40) == 8
-
-
-@pytest.mark.parametrize("lease_seconds", [0.0, -1.0, float("inf"), float("nan"), 1e12])
-def test_a_lease_that_is_no_time_is_refused(opened_pool: sky.ComputePool, lease_seconds: float) -> None:
-    """The check is before any action, so the pool does not change."""
-    with pytest.raises(sky.BadRequest, match="lease_seconds="):
-        opened_pool.detach(lease_seconds)
-    assert opened_pool.is_active
 
 
 # ── detached calls ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_detached_call_has_the_metrics_that_it_reported(
+def test_a_detached_call_has_state_lines_and_metrics(
     opened_pool: sky.ComputePool, attached_pool: sky.ComputePool, tmp_path: Path
 ) -> None:
-    go = tmp_path / "go"
-    started = opened_pool.start_detached(reports_until(str(go)))
-    found = attached_pool.detached_call(started.call_id)
-    wait_until(lambda: found.metrics() == (1, {"loss": 0.5}), "the first report")
-    go.touch()
-    assert found.result(30) == "end"
-    assert found.metrics() == (2, {"loss": 0.25, "accuracy": 1.0})
-    found.forget()
-
-
-def test_a_detached_call_has_a_state_and_a_log(
-    opened_pool: sky.ComputePool, attached_pool: sky.ComputePool, tmp_path: Path
-) -> None:
-    """A process that has the id sees it run, reads its lines from the start or from an offset, and gets its result.
-
-    The result can be read more than once, until the call is forgotten.
-    """
     go = tmp_path / "go"
     started = opened_pool.start_detached(runs_until(str(go)))
     found = attached_pool.detached_call(started.call_id)
-    wait_until(lambda: found.log() == ["begun"], "the first line")
+    wait_until(lambda: found.log() == ["begun"] and found.metrics() == (1, {"loss": 0.5}), "the first line and report")
     assert (found.state, started.state) == ("running", "running")
     with pytest.raises(TimeoutError, match=r"is running after 0\.05 s"):
         found.result(0.05)
     go.touch()
     for call in (found, started, attached_pool.detached_call(started.call_id)):
-        assert [call.result(30), call.result(30)] == ["end", "end"]
+        assert [call.result(60), call.result(60)] == ["end", "end"]
         assert (call.state, call.log(), call.log(1), call.log(2)) == ("ended", ["begun", "done"], ["done"], [])
+        assert call.metrics() == (2, {"loss": 0.25, "accuracy": 1.0})
     assert started.call_id in [call.call_id for call in attached_pool.detached_calls()]
     assert started.call_id in repr(found)
     found.forget()
-    for forgotten in (
-        found.result,
-        started.log,
-        lambda: started.state,
-        lambda: opened_pool.detached_call(started.call_id),
-    ):
+    for read in (found.result, started.log, lambda: started.state, lambda: opened_pool.detached_call(started.call_id)):
         with pytest.raises(sky.BadRequest, match="knows of no call"):
-            forgotten()
+            read()
     assert attached_pool.detached_calls() == []
 
 
 def test_a_detached_call_that_fails(opened_pool: sky.ComputePool, attached_pool: sky.ComputePool) -> None:
-    """Each read of its result raises its own exception, with its traceback; a process that died raises an error for
-    that.
-    """
     call = opened_pool.start_detached(failing())
     for known in (call, attached_pool.detached_call(call.call_id)):
         with pytest.raises(LookupError, match="nothing here") as caught:
-            known.result(30)
+            known.result(60)
         assert "in failing" in str(caught.value.__cause__)
         assert (known.state, known.log()[0]) == ("ended", "about to fail")
     call.forget()
-    dead = attached_pool.start_detached(crashing())
+    dead = attached_pool.start_detached(sky.compute(os._exit)(3))
     with pytest.raises(sky.CallCrashed, match="exit code 3"):
-        dead.result(30)
+        dead.result(60)
     dead.forget()
 
 
 def test_any_client_can_read_a_large_result_until_it_is_forgotten(
     opened_pool: sky.ComputePool, attached_pool: sky.ComputePool
 ) -> None:
-    """A hundred megabytes stay in the node's memory, two clients read them twice, and they are freed with the call."""
     call = opened_pool.start_detached(ones(MEGABYTES))
     for known in (call, attached_pool.detached_call(call.call_id)):
         for _ in range(2):
-            array = known.result(30)
+            array = known.result(60)
             assert (array.nbytes, array.sum()) == (MEGABYTES, MEGABYTES / 8)
             array += 1  # the reader's own copy
     assert held_bytes(opened_pool) >= MEGABYTES
@@ -294,58 +207,54 @@ def test_a_detached_call_that_waits_is_cancelled(
     attached_pool.detached_call(running[0].call_id).cancel()
     for call in (running[0], *waiting):
         with pytest.raises(CancelledError, match=call.call_id):
-            call.result(30)
+            call.result(60)
         assert call.state == "cancelled"
     assert running[1].state == "running"
     (tmp_path / "go1").touch()
-    assert running[1].result(30) == "end"
+    assert running[1].result(60) == "end"
     running[1].cancel()
-    assert (running[1].state, running[1].result(30)) == ("ended", "end")
+    assert (running[1].state, running[1].result(60)) == ("ended", "end")
     assert list(tmp_path.glob("never*")) == []
     assert doubled(1) @ opened_pool == (2, 2)
     for call in (*running, *waiting):
         call.forget()
 
 
-def test_unknown_ids_and_objects_are_refused(attached_pool: sky.ComputePool) -> None:
-    """An id of another pool is refused, and so is an object that is no pending call."""
+def test_what_cannot_be_is_refused(opened_pool: sky.ComputePool, attached_pool: sky.ComputePool) -> None:
+    """The check is before any action, so the pools do not change."""
     with pytest.raises(sky.BadRequest, match="knows of no call"):
         attached_pool.detached_call("0" * 32)
     with pytest.raises(TypeError, match="pending"):
         attached_pool.start_detached(doubled)  # pyright: ignore
     with pytest.raises(sky.PoolClosed, match="left by closing it"):
         attached_pool.detach()
+    for lease_seconds in (0.0, -1.0, float("inf"), float("nan"), 1e12):
+        with pytest.raises(sky.BadRequest, match="lease_seconds="):
+            opened_pool.detach(lease_seconds)
+    assert doubled(1) @ attached_pool == doubled(1) @ opened_pool == (2, 2)
 
 
 def test_a_detached_pool_can_be_attached_to() -> None:
-    """The opener detaches: its pool lives for the lease that remains, another process uses it, and without a client it
-    ends.
-    """
-    pool = sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", lease_seconds=LEASE_SECONDS).open()
+    pool = sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", lease_seconds=60).open()
     waiting = pool.submit(steps(600))
     kept = pool.start_detached(steps(10))
-    with other_process("attach", kept.call_id) as attached:
-        assert attached.stdout is not None
-        # importing all modules may take longer than the remaining lease
-        assert attached.stdout.readline() == "ready\n"
-        lease = pool.detach()
-        ids = {node.instance.id for node in lease.nodes}
+    lease = pool.detach()
+    ids = {node.instance.id for node in lease.nodes}
+    try:
         assert not pool.is_active
         assert lease.expires_at is not None
-        assert 0 < (lease.expires_at - datetime.now(UTC)).total_seconds() <= LEASE_SECONDS
-        with pytest.raises(sky.PoolClosed):
-            waiting.result(0)
-        with pytest.raises(sky.PoolClosed):
-            pool.detach()
+        assert 0 < (lease.expires_at - datetime.now(UTC)).total_seconds() <= 60
+        for use in (lambda: waiting.result(0), pool.detach):
+            with pytest.raises(sky.PoolClosed):
+                use()
         assert living(ids) == ids
-        output, _ = attached.communicate(lease.model_dump_json(), timeout=60)
-    assert json.loads(output) == {
-        "ranks": [0, 1],
-        "doubled": [0, 2, 4],
-        "result": "walked",
-        "log": [f"step {number}" for number in range(8, 10)],
-    }
-    wait_until(lambda: not living(ids), "the nodes to end themselves", LEASE_SECONDS + 25)
+        with sky.ComputePool.attach(lease.model_dump_json()) as attached:
+            call = attached.detached_call(kept.call_id)
+            assert (call.result(60), call.log(8)) == ("walked", ["step 8", "step 9"])
+            assert (rank() @ attached, attached.map(doubled, range(3))) == ((0, 1), [0, 2, 4])
+    finally:
+        sky.release(lease.pool_id)
+    wait_until(lambda: not living(ids), "the nodes to end")
 
 
 # ── over SSH ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -355,10 +264,7 @@ def test_a_detached_pool_can_be_attached_to() -> None:
 def rented_pool(fleet: Fleet, mirror: Mirror) -> Iterator[sky.ComputePool]:
     """Two machines of a cloud."""
     cloud = Cloud(fleet, prepare=mirror.configure)
-    image = sky.Image(pip=["numpy"])
-    with shared(
-        sky.ComputePool(provider=cloud.provider(), nodes=2, image=image, display="quiet", provision_timeout=90)
-    ) as pool:
+    with shared(sky.ComputePool(provider=cloud.provider(), nodes=2, display="quiet", provision_timeout=90)) as pool:
         yield pool
     cloud.close()
 
@@ -385,29 +291,16 @@ def test_over_ssh_a_wrong_key_is_refused(
 def test_over_ssh_a_node_that_has_ended_is_left_out(
     rented_pool: sky.ComputePool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The lease names a node that the second machine does not run. The head is used without it, for every call on all
-    nodes.
-    """
-    lease = rented_pool.lease.model_dump_json().replace(rented_pool.lease.nodes[1].instance.id, "rental-000000000000")
+    """The lease names a node that a machine does not run. Without the head NodeLost says that the lease has expired."""
+    lease, nodes = rented_pool.lease.model_dump_json(), rented_pool.lease.nodes
+    lease = lease.replace(nodes[1].instance.id, "rental-000000000000")
     with sky.ComputePool.attach(lease, is_trusted=True) as pool:
         assert [node.rank for node in pool.lease.nodes] == [0]
         assert rank() @ pool == (0,)
-        assert doubled(2) >> pool == 4
     assert "(rental-000000000000) is not there, and the pool is attached to without it" in caplog.text
-    assert rank() @ rented_pool == (0, 1)
-
-
-def test_over_ssh_a_stale_lease_is_an_error(rented_pool: sky.ComputePool) -> None:
-    """The machines run, without the node that the lease names: NodeLost says that the lease has expired."""
-    lease = rented_pool.lease.model_dump_json()
-    for node in rented_pool.lease.nodes:
-        lease = lease.replace(node.instance.id, "rental-000000000000")
     with pytest.raises(sky.NodeLost, match="is not there any more"):
-        sky.ComputePool.attach(lease, is_trusted=True)
-    assert doubled(2) >> rented_pool == 4
-
-
-# ── other processes ──────────────────────────────────────────────────────────────────────────────────────────────────
+        sky.ComputePool.attach(lease.replace(nodes[0].instance.id, "rental-000000000000"), is_trusted=True)
+    assert rank() @ rented_pool == (0, 1)
 
 
 def living(ids: set[str]) -> set[str]:
@@ -416,63 +309,10 @@ def living(ids: set[str]) -> set[str]:
 
 
 def held_bytes(pool: sky.ComputePool) -> int:
-    """Return what the nodes of a local pool hold in this machine's memory."""
-    ids = {node.instance.id for node in pool.lease.nodes}
-    folders = [
-        folder for folder in Path("/dev/shm").iterdir() if any(folder.name.endswith(instance_id) for instance_id in ids)
-    ]
+    """Return how much memory the values of a local pool take on this machine."""
     held = 0
-    for path in (path for folder in folders for path in folder.rglob("*")):
-        with contextlib.suppress(FileNotFoundError):  # a value is freed while the test reads
-            held += path.stat().st_size if path.is_file() else 0
+    for node in pool.lease.nodes:
+        for path in Path(memory_directory(node.instance.id)).rglob("*"):
+            with contextlib.suppress(FileNotFoundError):  # a value is freed while the test reads
+                held += path.stat().st_size
     return held
-
-
-@contextlib.contextmanager
-def other_process(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
-    """Run this file as a program; it does not outlive the block."""
-    argv = [sys.executable, "-m", "tests.system.session.test_attached", *arguments]
-    process = subprocess.Popen(argv, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate(timeout=60)
-
-
-def open_and_wait(path: str) -> None:
-    """Open a pool, start a call detached, print both, and wait to be killed."""
-    pool = sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", lease_seconds=LEASE_SECONDS).open()
-    call = pool.start_detached(runs_until(path))
-    wait_until(lambda: call.log(), "the call to run")
-    print(f"{pool.lease.model_dump_json()}\n{call.call_id}", flush=True)
-    time.sleep(60)
-
-
-def attach_and_wait(path: str) -> None:
-    """Attach to the pool whose lease is on the first line of stdin, start a call that does not end, print a line, and
-    wait to be killed.
-    """
-    with sky.ComputePool.attach(sys.stdin.readline()) as pool:
-        pool.submit(runs_until(path))
-        print("attached", flush=True)
-        time.sleep(60)
-
-
-def attach(call_id: str) -> None:
-    """Print that this has begun, use the pool whose lease is on stdin, and print its output."""
-    importlib.import_module("skyward_core.engine.cluster")  # and Dask with it
-    print("ready", flush=True)
-    with sky.ComputePool.attach(sys.stdin.read(), lease_seconds=LEASE_SECONDS) as pool:
-        call = pool.detached_call(call_id)
-        found = {
-            "ranks": rank() @ pool,
-            "doubled": pool.map(doubled, range(3)),
-            "result": call.result(30),
-            "log": call.log(8),
-        }
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    {"open": open_and_wait, "attach": attach, "attach-and-wait": attach_and_wait}[sys.argv[1]](*sys.argv[2:])

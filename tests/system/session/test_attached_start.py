@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 
+from skyward_core.compute import PendingCompute
 from skyward_core.engine import cluster as engine_cluster
-from skyward_core.errors import NodeLost, Unreachable
+from skyward_core.engine.certificates import PoolCertificate
+from skyward_core.engine.cluster import Cluster
+from skyward_core.errors import CommandFailed, CommandTimedOut, NodeLost, Unreachable
 from skyward_core.events.queue import EventQueue
 from skyward_core.session import attached as module
 from skyward_core.session.attached import Attached
-from tests.system.session.test_attached_keeping import lease
+from tests.session.attached import RANKS, lease
 
 SETTINGS = {"tls_certificate": "", "tls_key": "", "instance_id": "i-0", "pool_id": "p"}
 
@@ -20,7 +23,7 @@ class World:
     """A head that answers, with a scheduler that does not."""
 
     def __init__(self) -> None:
-        self.lives = [True]
+        self.lives: list[bool | None] = [True]
         """The answers of the head, in their order; the last one stays."""
         self.unread: Exception | None = None
         self.connected = 0
@@ -58,19 +61,50 @@ def attach(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     it.start(5.0)
 
 
-@pytest.mark.parametrize("lives", [True, None])
+@pytest.mark.parametrize(
+    ("lives", "error", "words"),
+    [
+        (True, Unreachable, "does not answer, although its head lives"),
+        (None, Unreachable, "does not answer, although its head lives"),
+        (False, NodeLost, "is not there any more, or has another head"),
+    ],
+)
 def test_a_scheduler_that_does_not_answer_is_busy_while_its_head_lives(
-    world: World, monkeypatch: pytest.MonkeyPatch, lives: bool | None
+    world: World, monkeypatch: pytest.MonkeyPatch, lives: bool | None, error: type[Exception], words: str
 ) -> None:
     """Whoever waits for the pool tries again, and gives nothing up."""
-    world.lives = [True, lives]  # type: ignore[list-item]
-    with pytest.raises(Unreachable, match="does not answer, although its head lives"):
+    world.lives = [True, lives]
+    with pytest.raises(error, match=words):
         attach(world, monkeypatch)
     assert world.connected == 1
 
 
-def test_a_scheduler_whose_head_has_died_meanwhile_is_gone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    world.lives = [True, False]
-    with pytest.raises(NodeLost, match="is not there any more, or has another head"):
+@pytest.mark.parametrize(
+    ("unread", "error"),
+    [
+        (FileNotFoundError(2, "no such file"), NodeLost),
+        (CommandFailed("cat: no such file"), NodeLost),
+        (CommandTimedOut("no answer within 30 s"), Unreachable),
+        (OSError(24, "Too many open files"), Unreachable),
+    ],
+)
+def test_a_head_that_cannot_be_asked_is_not_gone(
+    world: World, monkeypatch: pytest.MonkeyPatch, unread: Exception, error: type[Exception]
+) -> None:
+    """A missing file says that it has ended; a lack of time or of files on this side says nothing."""
+    world.unread = unread
+    with pytest.raises(error):
         attach(world, monkeypatch)
-    assert world.connected == 1
+    assert world.connected == 0
+
+
+def test_broadcasts_use_all_nodes_after_another_process_has_taken_the_pool() -> None:
+    """They would return no result at all, and no error, if they had no ranks."""
+    attached = Attached(lease(), None, None, 60.0, 0, EventQueue(lambda _: None))
+    attached.cluster = cluster = Cluster(attached.lease, PoolCertificate("", ""), attached.transports, attached.emit)
+    attached.is_running = True
+    cluster.keep(None, None, RANKS)
+    attached.keep(SimpleNamespace(cut=lambda: None))  # type: ignore[arg-type]
+    attached.keep_no_more()
+    assert len(cluster.broadcast(PendingCompute(abs, (1,)))) == len(RANKS)
+    attached.stop("the test has ended")

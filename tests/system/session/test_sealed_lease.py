@@ -1,7 +1,5 @@
 """The sealed lease in the ledger: when it is written, what it opens, and that nothing altered is ever used."""
 
-from __future__ import annotations
-
 import base64
 import json
 import subprocess
@@ -24,7 +22,7 @@ from skyward_core.machines.instances import Lease
 from skyward_core.machines.owner import Owner
 from skyward_core.machines.signing import signed
 from skyward_core.pool.claim import verified_claim
-from skyward_core.session.sealed_lease import PoolKeys, SharedLease, exists, find_keys, find_lease
+from skyward_core.session.sealed_lease import PoolKeys, SharedLease, find_keys, find_lease
 from skyward_core.worker.masking import SecretValues
 from tests.conftest import examples
 from tests.unit.machines.test_signing import lease as lease_of
@@ -32,7 +30,6 @@ from tests.unit.machines.test_signing import lease as lease_of
 POOL = "sky-signed"
 CERTIFICATE = PoolCertificate("-----BEGIN CERTIFICATE-----", "-----BEGIN PRIVATE KEY-----")
 SECRET = base64.b64encode(b"k" * 32).decode()
-EARLIER = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 @pytest.fixture(scope="module")
@@ -180,24 +177,28 @@ def test_a_pool_that_is_not_there_is_not_attached_to(ledger: Ledger, key: Path) 
         sky.ComputePool.attach(POOL)
 
 
-def test_a_path_that_cannot_be_looked_at_does_not_exist() -> None:
-    """An altered lease may have any text as a path."""
-    assert not exists("x" * 5000)
-    assert not exists("~nobody-of-this-name/key")
-    assert not exists("a\0b")
-
-
 # ── what the owner writes ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_lease_is_written_when_it_is_shared_and_when_it_changes(ledger: Ledger, key: Path) -> None:
-    """Not before, and not again while it is the same."""
+def test_a_lease_is_written_when_it_is_shared_and_when_it_changes(
+    ledger: Ledger, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not before, and not again while it is the same. The clock's next turn makes a write that has failed."""
     first, second = over_ssh(key), over_ssh(key, host="gpu-2")
     lease = writer(ledger)
     lease.keep_current(first)
     assert ledger.sealed_lease(POOL) is None
-    lease.share(first)
+
+    def away(*_: object, **__: object) -> None:
+        raise sky.LedgerError("the server is being restarted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "seal_lease", away)
+        with pytest.raises(sky.LedgerError):
+            lease.share(first)
+    lease.keep_current(first)
     written = ledger.sealed_lease(POOL)
+    assert find_lease(POOL)[0] == first
     lease.keep_current(first)
     lease.keep_current(None)
     assert ledger.sealed_lease(POOL) == written
@@ -210,27 +211,9 @@ def test_a_lease_is_written_when_it_is_shared_and_when_it_changes(ledger: Ledger
     assert ledger.sealed_lease(POOL) is None
 
 
-def test_a_write_that_fails_is_made_by_the_next_turn(
-    ledger: Ledger, key: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An outage of the ledger is an error of `share`; the clock's next turn writes the lease."""
-    lease = writer(ledger)
-
-    def away(*_: object, **__: object) -> None:
-        raise sky.LedgerError("the server is being restarted")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Ledger, "seal_lease", away)
-        with pytest.raises(sky.LedgerError):
-            lease.share(over_ssh(key))
-    lease.keep_current(over_ssh(key))
-    assert find_lease(POOL)[0].pool_id == POOL
-
-
 def test_without_a_place_for_a_key_the_pool_is_not_shared(
     ledger: Ledger, key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pool works, and one warning says what to set."""
     monkeypatch.delenv("SKYWARD_SECRET_KEY")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
@@ -245,7 +228,6 @@ def test_without_a_place_for_a_key_the_pool_is_not_shared(
 
 
 def test_a_malformed_secret_is_refused_before_anything_is_rented(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says how to make a key."""
     monkeypatch.setenv("SKYWARD_SECRET_KEY", "hunter2")
     monkeypatch.setattr(sky.Local, "launch", lambda *_: pytest.fail("a machine was launched"))
     with pytest.raises(sky.BadRequest, match="openssl rand -base64 32") as caught:
@@ -273,63 +255,20 @@ def test_rows_that_were_swapped_are_refused(ledger: Ledger, key: Path) -> None:
     ledger.seal_lease("sky-hers", second.lease_json, second.sealed)
     with pytest.raises(sky.LeaseTampered, match="belongs to another pool"):
         sky.ComputePool.attach("sky-hers")
+    shared(ledger, over_ssh(key).model_copy(update={"pool_id": "sky-other"}))  # by a holder of the secret
+    with pytest.raises(sky.LeaseTampered, match="that of another pool"):
+        sky.ComputePool.attach(POOL)
     alter(ledger, "sealed", b"\x00\xff")
     for use in (lambda: sky.ComputePool.attach(POOL), lambda: find_keys(over_ssh("/elsewhere/key"))):
         with pytest.raises(sky.LeaseTampered):
             use()
 
 
-def test_a_holder_of_the_secret_cannot_put_a_lease_on_another_pool(ledger: Ledger, key: Path) -> None:
-    """A session with a wrong id would do that: the lease must name the pool that was asked for."""
-    other = over_ssh(key).model_copy(update={"pool_id": "sky-other"})
-    shared(ledger, other)
-    with pytest.raises(sky.LeaseTampered, match="that of another pool"):
-        sky.ComputePool.attach(POOL)
-
-
-def characters_altered(original: str) -> st.SearchStrategy[str]:
-    """Another bit or character at one place, a part left out, or more behind it."""
-
-    @st.composite
-    def altered(draw: st.DrawFn) -> str:
-        place = draw(st.integers(0, len(original) - 1))
-        rest = original[place + 1 :]
-        other = draw(
-            st.one_of(
-                st.integers(0, 6).map(lambda bit: chr(ord(original[place]) ^ 1 << bit)), st.characters(), st.just("")
-            )
-        )
-        return original[:place] + other + (rest if draw(st.booleans()) else rest[::-1])
-
-    return altered().filter(lambda text: text != original)
-
-
 GENERATED = settings(
-    max_examples=examples(1000), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(1000),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-
-
-@pytest.mark.generated
-@GENERATED
-@given(data=st.data())
-def test_an_altered_lease_is_never_used(key: Path, data: st.DataObject) -> None:
-    """Any character of its JSON: it is refused with a CredentialsError, or means the same as before (a space, another
-    spelling of a time, the path of the key, which is not signed).
-    """
-    claim = signed(over_ssh(key))
-    changed = data.draw(characters_altered(claim.model_dump_json()))
-    try:
-        found, _ = verified_claim(changed, has_key=True, is_trusted=False)
-    except sky.CredentialsError:
-        return
-    assert found.with_key("") == claim.with_key("")
-
-
-@pytest.mark.parametrize("value", [b"\x80", b"local", object()], ids=["no text", "bytes", "object"])
-def test_a_value_without_json_is_no_part_of_a_lease(key: Path, value: object) -> None:
-    fields = signed(over_ssh(key)).model_dump(mode="json")
-    with pytest.raises(sky.LeaseTampered):
-        verified_claim({**fields, "provider": {**fields["provider"], "name": value}}, has_key=True, is_trusted=False)
 
 
 @pytest.mark.generated

@@ -1,8 +1,4 @@
-"""One session of a pool: which end wins when two threads end it in different ways, and the message at the program's
-end.
-"""
-
-from __future__ import annotations
+"""One session of a pool: which end wins when two threads end it in different ways, and the message at the end."""
 
 import contextlib
 import logging
@@ -101,24 +97,20 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 GIVEN_BACK = ["closed with BudgetExceeded", "released", "written down"]
 
 
-def test_a_pool_that_has_ended_itself_is_not_detached(world: World) -> None:
-    """A thread that detaches it gets the reason of the end, once the machines are gone."""
-    world.stop()
-    with pytest.raises(sky.BudgetExceeded, match="used up"):
-        world.opened.detach(600)
-    assert world.done == GIVEN_BACK
-    assert world.opened.is_released
-
-
-def test_a_pool_whose_money_is_used_up_while_it_is_detached_ends(world: World) -> None:
+@pytest.mark.parametrize("moment", ["before", "nodes informed"])
+def test_a_pool_whose_money_is_used_up_is_not_detached(world: World, moment: str) -> None:
     """Until the transaction commits, the owner can end the pool: the nodes receive their end again, the machines end,
     and no lease is returned.
     """
-    world.hooks["nodes informed"] = world.stop
+    if moment == "before":
+        world.stop()
+    else:
+        world.hooks[moment] = world.stop
     with pytest.raises(sky.BudgetExceeded, match="used up"):
         world.opened.detach(600)
-    assert world.done == ["nodes informed", "nodes informed again", *GIVEN_BACK]
-    assert not world.opened.is_running
+    informed = [] if moment == "before" else ["nodes informed", "nodes informed again"]
+    assert world.done == [*informed, *GIVEN_BACK]
+    assert (world.opened.is_running, world.opened.is_released) == (False, True)
     assert world.opened.events.flush()
     assert len(world.recorded.of(CostFinal)) == 1
 
@@ -137,30 +129,17 @@ def test_a_pool_that_was_detached_is_not_stopped(world: World) -> None:
     assert world.opened.is_released
 
 
-def test_a_stop_wins_over_a_detach_that_the_ledger_refuses(world: World) -> None:
-    """The pool is open again only until then."""
-
-    def refuses() -> None:
-        world.stop()
-        raise sky.LedgerError("the disk is full")
-
-    world.hooks["nodes informed"] = lambda: None
-    world.hooks["ledger updated"] = refuses
-    with pytest.raises(sky.LedgerError):
-        world.opened.detach(600)
-    assert world.opened.is_running  # no request was waiting: the clock checks again in a second
-    world.stop()
-    assert world.done == ["nodes informed", "ledger updated", "nodes informed again", *GIVEN_BACK]
-
-
 def test_a_detach_that_fails_leaves_the_pool_open(world: World) -> None:
-    """The same holds for an interrupt."""
-    for error in (sky.Unreachable("node 1 does not answer"), KeyboardInterrupt()):
+    for error, moment in (
+        (sky.Unreachable("node 1 does not answer"), "nodes informed"),
+        (KeyboardInterrupt(), "nodes informed"),
+        (sky.LedgerError("the disk is full"), "ledger updated"),
+    ):
 
         def fails(error: BaseException = error) -> None:
             raise error
 
-        world.hooks["nodes informed"] = fails
+        world.hooks[moment] = fails
         with pytest.raises(type(error)):
             world.opened.detach(600)
         assert world.opened.is_running
@@ -170,9 +149,7 @@ def test_a_detach_that_fails_leaves_the_pool_open(world: World) -> None:
 
 @pytest.mark.parametrize("moment", ["nodes informed", "ledger updated"])
 def test_a_signal_handler_may_close_a_pool_that_is_being_detached(world: World, moment: str) -> None:
-    """The handler runs in the thread that detaches. Neither waits for the other, and no lease of ended machines is
-    returned.
-    """
+    """It runs in the thread that detaches. Neither waits for the other, and no lease of ended machines is returned."""
     world.hooks[moment] = lambda: world.opened.stop("the pool was closed")
     with pytest.raises(sky.PoolClosed, match="closed while it was detached"):
         world.opened.detach(600)

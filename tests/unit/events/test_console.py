@@ -8,38 +8,16 @@ from typing import override
 
 import pytest
 
+import skyward_core as sky
 from skyward_core.events.console import display
-from skyward_core.events.events import (
-    BootstrapCompleted,
-    BootstrapProgress,
-    BootstrapStarting,
-    BudgetWarning,
-    CallProgress,
-    CallRetrying,
-    ClusterRestarting,
-    CostFinal,
-    CostUpdate,
-    Error,
-    InfraCreated,
-    InfraCreating,
-    InstanceLaunching,
-    InstanceLost,
-    InstanceProvisioned,
-    InstanceStopping,
-    LogLine,
-    Metrics,
-    PoolReady,
-    PoolStopping,
-    SkywardEvent,
-)
 from skyward_core.events.narrator import digits
 
-OPENING: list[SkywardEvent] = [
-    InfraCreating(),
-    InfraCreated("here"),
-    InstanceLaunching(2, "local", "local"),
-    InstanceProvisioned("i-a", node=0, spot=False, provider="local"),
-    InstanceProvisioned(
+OPENING: list[sky.SkywardEvent] = [
+    sky.InfraCreating(),
+    sky.InfraCreated("here"),
+    sky.InstanceLaunching(2, "local", "local"),
+    sky.InstanceProvisioned("i-a", node=0, spot=False, provider="local"),
+    sky.InstanceProvisioned(
         "i-b",
         node=1,
         spot=True,
@@ -49,14 +27,18 @@ OPENING: list[SkywardEvent] = [
         price_on_demand=32.77,
         price_spot=9.83,
     ),
-    BootstrapStarting("i-a"),
-    BootstrapProgress("i-a", "deps"),
-    BootstrapStarting("i-b"),
-    BootstrapCompleted("i-a"),
-    BootstrapCompleted("i-b"),
-    PoolReady("sky-1", 2, 4, 3.21),
+    sky.BootstrapStarting("i-a"),
+    sky.BootstrapProgress("i-a", "deps"),
+    sky.BootstrapStarting("i-b"),
+    sky.BootstrapCompleted("i-a"),
+    sky.BootstrapCompleted("i-b"),
+    sky.PoolReady("sky-1", 2, 4, 3.21),
 ]
-CLOSING: list[SkywardEvent] = [PoolStopping(), InstanceStopping("i-a"), CostFinal(0.0123, 12.3, 3.6, 0, 2, 0.0)]
+CLOSING: list[sky.SkywardEvent] = [
+    sky.PoolStopping(),
+    sky.InstanceStopping("i-a"),
+    sky.CostFinal(0.0123, 12.3, 3.6, 0, 2, 0.0),
+]
 
 
 @pytest.fixture
@@ -69,7 +51,7 @@ def unconfigured(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
     return root
 
 
-def _written(kind: str, events: Sequence[SkywardEvent], file: io.StringIO | None = None) -> str:
+def _written(kind: str, events: Sequence[sky.SkywardEvent], file: io.StringIO | None = None) -> str:
     file = file or io.StringIO()
     shown = display(kind, file=file)
     try:
@@ -82,7 +64,6 @@ def _written(kind: str, events: Sequence[SkywardEvent], file: io.StringIO | None
 
 @pytest.mark.usefixtures("unconfigured")
 def test_log_has_one_line_for_each_important_event():
-    """The lines are in order, with ranks in place of machine ids."""
     assert _written("log", OPENING + CLOSING).splitlines() == [
         "skyward  looking for machines",
         "skyward  found what you asked for in here",
@@ -122,10 +103,10 @@ def test_a_price_above_zero_is_not_shown_as_zero(amount: float | Decimal, shown:
 @pytest.mark.usefixtures("unconfigured")
 def test_log_has_the_cost_once_a_minute_and_no_metrics():
     """An update every 10 s for 130 s makes two lines; metrics make none."""
-    events: list[SkywardEvent] = []
+    events: list[sky.SkywardEvent] = []
     for second in range(10, 140, 10):
-        events += [CostUpdate(float(second), second / 100, 36.0, 1, 0), Metrics("i-a", 0, 50.0, 50.0, 1.0, 2.0)]
-    events.insert(4, CallProgress(40, 12, 1))
+        events += [sky.CostUpdate(float(second), second / 100, 36.0, 1, 0), sky.Metrics("i-a", 0, 50.0, 50.0, 1.0, 2.0)]
+    events.insert(4, sky.CallProgress(40, 12, 1))
     assert _written("log", events).splitlines() == [
         "skyward  running for 1 min 0 s, 12 of 40 calls done, 1 failed, $0.6000 so far at $36.00 per hour",
         "skyward  running for 2 min 0 s, 12 of 40 calls done, 1 failed, $1.20 so far at $36.00 per hour",
@@ -135,17 +116,17 @@ def test_log_has_the_cost_once_a_minute_and_no_metrics():
 @pytest.mark.parametrize(
     ("event", "line"),
     [
-        (LogLine(3, "i-d", "epoch 1 [bold]x[/bold] %s", 0.0), "[node 3] epoch 1 [bold]x[/bold] %s"),
-        (InstanceLost("i-d", 3, "preempted"), "skyward  warning: node 3 is lost: preempted"),
-        (Error("no key"), "skyward  error: no key"),
-        (Error("disk full", "i-d"), "skyward  error: i-d: disk full"),
+        (sky.LogLine(3, "i-d", "epoch 1 [bold]x[/bold] %s", 0.0), "[node 3] epoch 1 [bold]x[/bold] %s"),
+        (sky.InstanceLost("i-d", 3, "preempted"), "skyward  warning: node 3 is lost: preempted"),
+        (sky.Error("no key"), "skyward  error: no key"),
+        (sky.Error("disk full", "i-d"), "skyward  error: i-d: disk full"),
         (
-            CostFinal(12345.6, 3840.0, 9.0, 1, 2, 40.0),
+            sky.CostFinal(12345.6, 3840.0, 9.0, 1, 2, 40.0),
             "skyward  done: 1 h 4 min, $12,345.60 (1 spot, 2 on demand), $40.00 less than on demand",
         ),
-        (CostFinal(0.0, 1.0, 0.0, 0, 1, 0.0), "skyward  done: 1.0 s, $0 (1 on demand)"),
+        (sky.CostFinal(0.0, 1.0, 0.0, 0, 1, 0.0), "skyward  done: 1.0 s, $0 (1 on demand)"),
         (
-            CostFinal(
+            sky.CostFinal(
                 2.0,
                 3600.0,
                 2.0,
@@ -156,17 +137,19 @@ def test_log_has_the_cost_once_a_minute_and_no_metrics():
             ),
             "skyward  done: 1 h 0 min, $2.00 (1 spot), $4.00 less than on demand; running calls 81 %, idle 12 %, launching 7 %",
         ),
-        (BudgetWarning(8.0, 10.0, None), "skyward  warning: the money runs low: $8.00 of $10.00 are spent"),
+        (sky.BudgetWarning(8.0, 10.0, None), "skyward  warning: the money runs low: $8.00 of $10.00 are spent"),
         (
-            BudgetWarning(8.0, None, "team-a"),
+            sky.BudgetWarning(8.0, None, "team-a"),
             "skyward  warning: the money runs low: $8.00 are spent, and account 'team-a' has little left",
         ),
-        (BudgetWarning(8.0, 10.0, None, "8 of 10 are gone"), "skyward  warning: the money runs low: 8 of 10 are gone"),
+        (
+            sky.BudgetWarning(8.0, 10.0, None, "8 of 10 are gone"),
+            "skyward  warning: the money runs low: 8 of 10 are gone",
+        ),
     ],
 )
 @pytest.mark.usefixtures("unconfigured")
-def test_log_marks_problems_and_node_output(event: SkywardEvent, line: str):
-    """Problems have their level. A node's output has the node's name and is unchanged."""
+def test_log_marks_problems_and_node_output(event: sky.SkywardEvent, line: str):
     assert _written("log", [event]) == line + "\n"
 
 
@@ -183,19 +166,19 @@ def test_log_records_have_pool_node_and_call_as_fields(unconfigured: logging.Log
     unconfigured.setLevel(logging.INFO)
     shown = display("log")
     for event in (
-        Error("before the id is known"),
-        InfraCreating("sky-1"),
-        InstanceProvisioned("i-b", node=1, spot=False, provider="local"),
-        BootstrapStarting("i-b"),
-        BootstrapStarting("i-unknown"),
-        InstanceLost("i-b", 1, "gone"),
-        LogLine(0, "i-a", "hello", 0.0, call_id="c-1"),
-        CallRetrying("c-1", 2, 3, "its node was lost"),
+        sky.Error("before the id is known"),
+        sky.InfraCreating("sky-1"),
+        sky.InstanceProvisioned("i-b", node=1, spot=False, provider="local"),
+        sky.BootstrapStarting("i-b"),
+        sky.BootstrapStarting("i-unknown"),
+        sky.InstanceLost("i-b", 1, "gone"),
+        sky.LogLine(0, "i-a", "hello", 0.0, call_id="c-1"),
+        sky.CallRetrying("c-1", 2, 3, "its node was lost"),
     ):
         shown(event)
     shown.close()
     attached = display("log", pool_id="sky-2")
-    attached(ClusterRestarting("the head was lost"))
+    attached(sky.ClusterRestarting("the head was lost"))
     attached.close()
     fields = ("name", "skyward_event", "skyward_pool", "skyward_node", "skyward_call")
     assert [tuple(getattr(record, field) for field in fields) for record in heard] == [
@@ -212,8 +195,7 @@ def test_log_records_have_pool_node_and_call_as_fields(unconfigured: logging.Log
 
 
 def test_spinner_without_a_terminal_prints_plain_lines():
-    """Written to a file or a pipe, the spinner is a log without control codes."""
-    text = _written("spinner", [*OPENING, LogLine(0, "i-a", "hello", 0.0), *CLOSING])
+    text = _written("spinner", [*OPENING, sky.LogLine(0, "i-a", "hello", 0.0), *CLOSING])
     assert "\x1b" not in text
     assert text.splitlines()[-3:] == [
         "[node 0] hello",
@@ -223,6 +205,5 @@ def test_spinner_without_a_terminal_prints_plain_lines():
 
 
 def test_quiet_shows_nothing(capfd: pytest.CaptureFixture[str]):
-    """This includes errors, which are raised in the caller."""
-    assert _written("quiet", [*OPENING, Error("no key"), *CLOSING]) == ""
+    assert _written("quiet", [*OPENING, sky.Error("no key"), *CLOSING]) == ""
     assert capfd.readouterr() == ("", "")

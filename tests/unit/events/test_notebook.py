@@ -1,46 +1,22 @@
 """The display of a notebook: its summary as a value, and when it is shown. `tests/system/test_notebooks.py` has real kernels."""
 
-import logging
-import sys
-import threading
-from types import SimpleNamespace
-
 import pytest
 
-from skyward_core.events.console import display
-from skyward_core.events.events import (
-    BootstrapCompleted,
-    BootstrapProgress,
-    BootstrapStarting,
-    CallProgress,
-    ContactRegained,
-    CostFinal,
-    CostUpdate,
-    Error,
-    InfraCreated,
-    InfraCreating,
-    InstanceLost,
-    InstanceProvisioned,
-    InstanceStopping,
-    Metrics,
-    PoolReady,
-    PoolStopping,
-    SkywardEvent,
-)
+import skyward_core as sky
 from skyward_core.events.narrator import Narrator
 from skyward_core.events.notebook import Summary, after, as_html, as_text, rendered
 
-OPENING: list[SkywardEvent] = [
-    InfraCreating(),
-    InstanceProvisioned("i-a", node=0, spot=False, provider="local"),
-    BootstrapStarting("i-a"),
-    BootstrapProgress("i-a", "deps"),
+OPENING: list[sky.SkywardEvent] = [
+    sky.InfraCreating(),
+    sky.InstanceProvisioned("i-a", node=0, spot=False, provider="local"),
+    sky.BootstrapStarting("i-a"),
+    sky.BootstrapProgress("i-a", "deps"),
 ]
-READY: list[SkywardEvent] = [*OPENING, BootstrapCompleted("i-a"), PoolReady("sky-1", 1, 2, 3.21)]
-BILL = CostFinal(0.0123, 12.3, 3.6, 0, 1, 0.0)
+READY: list[sky.SkywardEvent] = [*OPENING, sky.BootstrapCompleted("i-a"), sky.PoolReady("sky-1", 1, 2, 3.21)]
+BILL = sky.CostFinal(0.0123, 12.3, 3.6, 0, 1, 0.0)
 
 
-def summed(*events: SkywardEvent) -> Summary:
+def summed(*events: sky.SkywardEvent) -> Summary:
     """Return the summary after these events."""
     summary, narrator = Summary(), Narrator()
     for event in events:
@@ -54,24 +30,26 @@ def summed(*events: SkywardEvent) -> Summary:
         ([], "opening the pool"),
         (OPENING, "looking for machines\nnodes: 1 deps"),
         (
-            [*READY, BootstrapStarting("i-b"), BootstrapStarting("i-c"), BootstrapCompleted("i-c")],
+            [*READY, sky.BootstrapStarting("i-b"), sky.BootstrapStarting("i-c"), sky.BootstrapCompleted("i-c")],
             "the pool is ready after 3.2 s: 1 node, 2 slots\nnodes: 2 ready, 1 preparing",
         ),
         (
-            [*READY, CallProgress(40, 12, 1), CostUpdate(5.0, 0.05, 36.0, 1, 0)],
+            [*READY, sky.CallProgress(40, 12, 1), sky.CostUpdate(5.0, 0.05, 36.0, 1, 0)],
             "the pool is ready after 3.2 s: 1 node, 2 slots · $0.0500 at $36.00/h\n12 of 40 calls, 1 failed\nnodes: 1 ready",
         ),
-        ([*READY, CostUpdate(5.0, 0.05, 36.0, 1, 0), PoolStopping(), BILL], "done: 12.3 s, $0.0123 (1 on demand)"),
+        (
+            [*READY, sky.CostUpdate(5.0, 0.05, 36.0, 1, 0), sky.PoolStopping(), BILL],
+            "done: 12.3 s, $0.0123 (1 on demand)",
+        ),
         ([*OPENING, BILL], "done: 12.3 s, $0.0123 (1 on demand)"),
-        ([*OPENING, InstanceStopping("i-a")], "looking for machines"),
-        ([*OPENING, InstanceLost("i-a", 0, "preempted")], "looking for machines\nnode 0 is lost: preempted"),
-        ([ContactRegained("i-a", 0, 12.0)], "opening the pool\nnode 0 answers again after 12.0 s"),
-        ([Error("a disk is full")], "opening the pool\na disk is full"),
-        ([Metrics("i-a", 0, 1.0, 1.0, 1.0, 1.0)], "opening the pool"),
+        ([*OPENING, sky.InstanceStopping("i-a")], "looking for machines"),
+        ([*OPENING, sky.InstanceLost("i-a", 0, "preempted")], "looking for machines\nnode 0 is lost: preempted"),
+        ([sky.ContactRegained("i-a", 0, 12.0)], "opening the pool\nnode 0 answers again after 12.0 s"),
+        ([sky.Error("a disk is full")], "opening the pool\na disk is full"),
+        ([sky.Metrics("i-a", 0, 1.0, 1.0, 1.0, 1.0)], "opening the pool"),
     ],
 )
-def test_the_text_has_phase_cost_calls_nodes_and_problems(events: list[SkywardEvent], text: str) -> None:
-    """Each event changes its own part of the summary; the bill replaces nodes and cost."""
+def test_the_text_has_phase_cost_calls_nodes_and_problems(events: list[sky.SkywardEvent], text: str) -> None:
     assert as_text(summed(*events)) == text
 
 
@@ -80,55 +58,13 @@ def test_the_html_has_the_same_and_escapes_it() -> None:
     evil = "<script>alert('&')</script>"
     summary = summed(
         *OPENING,
-        BootstrapProgress("i-a", evil),
-        CallProgress(40, 12, 0, cancelled=3),
-        InstanceLost("i-b", 1, evil),
-        InfraCreated(evil),
+        sky.BootstrapProgress("i-a", evil),
+        sky.CallProgress(40, 12, 0, cancelled=3),
+        sky.InstanceLost("i-b", 1, evil),
+        sky.InfraCreated(evil),
     )
     html = as_html(summary)
     assert "<script" not in html
     assert html.count("&lt;script&gt;alert(&#x27;&amp;&#x27;)&lt;/script&gt;") == 3
     assert '<progress value="15" max="40"></progress> 12 of 40 calls, 3 cancelled' in html
     assert rendered(summary) == {"text/plain": as_text(summary), "text/html": html}
-
-
-class InteractiveShell:
-    """Stands in for IPython's shell; a terminal's is no kernel."""
-
-
-class ZMQInteractiveShell(InteractiveShell):
-    """Stands in for ipykernel's."""
-
-    def __init__(self) -> None:
-        self.display_pub = self.kernel = self.io_loop = self
-        self.published: list[tuple[str, str, bool]] = []
-        self.woken = threading.Event()
-
-    def publish(self, data, metadata, *, transient, update) -> None:
-        self.published.append((data["text/plain"], transient["display_id"], update))
-
-    def add_callback(self, callback) -> None:
-        callback()
-        self.woken.set()
-
-
-@pytest.fixture
-def shell(monkeypatch: pytest.MonkeyPatch) -> ZMQInteractiveShell:
-    """The shell of a kernel in which logging is not configured: the root logger is not the one with pytest's handlers."""
-    shell = ZMQInteractiveShell()
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    monkeypatch.setattr(logging.getLogger("skyward"), "parent", logging.RootLogger(logging.WARNING))
-    return shell
-
-
-def test_the_log_of_a_kernel_that_has_configured_logging_stays_a_log(
-    shell: ZMQInteractiveShell, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`logging.basicConfig()` in a cell chooses lines."""
-    monkeypatch.setattr(logging.getLogger("skyward"), "handlers", [caplog.handler])
-    with caplog.at_level(logging.INFO, "skyward"):
-        pool = display("log")
-        pool(InfraCreating())
-        pool.close()
-    assert caplog.messages == ["looking for machines"]
-    assert shell.published == []

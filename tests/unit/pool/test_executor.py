@@ -31,9 +31,6 @@ class Recorded:
             future.cancel()
 
 
-# ── without a pool ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.fixture
 def engine() -> Recorded:
     return Recorded()
@@ -44,33 +41,23 @@ def executor(engine: Recorded) -> PoolExecutor:
     return PoolExecutor(engine.submit_all, engine.cancel_waiting)
 
 
-def test_chunks_are_calls(engine: Recorded, executor: PoolExecutor) -> None:
-    """With a chunk of three, seven items are three calls; the results come one by one, in order."""
+def test_map_makes_a_call_for_each_chunk_as_far_as_the_shortest(engine: Recorded, executor: PoolExecutor) -> None:
     results = executor.map(square, range(7), chunksize=3)
     assert len(engine.calls) == 3
     for call, future in zip(engine.calls, engine.futures, strict=True):
         future.set_result(call.fn(*call.args))
     assert list(results) == [0, 1, 4, 9, 16, 25, 36]
-
-
-@pytest.mark.parametrize("chunksize", [0, -1])
-def test_a_chunk_of_nothing_is_refused(executor: PoolExecutor, chunksize: int) -> None:
-    """As CPython does, and before anything is submitted."""
-    with pytest.raises(ValueError, match="chunksize must be >= 1"):
-        executor.map(square, [1], chunksize=chunksize)
-
-
-def test_map_goes_as_far_as_the_shortest(engine: Recorded, executor: PoolExecutor) -> None:
-    """Like `map` of Python, and unlike `pool.map`."""
     executor.map(pow, [1, 2, 3], [4, 5])
-    assert [call.args for call in engine.calls] == [(1, 4), (2, 5)]
+    assert [call.args for call in engine.calls[3:]] == [(1, 4), (2, 5)]
+    for chunksize in (0, -1):
+        with pytest.raises(ValueError, match="chunksize must be >= 1"):
+            executor.map(square, [1], chunksize=chunksize)
 
 
 @pytest.mark.parametrize("chunksize", [1, 2])
 def test_an_iterator_that_is_closed_stops_what_is_left(
     engine: Recorded, executor: PoolExecutor, chunksize: int
 ) -> None:
-    """After the first result; the one that was awaited has ended."""
     results = executor.map(square, range(6), chunksize=chunksize)
     engine.futures[0].set_result(0 if chunksize == 1 else [0, 1])
     assert next(results) == 0
@@ -79,7 +66,6 @@ def test_an_iterator_that_is_closed_stops_what_is_left(
 
 
 def test_a_result_that_is_late_stops_all(engine: Recorded, executor: PoolExecutor) -> None:
-    """The one that was awaited too."""
     results = executor.map(square, range(3), timeout=0)
     with pytest.raises(TimeoutError):
         next(results)
@@ -87,7 +73,6 @@ def test_a_result_that_is_late_stops_all(engine: Recorded, executor: PoolExecuto
 
 
 def test_decorated_functions_are_taken_and_calls_are_not(engine: Recorded, executor: PoolExecutor) -> None:
-    """`@sky.compute` functions run as they are; a pending call belongs to `pool.submit`."""
     executor.submit(sky.compute(square), 3)
     assert engine.calls[0].fn is square
     with pytest.raises(TypeError, match=r"pool\.submit"):
@@ -96,18 +81,14 @@ def test_decorated_functions_are_taken_and_calls_are_not(engine: Recorded, execu
         executor.submit(3)  # type: ignore[arg-type]
 
 
-def test_a_call_that_is_submitted_while_the_executor_is_shut_down_is_not_lost(
-    engine: Recorded, executor: PoolExecutor
-) -> None:
+def test_a_call_that_is_submitted_while_the_executor_is_shut_down_is_not_lost(engine: Recorded) -> None:
     """`shutdown` does not know of it and does not wait for it: it is cancelled, and `submit` raises."""
-    really = engine.submit_all
 
     def submit_all(calls: object) -> list[CallFuture[object]]:
         executor.shutdown()
-        return really(calls)
+        return engine.submit_all(calls)
 
-    late = PoolExecutor(submit_all, engine.cancel_waiting)
-    executor = late
+    executor = PoolExecutor(submit_all, engine.cancel_waiting)
     with pytest.raises(RuntimeError, match="cannot schedule new futures after shutdown"):
-        late.submit(square, 1)
+        executor.submit(square, 1)
     assert engine.futures[0].cancelled()

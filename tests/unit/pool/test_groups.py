@@ -61,12 +61,6 @@ def test_only_distributed_functions_form_groups():
     assert (train().forms_group, plain().forms_group) == (True, False)
 
 
-def test_a_group_that_succeeds_runs_once():
-    broadcasts = Broadcasts([1, 2])
-    assert broadcasts.results(retries=3) == (1, 2)
-    assert (broadcasts.names, broadcasts.retries) == (["train"], [])
-
-
 def test_after_a_loss_all_run_again_when_all_workers_are_there():
     broadcasts = Broadcasts([1, sky.NodeLost("node 1 is lost"), None], [None, sky.NodeLost("again")], [1, 2])
     assert broadcasts.results(retries=2) == (1, 2)
@@ -92,9 +86,20 @@ def test_another_error_is_raised_at_once(error: Exception):
     assert broadcasts.names == ["train"]
 
 
-def test_a_cause_that_never_comes_is_not_waited_for_longer(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("cause", [sky.NodeLost("node 1 is lost"), sky.CallCrashed("exit code -9"), None])
+def test_the_cause_of_a_rank_that_failed_is_waited_for(cause: Exception | None, monkeypatch: pytest.MonkeyPatch):
+    """The other ranks notice a loss before this client does. None: it never comes."""
+    broadcasts, wait = Broadcasts([sky.RankFailed("rank 1 is gone", 1), None], [1, 2]), groups.wait
+
+    def cause_comes(futures: Any, *args: Any, **kwargs: Any) -> Any:
+        if args and cause is not None and not broadcasts.begun[0][1].done():
+            broadcasts.begun[0][1].set_exception(cause)
+        return wait(futures, *args, **kwargs)
+
+    monkeypatch.setattr(groups, "wait", cause_comes)
     monkeypatch.setattr(groups, "LOSS_SECONDS", 0.01)
-    broadcasts = Broadcasts([sky.RankFailed("rank 1 is gone", 1), None])
-    with pytest.raises(sky.RankFailed, match="rank 1 is gone"):
-        broadcasts.results(retries=1)
-    assert broadcasts.begun[0][1].cancelled()
+    if isinstance(cause, sky.NodeLost):
+        assert broadcasts.results(retries=1) == (1, 2)
+    else:
+        with pytest.raises(type(cause or sky.RankFailed("", 1)), match=str(cause or "rank 1 is gone")):
+            broadcasts.results(retries=1)

@@ -1,7 +1,10 @@
-"""Real pools: calls on local nodes, how the calls end, and what is left after the pool."""
+"""What a pool refuses without machines, and the clock of an open one."""
 
+import logging
 import os
 import pickle
+import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,83 +12,91 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.pool.current_session import _left
-from skyward_core.session.session import Session
-from tests.conftest import RecordedEvents
+from skyward_core.serialization import sources
+from skyward_core.session.clock import Clock
+from tests.pool.local import double, one_node
 
-
-@sky.compute
-def double(x: int) -> int:
-    return 2 * x
+SPEC = sky.PoolSpec.of(provider=sky.Local(), display="quiet")
+NIGHTLY = sky.Work(system="cron", workflow="nightly", run="2026-11-24")
 
 
 def test_a_pool_cannot_be_pickled_and_the_error_names_attach() -> None:
     """A child process that is spawned with a pool as an argument would get a copy of it; it must attach instead."""
-    from skyward_core.serialization import sources
-
-    closed = sky.ComputePool(provider=sky.Local())
+    closed = one_node()
     with pytest.raises(sky.NotPicklable, match=r"ComputePool\.attach\(lease\)"):
         pickle.dumps(closed)
     with pytest.raises(sky.NotPicklable, match=r"args cannot travel.*ComputePool\.attach\(lease\)"):
         sources.pack((closed,), label=("args",))
 
 
-# ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def one_node(recorded: RecordedEvents | None = None, **options: Any) -> sky.ComputePool:
-    return sky.ComputePool(
-        **{
-            "provider": sky.Local(price_per_hour=3600.0),
-            "display": "quiet",
-            "on_event": recorded or RecordedEvents(),
-            **options,
-        }
-    )
-
-
-def test_a_pool_that_is_not_open_raises_pool_closed() -> None:
-    """Every use of a pool that was never opened raises PoolClosed; its message recommends `with`."""
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda pool: double(1) >> pool,
+        lambda pool: double(1) @ pool,
+        lambda pool: sky.gather(double(1)) >> pool,
+        lambda pool: pool.submit(double(1)),
+        lambda pool: pool.map(double, [1]),
+        lambda pool: pool.executor().submit(abs, 1),
+        lambda pool: pool.dask_client(),
+        lambda pool: pool.lease,
+        lambda pool: pool.scale(1),
+    ],
+)
+def test_a_pool_that_is_not_open_raises_pool_closed(use: Callable[[sky.ComputePool], object]) -> None:
     pool = one_node()
-    for use in (
-        lambda: double(1) >> pool,
-        lambda: double(1) @ pool,
-        lambda: sky.gather(double(1)) >> pool,
-        lambda: pool.submit(double(1)),
-        lambda: pool.map(double, [1]),
-        lambda: pool.dask_client(),
-        lambda: pool.lease,
-    ):
-        with pytest.raises(sky.PoolClosed, match=r"with sky\.ComputePool"):
-            use()
-    assert not pool.is_active
-    assert pool.instance_count == 0
-    assert pool.cost == 0.0
+    with pytest.raises(sky.PoolClosed, match=r"with sky\.ComputePool"):
+        use(pool)
+    assert (pool.is_active, pool.instance_count, pool.cost) == (False, 0, 0.0)
     pool.close()
 
 
-def test_a_failed_step_of_the_clock_prevents_no_other_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lost lease has priority, and no step of a round is skipped: money, work and reaper are checked.
+def test_keep_warm_needs_a_name() -> None:
+    with pytest.raises(sky.BadRequest, match="keep_warm needs a name"):
+        sky.ComputePool(provider=sky.Local(), keep_warm=60)
 
-    Looks inside: the steps are those that a session gives to its clock.
-    """
-    opened = Session(sky.PoolSpec.of(display="quiet", lease_seconds=60), [sky.Local()], None)
+
+@pytest.mark.parametrize(
+    ("spec", "work", "usd", "words"),
+    [
+        (SPEC, sky.Work(system="cron"), 5.0, "needs the run"),
+        (SPEC.with_(name="team"), NIGHTLY, 5.0, "name='team'"),
+        (SPEC, NIGHTLY, 0, "positive"),
+        (SPEC, NIGHTLY, -1.5, "positive"),
+        (SPEC, NIGHTLY, float("nan"), "positive"),
+    ],
+)
+def test_a_limit_of_a_run_that_cannot_be_is_refused(spec: sky.PoolSpec, work: sky.Work, usd: Any, words: str) -> None:
+    with pytest.raises(sky.BadRequest, match=words):
+        sky.ComputePool.from_spec(spec, work=work, run_max_cost=usd)
+
+
+def test_the_error_of_a_deadline_survives_a_pickle() -> None:
+    error = pickle.loads(pickle.dumps(sky.CallTimedOut("late", 2, 30.0, ["last"])))
+    assert (str(error), error.node, error.timeout_seconds) == ("late\nlast output:\n  last", 2, 30.0)
+
+
+def test_a_step_of_the_clock_that_fails_is_logged_once_and_prevents_no_other() -> None:
+    """Steps look after money, lease and reaper. A lost lease stops the pool."""
     done: list[str] = []
+    ended = threading.Event()
 
-    def does(name: str) -> Any:
-        return lambda *_: done.append(name)
+    def fails() -> None:
+        raise OSError("Too many open files")
 
-    monkeypatch.setattr(opened._renewal, "raise_if_lost", does("lease"))
-    monkeypatch.setattr(opened._reaper, "restart_if_gone", does("reaper"))
-    monkeypatch.setattr(opened, "emit", does("emit"))
-    limits = SimpleNamespace(check_money=does("money"), check_work=does("work"))
-    size = SimpleNamespace(look=does("size"))
-    looking = opened._clock(limits, SimpleNamespace(note=does("note")), size)  # type: ignore[arg-type]
-    looking._seldom_at = 0.0
-    for now in (1.0, 5.0, 6.0):
-        for step in looking.due(now):
-            looking.take(step, opened._ended)
-    look = ["lease", "money", "work", "size"]
-    assert done == [*look, *look, "reaper", "note", "emit", *look]
+    def loses() -> None:
+        raise sky.LeaseLost("condemned")
+
+    def stop(reason: str, _: object) -> None:
+        done.append(f"stop: {reason}")
+        ended.set()
+
+    often, seldom = [fails, lambda: done.append("money")], [lambda: done.append("reaper"), loses]
+    clock = Clock("sky-1", often, seldom, stop, lambda level, *_, **__: done.append(logging.getLevelName(level)), 0.0)
+    for now in (1.0, 2.0, 6.0, 7.0):
+        for step in clock.due(now):
+            clock.take(step, ended)
+    assert done == ["ERROR", "money", "money", "money", "reaper", "ERROR", "stop: condemned"]
 
 
 @pytest.mark.parametrize(("process", "stopped"), [(os.getpid(), 1), (os.getpid() + 1, 0)], ids=["the opener", "a fork"])

@@ -1,11 +1,6 @@
-"""Calls with an identity: one run for each id, numbered lines, and what is left when a call is forgotten.
-
-Run as a program, this file is another process, which attaches to a pool and starts a call.
-"""
+"""Detached calls without a pool: what is refused, and numbered lines that each reader gets once."""
 
 import pickle
-import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,40 +12,20 @@ import skyward_core as sky
 from skyward_core.session.detached_call import DetachedCall
 from skyward_core.worker.topic import LineTopic
 from skyward_core.worker.wire import Output, Report
+from tests.pool.local import double
 
 
-@sky.compute
-def notes_and_waits(folder: str) -> str:
-    """Print a line, add a line to a file, wait for another file, print another line."""
-    print("begun", flush=True)
-    with Path(folder, "runs").open("a") as file:
-        file.write("run\n")
-    while not Path(folder, "go").exists():
-        time.sleep(0.01)
-    print("done")
-    return "end"
-
-
-@sky.compute
-def failing() -> None:
-    raise LookupError("nothing here")
-
-
-# ── without a pool ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("call_id", ["", "a b", "é", "x" * 129, "a\n", b"a", "a#1"])
-def test_an_id_of_other_characters_is_refused(call_id: Any) -> None:
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        *[({"call_id": it}, "1 to 128 letters, digits") for it in ("", "a b", "é", "x" * 129, "a\n", b"a", "a#1")],
+        *[({"result_ttl": it}, "result_ttl=") for it in (-1.0, float("nan"), float("inf"), 1e12)],
+    ],
+)
+def test_an_id_of_other_characters_and_a_time_that_is_none_are_refused(settings: dict[str, Any], words: str) -> None:
     pool = sky.ComputePool(provider=sky.Local(), display="quiet")
-    with pytest.raises(sky.BadRequest, match="1 to 128 letters, digits"):
-        pool.start_detached(failing(), call_id=call_id)
-
-
-@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), 1e12])
-def test_a_time_that_is_none_is_refused(seconds: float) -> None:
-    pool = sky.ComputePool(provider=sky.Local(), display="quiet")
-    with pytest.raises(sky.BadRequest, match="result_ttl="):
-        pool.start_detached(failing(), result_ttl=seconds)
+    with pytest.raises(sky.BadRequest, match=words):
+        pool.start_detached(double(1), **settings)
 
 
 class Head:
@@ -72,19 +47,20 @@ class Head:
             "lines_in_all": self.topic.lines,
         }
 
+    def add(self, *lines: str) -> None:
+        self.topic.add(pickle.dumps(Report(0, "i", (Output("c", "stdout", lines, 0.0),))))
+
     def reader(self) -> DetachedCall[Any]:
         return DetachedCall("c", lambda: cast(Any, SimpleNamespace(detached=self)))
 
 
 @given(st.lists(st.one_of(st.integers(0, 4), st.sampled_from(["read", "come back"]))), st.sampled_from([1, 600, 10**6]))
 def test_readers_that_come_back_read_each_line_once(steps: list[int | str], limit_bytes: int) -> None:
-    """A reader goes on from its cursor, in the same object or in a new one. One line has the number of dropped lines."""
     head = Head(limit_bytes)
     reader, cursor, written, read = head.reader(), 0, 0, 0
     for step in [*steps, "read"]:
         if isinstance(step, int):
-            lines = tuple(str(number) for number in range(written, written + step))
-            head.topic.add(pickle.dumps(Report(0, "i", (Output("c", "stdout", lines, 0.0),))))
+            head.add(*(str(number) for number in range(written, written + step)))
             written += step
         else:
             reader = head.reader() if step == "come back" else reader
@@ -108,7 +84,7 @@ def test_a_reader_that_follows_keeps_no_lines(limit_bytes: int) -> None:
     head = Head(limit_bytes)
     reader, cursor, read = head.reader(), 0, 0
     for number in range(100):
-        head.topic.add(pickle.dumps(Report(0, "i", (Output("c", "stdout", (str(number),), 0.0),))))
+        head.add(str(number))
         news = reader.follow(cursor)
         assert (news.state, news.has_ended, news.node) == ("running", False, 3)
         assert news.lines in ([str(number)], ["[1 lines were dropped: there were too many]"])

@@ -1,7 +1,6 @@
 """The search for a scheduler after a cut: what ends it, what does not, and how often it tries."""
 
 import logging
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 from skyward_core.errors import NodeLost
 from skyward_core.session import scheduler_search
 from skyward_core.session.scheduler_search import SchedulerSearch
-from tests.conftest import wait_until
+from tests.session.threads import Threads
 
 LEASE_SECONDS = 240.0
 
@@ -30,6 +29,7 @@ class World:
         """When each try began, and how long it may take."""
         self.given_up: list[Exception | None] = []
         self.records: list[tuple[int, Any]] = []
+        self.threads = Threads()
         self.search = SchedulerSearch(
             self.attempt, lambda: self.is_needed, self.given_up.append, self, LEASE_SECONDS, self.log
         )
@@ -58,25 +58,24 @@ class World:
 
     def cut(self) -> None:
         self.search.begin()
-        joined()
+        self.threads.run()
 
-
-def joined() -> None:
-    for thread in threading.enumerate():
-        if thread.name == "skyward-resume":
-            thread.join(60)
+    def look(self) -> None:
+        self.search.look()
+        self.threads.run()
 
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     world = World()
     monkeypatch.setattr(scheduler_search, "time", SimpleNamespace(monotonic=lambda: world.now))
+    monkeypatch.setattr(scheduler_search, "threading", world.threads)
     return world
 
 
-@pytest.mark.parametrize("error", [AssertionError(), RuntimeError("can't start new thread"), KeyError("head")])
-def test_an_error_that_nobody_foresaw_does_not_end_the_search(world: World, error: Exception) -> None:
+def test_an_error_that_nobody_foresaw_does_not_end_the_search(world: World) -> None:
     """Dask has raised AssertionError, because a thread began late. It is logged once, with its traceback."""
+    error = AssertionError()
     world.outcomes = [NodeLost("no answer"), error, error, OSError("refused"), True]
     world.cut()
     assert (len(world.tries), world.given_up) == (5, [])
@@ -84,30 +83,22 @@ def test_an_error_that_nobody_foresaw_does_not_end_the_search(world: World, erro
 
 
 def test_after_one_lease_it_gives_up_with_the_last_error(world: World) -> None:
+    """Then nothing is searched for. It tries less often and more patiently: hundreds of searches at once must not take
+    all of the machine, so that none of them succeeds.
+    """
     last = AssertionError()
     world.outcomes = [OSError("refused"), *[last] * 100]
     world.cut()
     assert world.given_up == [last]
     assert LEASE_SECONDS <= world.now < LEASE_SECONDS + 30
-
-
-def test_it_tries_less_often_and_more_patiently(world: World) -> None:
-    """Hundreds of searches at once must not take all of the machine, so that none of them succeeds."""
-    world.cut()
     seconds = [its for _, its in world.tries]
     assert seconds[:5] == [2.0, 4.0, 8.0, 16.0, 20.0]
     assert set(seconds[5:]) == {20.0}
-    begun = [at for at, _ in world.tries]
-    pauses = [after - at - its for (at, its), after in zip(world.tries, begun[1:])]
+    pauses = [after - at - its for (at, its), (after, _) in zip(world.tries, world.tries[1:], strict=False)]
     assert pauses[:5] == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2])
     assert set(pauses[5:]) == {5.0}
-
-
-def test_a_machine_that_is_not_connected_is_looked_at_often(world: World) -> None:
-    """No try is made, so nothing is overloaded, and the connection may be back at any time."""
-    world.outcomes = [False] * 50
-    world.cut()
-    assert world.tries[49] == (pytest.approx(50 * 0.2), 2.0)
+    world.look()
+    assert (len(world.tries), len(world.given_up)) == (len(seconds), 1)
 
 
 @pytest.mark.parametrize("is_in_the_try", [False, True])
@@ -126,24 +117,7 @@ def test_a_pool_that_is_left_meanwhile_is_not_given_up(world: World, is_in_the_t
     assert (len(world.tries), world.given_up) == (int(is_in_the_try), [])
 
 
-def test_it_ends_when_another_has_connected(world: World) -> None:
-    """Such as the recovery of a process that keeps the pool from now on."""
-
-    def kept() -> Exception:
-        world.is_needed = False
-        return NodeLost("no answer")
-
-    world.outcomes = [kept]
-    world.cut()
-    world.cut()
-    world.search.look()
-    joined()
-    assert (len(world.tries), world.given_up) == (1, [])
-
-
 def test_a_cut_during_a_search_is_not_forgotten(world: World) -> None:
-    """The connection breaks again before the first search has ended."""
-
     def reached_and_cut_again() -> bool:
         world.search.begin()
         return True
@@ -151,30 +125,14 @@ def test_a_cut_during_a_search_is_not_forgotten(world: World) -> None:
     world.outcomes = [reached_and_cut_again, True]
     world.stays_cut = 2
     world.cut()
-    wait_until(lambda: len(world.tries) == 2, "the second search")
-    joined()
+    assert (len(world.tries), world.given_up) == (2, [])
 
 
-def test_a_search_that_no_thread_could_begin_begins_later(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_that_no_thread_could_begin_begins_later(world: World) -> None:
     """The process has too many threads: that must not cut it off for ever."""
-
-    class Refused(threading.Thread):
-        def start(self) -> None:
-            raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(scheduler_search, "threading", SimpleNamespace(Thread=Refused))
-        world.cut()
-    assert [level for level, _ in world.records] == [logging.WARNING]
-    world.outcomes = [True]
-    world.search.look()
-    joined()
-    assert len(world.tries) == 1
-
-
-def test_nothing_is_searched_for_after_it_has_given_up(world: World) -> None:
+    world.threads.trouble = RuntimeError("can't start new thread")
     world.cut()
-    tries = len(world.tries)
-    world.search.look()
-    joined()
-    assert (len(world.tries), len(world.given_up)) == (tries, 1)
+    assert [level for level, _ in world.records] == [logging.WARNING]
+    world.threads.trouble, world.outcomes = None, [True]
+    world.look()
+    assert len(world.tries) == 1

@@ -10,30 +10,31 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
+from skyward_core.concurrency.periodic import PeriodicThread
 from skyward_core.errors import LedgerError
-from skyward_core.ledger.names_policy import Join, NameState, NotSteward
+from skyward_core.ledger.names_policy import Join, NameState, NotSteward, Rent
 from skyward_core.machines.owner import Owner
 from skyward_core.session import named_use
-from skyward_core.session.ledger_contact import RENEW_SECONDS, LedgerContact
+from skyward_core.session.ledger_contact import RENEW_SECONDS, Gap, LedgerContact
 from skyward_core.session.named_use import NamedUse
 from skyward_core.spec import PoolSpec
 from skyward_core.work import NO_WORK
-from tests.system.ledger.test_names import opened
 
 LEASE_SECONDS = 3600.0
-"""The thread of the renewal does nothing during a test: the test renews."""
-
-
-def use_of(**terms: Any) -> NamedUse:
-    return NamedUse(PoolSpec(name="nightly", lease_seconds=LEASE_SECONDS, **terms), [sky.Local()], NO_WORK)
 
 
 @pytest.fixture
 def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NamedUse]:
-    """This process has joined a pool whose opener has left."""
+    """This process has joined a pool whose opener has left. No thread renews: the test does."""
     monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path}/ledger.db")
-    mine = use_of()
-    opened(mine.ledger, terms=mine.terms, lease_seconds=LEASE_SECONDS)
+    monkeypatch.setattr(PeriodicThread, "start", lambda _: None)
+    mine = NamedUse(PoolSpec(name="nightly", lease_seconds=LEASE_SECONDS), [sky.Local()], NO_WORK)
+    its = {"owner": Owner.here(), "terms": mine.terms, "keep_warm_seconds": 0.0, "lease_seconds": LEASE_SECONDS}
+    rented = mine.ledger.names.claim("nightly", "sky-a", "a", **its)
+    assert isinstance(rented, Rent)
+    end = mine.ledger.names.now() + timedelta(seconds=120)
+    mine.ledger.open_pool("sky-a", owner=Owner.here(), provider={}, spec_json="{}", lease_expires_at=end)
+    mine.ledger.names.opened("nightly", rented.epoch)
     assert isinstance(mine.claim("sky-b", time.monotonic() + 10), Join)
     mine.ledger.names.leave("nightly", "a")
     yield mine
@@ -91,43 +92,25 @@ def vacancies(use: NamedUse) -> list[int]:
     return found
 
 
-def test_a_process_whose_resignation_was_lost_takes_the_pool_again(
-    use: NamedUse, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("lost", ["resign", "take"])
+def test_a_process_whose_answer_was_lost_takes_the_pool_again(
+    lost: str, use: NamedUse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No other process can: the ledger names it, and it lives."""
+    """Of its resignation, or of its taking the pool. No other process can: the ledger names it, and it lives."""
     found = vacancies(use)
-    assert use.take_stewardship()
-    epoch = use.guard.epoch
-    lost_answer(monkeypatch, use.ledger.stewards, "resign", is_done=False)
+    if lost == "resign":
+        assert use.take_stewardship()
+    lost_answer(monkeypatch, use.ledger.stewards, lost, is_done=lost == "take")
+    if lost == "take":
+        with pytest.raises(LedgerError, match="being restarted"):
+            use.take_stewardship()
     use.resign()
     assert not use.guard.is_certain
     use.renew()
     assert found == [1]
     assert use.take_stewardship()
-    assert (use.guard.is_certain, use.guard.epoch) == (True, epoch)
     use.renew()
-    assert found == [1]
-
-
-def test_a_process_that_did_not_learn_that_it_is_the_steward_takes_the_pool_again(
-    use: NamedUse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = vacancies(use)
-    lost_answer(monkeypatch, use.ledger.stewards, "take", is_done=True)
-    with pytest.raises(LedgerError, match="being restarted"):
-        use.take_stewardship()
-    use.resign()
-    use.renew()
-    assert found == [1]
-    assert use.take_stewardship()
-    assert use.guard.is_certain
-
-
-def test_a_steward_is_told_of_no_vacancy(use: NamedUse) -> None:
-    found = vacancies(use)
-    assert use.take_stewardship()
-    use.renew()
-    assert (found, use.guard.is_certain) == ([], True)
+    assert (use.guard.is_certain, found) == (True, [1])
 
 
 @pytest.mark.parametrize("is_renewed", [True, False])
@@ -163,50 +146,33 @@ def test_without_an_outage_a_process_whose_row_has_run_out_is_not_waited_for(use
     assert clock.seconds == 200.0
 
 
-def test_a_ledger_that_is_lost_again_ends_the_wait(
-    use: NamedUse, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The process leaves as it does without a ledger: it ends nothing."""
-    joined(use)
-    clock.seconds = 200.0
-    clock.passes = lambda: lost_answer(monkeypatch, use.ledger.names, "may_come_back", is_done=False)
-    with pytest.raises(LedgerError, match="being restarted"):
-        use.leave()
-
-
 def state_of(use: NamedUse) -> tuple[NameState, str]:
     row = use.ledger.names.named("nightly")
     assert row is not None
     return row.state, row.steward
 
 
-def test_a_steward_that_ends_the_pool_at_a_limit_says_so_first(use: NamedUse) -> None:
-    """Its renewals go on until the end. Then it keeps the pool no more, and does not take it again."""
+@pytest.mark.parametrize("is_lost", [False, True], ids=["it resigns", "its resignation is lost"])
+def test_a_steward_that_ends_the_pool_at_a_limit_says_so_first(
+    is_lost: bool, use: NamedUse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its renewals go on until the end. Then it keeps the pool no more, does not take it again, and resigns until the
+    ledger knows: else the next process would wait as long as this one lives.
+    """
     lost: list[int] = []
     found, use.on_lost = vacancies(use), lambda: lost.append(1)
     assert use.take_stewardship()
     use.begin_to_end()
     use.renew()
     assert (state_of(use)[0], use.guard.is_certain) == (NameState.CLOSING, True)
+    if is_lost:
+        lost_answer(monkeypatch, use.ledger.stewards, "resign", is_done=False)
     use.resign()
     use.renew()
     assert state_of(use) == (NameState.CLOSING, "")
     use.ledger.end_pool("sky-a")
     use.renew()
     assert (found, lost) == ([], [])
-
-
-def test_a_lost_resignation_of_a_process_that_has_ended_the_pool_is_repeated(
-    use: NamedUse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else the next process would wait as long as this one lives, if machines are left."""
-    found = vacancies(use)
-    assert use.take_stewardship()
-    use.begin_to_end()
-    lost_answer(monkeypatch, use.ledger.stewards, "resign", is_done=False)
-    use.resign()
-    use.renew()
-    assert (state_of(use), found) == ((NameState.CLOSING, ""), [])
 
 
 def test_a_limit_holds_without_the_ledger_as_long_as_the_stewardship_is_certain(
@@ -252,3 +218,33 @@ def test_a_steward_that_was_replaced_by_one_that_has_left_loses_the_pool_first(u
     assert (lost, found) == ([1], [1])
     assert use.take_stewardship()
     assert (guard.is_certain, use.guard.is_certain, use.guard.epoch) == (False, True, guard.epoch + 2)
+
+
+def contact(*answers: float) -> LedgerContact:
+    """A process that renews its row every five seconds, and got these answers."""
+    it = LedgerContact(5.0)
+    for at in answers:
+        it.answered(at)
+    return it
+
+
+@pytest.mark.parametrize(
+    ("answers", "now", "expected"),
+    [
+        ((), 1000.0, None),
+        ((100.0,), 110.0, None),
+        ((100.0,), 111.0, Gap(100.0, 111.0)),
+        ((100.0, 105.0, 115.0), 116.0, None),
+        ((100.0, 105.0, 116.0), 116.0, Gap(105.0, 116.0)),
+        ((100.0, 105.0, *range(116, 142, 5)), 115.0 + RENEW_SECONDS, Gap(105.0, 116.0)),
+        ((100.0, 105.0, *range(116, 142, 5)), 116.0 + RENEW_SECONDS, None),
+        ((100.0, 120.0, 125.0, 150.0), 151.0, Gap(100.0, 150.0)),
+        ((100.0, 120.0, *range(125, 156, 5), 180.0), 181.0, Gap(155.0, 180.0)),
+        ((100.0, 200.0, 150.0), 201.0, Gap(100.0, 200.0)),
+    ],
+)
+def test_the_gap_after_which_others_may_not_have_renewed(
+    answers: tuple[float, ...], now: float, expected: Gap | None
+) -> None:
+    """A second gap soon after the first belongs to it: a process may have had no chance in between."""
+    assert contact(*answers).gap(now) == expected

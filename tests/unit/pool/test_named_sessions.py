@@ -88,30 +88,25 @@ def open_it(use: Use, attach: Any) -> Any:
 
 @pytest.mark.usefixtures("lease")
 @pytest.mark.parametrize("kind", [NodeLost, Unreachable])
-def test_a_pool_whose_head_is_being_replaced_is_tried_again(kind: type[Exception], seconds: list[float]) -> None:
+def test_a_pool_that_others_use_and_that_does_not_answer_is_tried_again(
+    kind: type[Exception], seconds: list[float]
+) -> None:
+    """Its head may be being replaced. After `provision_timeout` the last error is raised."""
     use, trouble = Use(is_used=True), [kind("no answer"), kind("no answer")]
 
     def attach(*_: object) -> str:
         if trouble:
-            raise trouble.pop()
+            raise trouble.pop(0)
         return "attached"
 
     assert open_it(use, attach) == "attached"
     assert use.steps == ["claim", "give up", "claim", "give up", "claim"]
     assert len(seconds) == 2
-
-
-@pytest.mark.usefixtures("lease")
-def test_a_pool_that_does_not_answer_in_time_raises_the_last_error(seconds: list[float]) -> None:
-    use, count = Use(is_used=True), iter(range(1000))
-
-    def attach(*_: object) -> str:
-        raise NodeLost(f"no answer {next(count)}")
-
-    with pytest.raises(NodeLost, match=r"no answer \d"):
+    trouble += [kind(f"no answer {number}") for number in range(1000)]
+    seconds.clear()
+    with pytest.raises(kind, match=r"no answer \d"):
         open_it(use, attach)
     assert 40 < sum(seconds) <= 60
-    assert next(count) == len(seconds) + 1
 
 
 @pytest.mark.usefixtures("lease")
@@ -137,7 +132,6 @@ class Left(Attached):
 
     def stop(self, reason: str) -> None:
         self._by.steps.append("stop")
-        super().stop(reason)
 
 
 @pytest.fixture
@@ -155,54 +149,50 @@ def extending(monkeypatch: pytest.MonkeyPatch) -> tuple[Use, list[Exception]]:
 
 
 EXTENDED = "keep nightly warm 600"
+UNREACHABLE, ENDED = Unreachable("no answer"), NodeLost("it has ended")
+NOT_PAID = BudgetExceeded("the account is empty", "team", Decimal(0))
 
 
-@pytest.mark.parametrize("failures", [0, 2])
+@pytest.mark.parametrize(
+    ("failures", "is_used_again", "steps", "pauses"),
+    [
+        ([], False, [EXTENDED], 0),
+        ([LedgerError("no answer"), UNREACHABLE], False, [EXTENDED] * 3, 2),
+        ([ENDED], False, [EXTENDED], 0),
+        ([NOT_PAID], False, [EXTENDED, "give up", "end sky-1"], 0),
+        ([NOT_PAID], True, [EXTENDED], 0),
+    ],
+    ids=["extended", "tried again", "it has ended", "not paid for", "not paid for, but used again"],
+)
 def test_a_process_that_became_the_last_one_while_it_left_extends_the_leases(
-    failures: int, extending: tuple[Use, list[Exception]], seconds: list[float]
+    failures: list[Exception],
+    is_used_again: bool,
+    steps: list[str],
+    pauses: int,
+    extending: tuple[Use, list[Exception]],
+    seconds: list[float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It had seen another user, who left at the same moment. What does not answer is tried again."""
+    """It had seen another user, who left at the same moment. A warm pool that is not paid for is ended."""
     use, trouble = extending
-    trouble += [LedgerError("no answer"), Unreachable("no answer")][:failures]
+    trouble += failures
+    if is_used_again:
+        monkeypatch.setattr(use, "give_up", lambda _: False)
     leave_named(Left(use), use)  # type: ignore[arg-type]
-    assert use.steps == ["stop", "leave", *[EXTENDED] * (failures + 1), "left"]
-    assert len(seconds) == failures
+    assert use.steps == ["stop", "leave", *steps, "left"]
+    assert len(seconds) == pauses
 
 
 def test_leases_that_cannot_be_extended_end_the_nodes(
     extending: tuple[Use, list[Exception]], seconds: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The process has left: it tries for some time, and says until when the pool lives. It ends nothing."""
+    """The process tries for some time, and says until when the pool lives. It ends nothing."""
     use, trouble = extending
-    trouble += [Unreachable("no answer")] * 1000
+    trouble += [UNREACHABLE] * 1000
     leave_named(Left(use), use)  # type: ignore[arg-type]
     assert 15 < sum(seconds) <= named_sessions.EXTEND_SECONDS
     assert set(use.steps) == {"stop", "leave", EXTENDED, "left"}
     assert "120 s after it was left at the latest: no answer" in caplog.text
-
-
-def test_a_node_that_has_ended_is_not_tried_again(extending: tuple[Use, list[Exception]], seconds: list[float]) -> None:
-    use, trouble = extending
-    trouble.append(NodeLost("it has ended"))
-    leave_named(Left(use), use)  # type: ignore[arg-type]
-    assert (use.steps, seconds) == (["stop", "leave", EXTENDED, "left"], [])
-
-
-def test_a_warm_pool_that_is_not_paid_for_is_ended(extending: tuple[Use, list[Exception]]) -> None:
-    use, trouble = extending
-    trouble.append(BudgetExceeded("the account is empty", "team", Decimal(0)))
-    leave_named(Left(use), use)  # type: ignore[arg-type]
-    assert use.steps == ["stop", "leave", EXTENDED, "give up", "end sky-1", "left"]
-
-
-def test_a_warm_pool_that_is_not_paid_for_is_not_ended_under_a_process_that_has_come(
-    extending: tuple[Use, list[Exception]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use, trouble = extending
-    trouble.append(BudgetExceeded("the account is empty", "team", Decimal(0)))
-    monkeypatch.setattr(use, "give_up", lambda _: False)
-    leave_named(Left(use), use)  # type: ignore[arg-type]
-    assert use.steps == ["stop", "leave", EXTENDED, "left"]
 
 
 class Replaced(Session):
@@ -236,10 +226,3 @@ def test_an_opener_that_is_replaced_while_it_leaves_leaves_as_a_client(
         monkeypatch.setattr(use, "leave", lambda **_: use.steps.append("leave") or NameState.IN_USE)
     leave_named(Replaced(use), use)  # type: ignore[arg-type]
     assert use.steps == ["look", "look", "let go", "leave", *[EXTENDED] * is_last, "left"]
-
-
-def test_a_process_that_has_given_the_pool_up_still_ends_its_attachment(monkeypatch: pytest.MonkeyPatch) -> None:
-    use = Use(is_used=True)
-    monkeypatch.setattr(use, "is_let_go", True, raising=False)
-    leave_named(Left(use), use)  # type: ignore[arg-type]
-    assert use.steps == ["stop", "leave", "left"]

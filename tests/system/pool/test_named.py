@@ -1,0 +1,108 @@
+"""Pools with a name: many processes, one rental; no process is special after the opening."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+import skyward_core as sky
+from skyward_core.ledger.ledger import Ledger, default_url
+from skyward_core.ledger.names_policy import NameState
+from skyward_core.ledger.users import PoolUser, users_of
+from tests.conftest import wait_until
+from tests.pool.named import (  # noqa: F401 - a fixture
+    assert_nothing_left,
+    await_steward,
+    double,
+    is_gone,
+    machine,
+    machines_of,
+    name,
+    pool_of,
+    rentals,
+    replaced,
+    row_of,
+)
+
+pytestmark = [pytest.mark.timeout(240)]
+
+
+def test_any_process_may_leave_and_the_next_finds_the_pool_warm(name: str) -> None:
+    terms = {"nodes": 2, "keep_warm": 600}
+    first = pool_of(name, **terms).open()
+    second = pool_of(name, retries=0, lease_seconds=90, provision_timeout=900, **terms).open()
+    assert second.id == first.id
+    call = second.start_detached(double(5), call_id="train/1")
+    again = first.start_detached(double(5), call_id="train/1")
+    assert (again.result(60), call.is_new, again.is_new) == (10, True, False)
+    before = rentals()
+    with pytest.raises(sky.BadRequest, match=f"{name}.*nodes: it has 2, here 1"):
+        pool_of(name, keep_warm=600).open()
+    assert rentals() == before
+    ids = machines_of(first)
+    first.close()
+    await_steward(name, 2)
+    replaced(second, 1)
+    ids |= machines_of(second)
+    assert sorted(machine() @ second) == sorted(machines_of(second))
+    second.close()
+    assert row_of(name).state is NameState.WARM
+    with pool_of(name, **terms) as third:
+        assert (third.id, double(4) >> third) == (first.id, 8)
+    assert row_of(name).state is NameState.WARM
+    sky.release(name)
+    assert_nothing_left(first, ids)
+
+
+def test_the_last_process_ends_the_machines_and_the_name_is_free(name: str) -> None:
+    first, second = pool_of(name).open(), pool_of(name).open()
+    ids = machines_of(first)
+    second.close()
+    assert double(1) >> first == 2
+    first.close()
+    assert is_gone(ids)
+    assert first.receipt is not None
+    with pool_of(name) as pool:
+        assert pool.id != first.id
+
+
+@sky.compute
+def hold(until: str) -> float:
+    """Hold a slot until a file exists; return for how long."""
+    began = time.monotonic()
+    while not os.path.exists(until):
+        time.sleep(0.01)
+    return time.monotonic() - began
+
+
+def users(pool_id: str) -> list[PoolUser]:
+    with Ledger(default_url()) as ledger:
+        return users_of(ledger, pool_id)
+
+
+def test_each_process_pays_for_the_slots_of_its_calls(name: str, tmp_path: Path) -> None:
+    opener, other = pool_of(name, price=3600).open(), pool_of(name, price=3600).open()
+
+    def held_by(pool: sky.ComputePool, place: int, seconds: float) -> float:
+        go = tmp_path / f"{place}"
+        call = pool.submit(hold(str(go)))
+        wait_until(lambda: users(opener.id)[place].slot_seconds > seconds, "the running call to be in the ledger")
+        go.touch()
+        return call.result(60)
+
+    try:
+        long = held_by(other, 1, 2.0)
+        assert users(opener.id)[0].slot_seconds == 0
+        short = held_by(opener, 0, 0.2)
+    finally:
+        other.close()
+        opener.close()
+    first, second = users(opener.id)
+    assert first.slot_seconds == pytest.approx(short, abs=0.5)
+    assert second.slot_seconds == pytest.approx(long, abs=0.5)
+    assert min(first.cost_usd, second.cost_usd) > 0
+    assert (second.cost_usd > first.cost_usd) == (second.slot_seconds > first.slot_seconds)
+    assert opener.receipt is not None
+    assert first.cost_usd + second.cost_usd == pytest.approx(opener.receipt["buckets"]["running calls"]["cost_usd"])
+    assert [user["cost_usd"] for user in opener.receipt["users"]] == [float(first.cost_usd), float(second.cost_usd)]
