@@ -121,7 +121,6 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 
 def test_lines_of_nodes_are_below_the_cell_that_made_the_call(ran: Ran) -> None:
-    """All of them are printed there before the result of the call."""
     lines = ran.printed("map").splitlines()
     assert lines[-1] == str(sum(x * x for x in range(CALLS)))
     assert sorted(lines[:-1]) == sorted(f"[node 0] <b> {x}" for x in range(CALLS))
@@ -130,13 +129,11 @@ def test_lines_of_nodes_are_below_the_cell_that_made_the_call(ran: Ran) -> None:
 
 
 def test_hundreds_of_events_are_few_messages(ran: Ran) -> None:
-    """Each pool has one output, which is replaced at most twice a second."""
     assert ran.counts["display_data"] == 5
     assert 0 < ran.counts["update_display_data"] < CALLS / 2
 
 
 def test_an_interrupted_cell_stops_its_call_and_the_pool_goes_on(ran: Ran) -> None:
-    """The process of the call ends, and its slot runs the next call; the pool has only this one."""
     assert ran.error("interrupted") == "KeyboardInterrupt"
     assert ran.printed("after") == "[node 0] <b> 3\nTrue True 9\n"
     assert ran.error("interrupted stream") == "KeyboardInterrupt"
@@ -146,7 +143,6 @@ def test_an_interrupted_cell_stops_its_call_and_the_pool_goes_on(ran: Ran) -> No
 
 
 def test_an_interrupted_with_block_closes_its_pool(ran: Ran) -> None:
-    """An interrupt while a call runs, and one while the pool opens, end the machines."""
     assert ran.error("interrupted with") == ran.error("interrupted opening") == "KeyboardInterrupt"
     assert ran.printed("after with") == "True False\n"
     for cell in ("interrupted with", "interrupted opening"):
@@ -154,13 +150,11 @@ def test_an_interrupted_with_block_closes_its_pool(ran: Ran) -> None:
 
 
 def test_async_with_works_in_a_cell_and_an_error_stays_the_users_own(ran: Ran) -> None:
-    """The kernel's event loop runs already; the display adds nothing to the cell's exception."""
     assert ran.printed("async with") == "[node 0] <b> 7\n49\n"
     assert ran.error("async with") == "ZeroDivisionError"
 
 
 def test_nothing_is_left_of_a_kernel_that_was_killed(ran: Ran) -> None:
-    """After SIGKILL of the kernel its nodes, the call that ran, and the reaper end."""
     assert ran.is_dead
     home, node = str(ran.folder / "XDG_STATE_HOME"), (ran.folder / "id").read_text()
 

@@ -13,7 +13,6 @@ from skyward_core.distributed.member import Place
 
 
 def test_jax_is_initialised_with_the_place_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second process of the second node, which has one of two devices. No shutdown after an error: others may hang."""
     calls = list[Any]()
     fake = SimpleNamespace(
         distributed=SimpleNamespace(
@@ -63,7 +62,6 @@ def alone() -> tuple[int, list[str]]:
 
 @frameworks
 def test_each_training_is_one_runtime_over_all_workers(pool_of_two: sky.ComputePool) -> None:
-    """Two in a row on one pool, then one of a single process, and a call that uses JAX on its own."""
     for _ in range(2):
         assert gathered() @ pool_of_two == ((0, 2, 2, [1.0, 11.0]), (1, 2, 2, [1.0, 11.0]))
     assert (gathered() >> pool_of_two)[1:] == (1, 1, [1.0])
@@ -101,7 +99,6 @@ def data() -> tuple[Any, Any]:
 
 @frameworks
 def test_the_gradient_is_that_of_the_whole_data(pool_of_two: sky.ComputePool) -> None:
-    """NumPy computes the same one: 2 xᵀ(xw - y) / n at w = 0."""
     x, y = data()
     expected = (-2 * x.T @ y / len(x)).tolist()
     for found in averaged() @ pool_of_two:

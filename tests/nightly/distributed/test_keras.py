@@ -9,7 +9,6 @@ import skyward_core as sky
 
 
 def test_a_backend_that_keras_does_not_have_is_refused() -> None:
-    """With those that it has."""
     wrong: Any = "pytorch"
     with pytest.raises(sky.BadRequest, match="'jax', 'tensorflow', 'torch'"):
         sky.distributed.keras(backend=wrong)
@@ -38,7 +37,6 @@ def fitted() -> tuple[str, list[float]]:
 @pytest.mark.frameworks
 @pytest.mark.timeout(900)
 def test_with_jax_fit_trains_one_model_on_the_rows_of_all_ranks(pool_of_two: sky.ComputePool) -> None:
-    """As NumPy does with 5 steps of gradient descent on all rows."""
     import numpy as np
 
     x, y = data()
@@ -97,7 +95,6 @@ def averaged_by_a_strategy() -> tuple[str, int, list[float]]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("backend", "training"), [("torch", averaged), ("tensorflow", averaged_by_a_strategy)])
 def test_with_the_others_gradients_are_averaged(pool_of_two: sky.ComputePool, backend: str, training: Any) -> None:
-    """To those of the whole data, as NumPy computes them."""
     import numpy as np
 
     x, y = data()

@@ -54,7 +54,6 @@ def by_nodes(folder: str) -> tuple[int, int, int, list[float]]:
 
 
 def test_the_trainer_finds_the_group_of_two_nodes(pool_of_two: sky.ComputePool, tmp_path: Path) -> None:
-    """Both ranks have the same weights after the same steps: 32 rows, 4 a step on each of 2 ranks, 2 epochs."""
     zero, one = by_nodes(str(tmp_path)) @ pool_of_two
     assert (zero[:3], one[:3]) == ((0, 2, 8), (1, 2, 8))
     assert zero[3] == pytest.approx(one[3])

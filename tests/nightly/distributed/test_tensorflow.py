@@ -48,7 +48,6 @@ class TestTensorflow:
     pytestmark = tensorflow_itself
 
     def test_the_gradient_is_that_of_the_whole_data(self, pool_of_two: sky.ComputePool) -> None:
-        """NumPy computes the same one. Two trainings in a row, and one of a single worker, on one pool."""
         x, y = data()
         expected = (-2 * x.T @ y / len(x)).flatten().tolist()
         for _ in range(2):
@@ -60,8 +59,6 @@ class TestTensorflow:
 
     @pytest.mark.parametrize("rank", [0, 1])
     def test_the_error_of_the_first_rank_is_raised(self, pool_of_two: sky.ComputePool, rank: int) -> None:
-        """The other one is in a collective operation."""
-
         @sky.compute
         @sky.distributed.tensorflow()
         def fails() -> None:

@@ -49,7 +49,6 @@ def train(folder: str) -> tuple[int, int, str, int, list[float]]:
 
 
 def test_the_trainer_detects_the_group(pool_of_two: sky.ComputePool, tmp_path: Any) -> None:
-    """Both ranks have the same weights after the same steps: 16 rows, 2 a step on each of 2 ranks, 2 epochs."""
     zero, one = train(str(tmp_path)) @ pool_of_two
     assert (zero[:2], one[:2]) == ((0, 2), (1, 2))
     assert zero[2] == one[2] == "ParallelMode.DISTRIBUTED"

@@ -10,7 +10,6 @@ from skyward_core.concurrency.threads import Threads, side_by_side
 
 
 def test_the_first_argument_with_an_error_decides_when_all_are_done() -> None:
-    """Its error is raised, not the first error in time."""
     done: list[int] = []
     third_has_failed = threading.Event()
 
@@ -29,7 +28,6 @@ def test_the_first_argument_with_an_error_decides_when_all_are_done() -> None:
 
 
 def test_an_interrupt_begins_no_more_tasks_and_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No task goes on after the call has returned."""
     begun, ended, may_end = list[int](), list[int](), threading.Event()
     one_has_begun = threading.Event()
     joins = iter([True, False])
