@@ -1,5 +1,6 @@
 """The rules of tests/unit: its audit hook, with a suite of a few lines."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -40,8 +41,23 @@ def test_each_event_fails_its_test_and_names_the_rule(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "conftest.py").write_text((ROOT / "tests/unit/conftest.py").read_text())
     (folder / "test_suite.py").write_text(SUITE.format(does=DOES))
-    argv = [sys.executable, "-m", "pytest", "-q", "-rA", "-n", "0", "-p", "no:cacheprovider", "-c", "/dev/null", folder]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
+    argv = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-rA",
+        "--tb=no",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        "/dev/null",
+        folder,
+    ]
+    environ = os.environ | {"COLUMNS": "300"}  # pytest cuts its lines
+    done = subprocess.run(argv, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
     assert f"{len(DOES)} failed, 1 passed" in done.stdout, done.stdout
     for event, rule in rules.REFUSED.items():
         reason = f"a unit test must not {rule} ({event}): it belongs to tests/system"

@@ -1,4 +1,4 @@
-"""PyTorch itself with gloo on two local nodes (`make frameworks`)."""
+"""PyTorch, Lightning and Transformers themselves with gloo on two local nodes (`make frameworks`)."""
 
 import itertools
 import os
@@ -199,3 +199,100 @@ def test_a_block_runs_with_pytorch(key: str, skyward: types.ModuleType) -> None:
             assert sorted(step.item() for step in steps) == [1, 1, 2, 2, 3, 3]
         case _:
             assert found["result"] == 6
+
+
+def fit(folder: str, nodes: int, devices: int) -> tuple[int, int, int, list[float]]:
+    """Train a model of one layer, and return what the Trainer knows of the group, and the weights."""
+    import lightning
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    class Model(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 1)
+
+        def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+            x, y = batch
+            return torch.nn.functional.mse_loss(self.layer(x), y)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    torch.manual_seed(0)
+    rows = TensorDataset(torch.randn(32, 3), torch.randn(32, 1))
+    model = Model()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        num_nodes=nodes,
+        devices=devices,
+        strategy="ddp",
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    trainer.fit(model, DataLoader(rows, batch_size=4))
+    weights = model.layer.weight.detach().flatten().tolist()
+    return trainer.global_rank, trainer.world_size, trainer.global_step, weights
+
+
+@sky.compute
+@sky.distributed.torch(backend="gloo")
+def by_nodes(folder: str) -> tuple[int, int, int, list[float]]:
+    return fit(folder, nodes=2, devices=1)
+
+
+def test_lightnings_trainer_finds_the_group_of_two_nodes(pool_of_two: sky.ComputePool, tmp_path: Path) -> None:
+    zero, one = by_nodes(str(tmp_path)) @ pool_of_two
+    assert (zero[:3], one[:3]) == ((0, 2, 8), (1, 2, 8))
+    assert zero[3] == pytest.approx(one[3])
+
+
+@sky.compute
+@sky.distributed.transformers(backend="gloo")
+def train_transformers(folder: str) -> tuple[int, int, str, int, list[float]]:
+    """Train a tiny model with random weights, and return what the Trainer knows of the group, and its weights."""
+    import torch
+    from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, set_seed
+
+    set_seed(0)
+    config = BertConfig(
+        vocab_size=20,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=8,
+    )
+    rows: list[dict[str, Any]] = [{"input_ids": torch.tensor([i % 20, 3, 5]), "labels": i % 2} for i in range(16)]
+    arguments = TrainingArguments(
+        output_dir=folder,
+        num_train_epochs=2,
+        per_device_train_batch_size=2,
+        learning_rate=0.1,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = Trainer(model=BertForSequenceClassification(config), args=arguments, train_dataset=rows)
+    trainer.train()
+    weights = trainer.model.classifier.weight.flatten().tolist()
+    return (
+        arguments.process_index,
+        arguments.world_size,
+        str(arguments.parallel_mode),
+        trainer.state.global_step,
+        weights,
+    )
+
+
+def test_the_trainer_of_transformers_detects_the_group(pool_of_two: sky.ComputePool, tmp_path: Path) -> None:
+    zero, one = train_transformers(str(tmp_path)) @ pool_of_two
+    assert (zero[:2], one[:2]) == ((0, 2), (1, 2))
+    assert zero[2] == one[2] == "ParallelMode.DISTRIBUTED"
+    assert (zero[3], one[3]) == (8, 8)
+    assert zero[4] == pytest.approx(one[4])

@@ -137,8 +137,8 @@ def test_variables_and_paths_reach_bash_literally(values: list[str], path: str) 
     call = mount_volumes([volume]).splitlines()[-1]
     script = f'{shell.export(Image(env=env).env)}\nskyward_volume() {{ printf "%s\\0" "$@"; }}\n{call}\n/usr/bin/env -0'
     words = subprocess.check_output(["/bin/bash", "-c", script], env={}).decode().split("\0")
-    assert words[:7] == [volume.mount_path, "ro", "my-bucket", volume.prefix, "http://x.org:1", "", ""]
-    pairs = (word.partition("=") for word in words[7:])
+    assert words[:6] == [volume.mount_path, "ro", "my-bucket", volume.prefix, "http://x.org:1", ""]
+    pairs = (word.partition("=") for word in words[6:])
     assert {name: value for name, _, value in pairs if name.startswith("V")} == env
 
 

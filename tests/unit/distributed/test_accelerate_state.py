@@ -1,4 +1,4 @@
-"""The state that Accelerate keeps for a process; tests/nightly/distributed/test_transformers.py uses the real one."""
+"""The state that Accelerate keeps for a process; tests/nightly/distributed/test_torch.py uses the real one."""
 
 import sys
 from types import ModuleType, SimpleNamespace
