@@ -27,7 +27,6 @@ from skyward_core.machines.instances import Endpoint
 from skyward_core.transport.ssh_commands import Completed
 from skyward_core.transport.ssh_connection import SSHConnection
 from skyward_core.transport.ssh_files import FETCH_WINDOW_BYTES
-from skyward_core.transport.ssh_loop import Loop
 from tests.conftest import wait_until
 
 MIB = 1 << 20
@@ -459,8 +458,8 @@ def test_a_known_host_key_is_verified(endpoint, server, tmp_path):
 def test_a_jump_host_of_the_users_configuration_is_used(server, key, tmp_path):
     """The user's known_hosts verifies the host key of that machine; a missing IdentityFile is ignored."""
     (tmp_path / ".ssh" / "config").write_text(
-        "Host jump\n  User carol\nHost behind\n  User dave\n  ProxyJump jump\n"
-        f"Host *\n  HostName 127.0.0.1\n  Port {server.port}\n  IdentityFile /nonexistent\n  IdentityFile {key}\n"
+        "Host jump\n  User carol\nHost behind\n  User dave\n  ProxyJump jump\n  IdentityFile /nonexistent\n"
+        f"Host *\n  HostName 127.0.0.1\n  Port {server.port}\n  IdentityFile {key}\n"
     )
     with SSHConnection(Endpoint(host="behind", known_hosts="/dev/null")) as connection:
         with pytest.raises(Unreachable, match="jump host"):
@@ -521,17 +520,6 @@ def test_close_ends_a_command_with_lines_in_delivery(endpoint, server):
     with pytest.raises(ConnectionLost, match="sleep 60"):
         connection.run("echo begun; exec sleep 60", on_line=lambda line: connection.close())
     wait_until(lambda: not server.children, "the command to end")
-
-
-def test_connections_share_a_loop(endpoint):
-    before = threading.active_count()
-    with Loop() as loop:
-        first, second = SSHConnection(endpoint, loop=loop).connect(30), SSHConnection(endpoint, loop=loop).connect(30)
-        first.close()
-        assert second.run("echo still").output == "still\n"
-        assert [thread.name for thread in threading.enumerate()].count("skyward-ssh") == 1
-        second.close()
-    assert threading.active_count() <= before
 
 
 @pytest.mark.nightly
