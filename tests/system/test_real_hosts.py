@@ -143,7 +143,7 @@ def test_a_host_is_preempted_under_a_running_map(cloud, timings):
         preempted_at = time.monotonic()
         lost_at = recorded.when(lambda event: isinstance(event, InstanceLost))
         assert results.result(120) == squares(CALLS)
-        wait_until(lambda: len(recorded.of(BootstrapCompleted)) == 4, "another one to take its place")
+        wait_until(lambda: len(recorded.of(BootstrapCompleted)) == 4, "another one to take its place", 120)
         assert lost_at - preempted_at < NOTICE_SECONDS * slowness()
         timings.rows.append(("a host preempted, until its event", lost_at - preempted_at))
         assert [(event.node, event.instance_id) for event in recorded.of(InstanceLost)] == [(2, lost.id)]
@@ -222,7 +222,7 @@ def test_a_permanent_partition_ends_the_node_and_it_is_replaced(hosts, owned, ti
             lost_at = recorded.when(lambda event: isinstance(event, InstanceLost))
             assert lost_at - cut_at < NOTICE_SECONDS * slowness()
             assert results.result(120) == squares(CALLS)
-        wait_until(lambda: len(recorded.of(BootstrapCompleted)) == 4, "the spare host to take its place")
+        wait_until(lambda: len(recorded.of(BootstrapCompleted)) == 4, "the spare host to take its place", 120)
         assert where() @ pool == ((hosts[0].name, 0), (hosts[1].name, 1), (hosts[3].name, 2))
         monkeypatch.setattr(host_connections, "CONNECT_SECONDS", 3.0)
         monkeypatch.setattr(sky.Hosts, "gone_deadline_seconds", 1.0)
@@ -266,7 +266,7 @@ def test_all_processes_of_all_hosts_die_at_once(six, timings, tmp_path):
         seconds = time.monotonic() - killed_at
         timings.rows.append(("all processes of six hosts killed, until the first call has run", seconds))
         assert [future.result(120) for future in futures] == squares(60)
-        wait_until(lambda: len(recorded.of(BootstrapCompleted)) == 12, "all nodes to be there", 60)
+        wait_until(lambda: len(recorded.of(BootstrapCompleted)) == 12, "all nodes to be there", 120)
         assert sorted(where() @ pool) == sorted((host.name, rank) for rank, host in enumerate(six))
         lost = [(event.instance_id, event.node, event.reason) for event in recorded.of(InstanceLost)]
         assert sorted(lost) == sorted((node.instance.id, node.rank, "its processes have died") for node in before)

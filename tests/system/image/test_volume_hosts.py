@@ -303,8 +303,8 @@ def test_a_user_without_root_mounts_reads_and_writes(node, service):
     )
     done = node.mount(S3Volume(mount_path=f"{home}/bucket", bucket="home", read_only=False))
     assert done.returncode == 0, done.stdout
-    script = "cat given; echo -n hers > mine; cat mine; stat -c '%u %A' given"
-    assert node.said(f'cd {home}/bucket; {her} sh -c "{script}"') == "theirshers1234 -rwxr-xr-x"
+    script = f"cd {home}/bucket; cat given; echo -n hers > mine; cat mine; stat -c '%u %A' given"
+    assert node.said(f'{her} sh -c "{script}"') == "theirshers1234 -rwxr-xr-x"
     assert service.objects("home")["mine"] == "hers"
     assert node.unmount().returncode == 0
     assert node.mounts() == []
