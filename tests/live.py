@@ -19,10 +19,10 @@ def look(provider: sky.Provider) -> None:
     """Print the results of the requests that only read."""
     print(f"account    {provider.account()}")
     began = time.monotonic()
-    offers = sorted(provider.offers(Requirements()), key=lambda offer: offer.price_per_hour, reverse=True)
+    offers = sorted(provider.offers(Requirements()), key=lambda offer: offer.price_per_hour)
     spot = sum(offer.is_spot for offer in offers)
     print(f"offers     {len(offers)} in {time.monotonic() - began:.1f} s, {spot} of them spot")
-    cheapest = {offer.accelerator or "no accelerator": offer for offer in offers}
+    cheapest = {offer.accelerator or "no accelerator": offer for offer in reversed(offers)}
     for name, count in Counter(offer.accelerator or "no accelerator" for offer in offers).most_common():
         best = cheapest[name]
         print(f"  {count:5} with {name}: from ${best.price_per_hour:.4f} an hour ({best.name})")
