@@ -37,7 +37,7 @@ long: .venv/ready ## run the tests of tests/nightly, and all cases of the tests 
 	EXAMPLES=all $(TESTS) -m "nightly or generated" tests/unit tests/system
 
 frameworks: .uv-ready ## distributed training with PyTorch, JAX, TensorFlow and Keras themselves, in a separate environment (7 GB)
-	$(IN_FRAMEWORKS) pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m frameworks --durations=5 tests/nightly/distributed tests/nightly/serialization/test_tensors.py tests/nightly/test_example_programs.py tests/nightly/test_seed_blocks.py
+	$(IN_FRAMEWORKS) pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m frameworks --durations=5 tests/nightly/distributed tests/nightly/serialization/test_tensors.py tests/nightly/test_example_programs.py
 
 check: lint unit ## run the checks that must pass before a commit
 

@@ -1,5 +1,4 @@
-"""`make demo`: runs the same real job on Prefect, Airflow and Dagster, one after the other, and prints a table of the
-results.
+"""`make demo`: runs the same real job on Prefect, Airflow and Dagster, one after the other, and prints a table.
 
 Each runs as its users run it, with its own home under .demo/, so that its UI can show the run afterwards.
 """
@@ -20,48 +19,44 @@ RESULT = "digits_sweep: "
 
 @dataclass(frozen=True)
 class Orchestrator:
-    """How one orchestrator runs: its commands, the last of which prints the result, and where a person
-    finds the run.
-    """
+    """How one orchestrator runs: its commands, the last of which prints the result, and where a person finds the run."""
 
     name: str
     environ: dict[str, str]
-    commands: tuple[tuple[str, ...], ...]
+    commands: tuple[str, ...]
     look: str
 
 
-def orchestrators() -> list[Orchestrator]:
-    prefect, airflow, dagster = (HOME / name for name in ("prefect", "airflow", "dagster"))
-    return [
-        Orchestrator(
-            "Prefect",
-            {
-                "PREFECT_HOME": str(prefect),
-                "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-                "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "200",  # a busy machine needs more than the 20
-                "DO_NOT_TRACK": "1",
-            },
-            ((str(BIN / "python"), "flows/digits_sweep.py"),),
-            f"PREFECT_HOME={prefect.relative_to(ROOT)} .venv/bin/prefect server start, then http://127.0.0.1:4200: the run's Artifacts and its tasks' Logs",
-        ),
-        Orchestrator(
-            "Airflow",
-            {
-                "AIRFLOW_HOME": str(airflow),
-                "AIRFLOW__CORE__DAGS_FOLDER": str(ROOT / "dags"),
-                "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
-                "AIRFLOW__USAGE_DATA_COLLECTION__ENABLED": "False",
-            },
-            ((str(BIN / "airflow"), "db", "migrate"), (str(BIN / "airflow"), "dags", "test", "digits_sweep")),
-            f"AIRFLOW_HOME={airflow.relative_to(ROOT)} AIRFLOW__CORE__DAGS_FOLDER=dags .venv/bin/airflow standalone, then http://127.0.0.1:8080: XCom skyward_cost",
-        ),
-        Orchestrator(
-            "Dagster",
-            {"DAGSTER_HOME": str(dagster)},
-            ((str(BIN / "python"), "flows/dagster_definitions.py"),),
-            f"DAGSTER_HOME=$PWD/{dagster.relative_to(ROOT)} .venv/bin/dagster dev -f flows/dagster_definitions.py, then http://127.0.0.1:3000: the asset's metadata",
-        ),
-    ]
+ORCHESTRATORS = [
+    Orchestrator(
+        "Prefect",
+        {
+            "PREFECT_HOME": str(HOME / "prefect"),
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "200",  # a busy machine needs more than the 20
+            "DO_NOT_TRACK": "1",
+        },
+        ("python flows/digits_sweep.py",),
+        "PREFECT_HOME=.demo/prefect .venv/bin/prefect server start, then http://127.0.0.1:4200: the run's Artifacts and its tasks' Logs",
+    ),
+    Orchestrator(
+        "Airflow",
+        {
+            "AIRFLOW_HOME": str(HOME / "airflow"),
+            "AIRFLOW__CORE__DAGS_FOLDER": str(ROOT / "dags"),
+            "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
+            "AIRFLOW__USAGE_DATA_COLLECTION__ENABLED": "False",
+        },
+        ("airflow db migrate", "airflow dags test digits_sweep"),
+        "AIRFLOW_HOME=.demo/airflow AIRFLOW__CORE__DAGS_FOLDER=dags .venv/bin/airflow standalone, then http://127.0.0.1:8080: XCom skyward_cost",
+    ),
+    Orchestrator(
+        "Dagster",
+        {"DAGSTER_HOME": str(HOME / "dagster")},
+        ("python flows/dagster_definitions.py",),
+        "DAGSTER_HOME=$PWD/.demo/dagster .venv/bin/dagster dev -f flows/dagster_definitions.py, then http://127.0.0.1:3000: the asset's metadata",
+    ),
+]
 
 
 def run(orchestrator: Orchestrator) -> dict[str, float]:
@@ -72,9 +67,10 @@ def run(orchestrator: Orchestrator) -> dict[str, float]:
     environ = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", **orchestrator.environ}
     lines: list[str] = []
     for command in orchestrator.commands:
-        print(f"\n── {orchestrator.name}: {' '.join(command).replace(str(BIN) + '/', '')}", flush=True)
+        print(f"\n── {orchestrator.name}: {command}", flush=True)
+        program, *words = command.split()
         with subprocess.Popen(
-            command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [BIN / program, *words], cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as process:
             assert process.stdout is not None
             for line in process.stdout:
@@ -94,17 +90,14 @@ def run(orchestrator: Orchestrator) -> dict[str, float]:
 def main() -> None:
     """Run all three and print the table."""
     rows = []
-    for orchestrator in orchestrators():
+    for orchestrator in ORCHESTRATORS:
         started = time.monotonic()
-        rows.append((orchestrator, run(orchestrator), time.monotonic() - started))
+        rows.append((orchestrator.name, run(orchestrator), time.monotonic() - started))
     print(f"\n{'orchestrator':<13}{'accuracy':>9}{'calls':>7}{'pool seconds':>14}{'cost':>10}{'all seconds':>13}")
-    for orchestrator, result, seconds in rows:
-        print(
-            f"{orchestrator.name:<13}{result['accuracy']:>9.4f}{result['calls']:>7}{result['seconds']:>14.1f}{result['cost_usd']:>10.4f}{seconds:>13.1f}"
-        )
-    print("\nWhere to look:")
-    for orchestrator, _, _ in rows:
-        print(f"  {orchestrator.name}: {orchestrator.look}")
+    for name, found, seconds in rows:
+        print(f"{name:<13}{found['accuracy']:>9.4f}{found['calls']:>7}{found['seconds']:>14.1f}", end="")
+        print(f"{found['cost_usd']:>10.4f}{seconds:>13.1f}")
+    print("\nWhere to look:", *(f"  {one.name}: {one.look}" for one in ORCHESTRATORS), sep="\n")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ for a minute, for at most 0.50 USD.
 Without SPEND it makes only requests that cost nothing: account, offers, and our machines.
 """
 
-from __future__ import annotations
-
 import argparse
 import platform
 import sys
@@ -21,27 +19,22 @@ def look(provider: sky.Provider) -> None:
     """Print the results of the requests that only read."""
     print(f"account    {provider.account()}")
     began = time.monotonic()
-    offers = provider.offers(Requirements())
-    print(
-        f"offers     {len(offers)} in {time.monotonic() - began:.1f} s, {sum(offer.is_spot for offer in offers)} of them spot"
-    )
+    offers = sorted(provider.offers(Requirements()), key=lambda offer: offer.price_per_hour)
+    spot = sum(offer.is_spot for offer in offers)
+    print(f"offers     {len(offers)} in {time.monotonic() - began:.1f} s, {spot} of them spot")
+    cheapest = {offer.accelerator or "no accelerator": offer for offer in reversed(offers)}
     for name, count in Counter(offer.accelerator or "no accelerator" for offer in offers).most_common():
-        cheapest = min(
-            (offer for offer in offers if (offer.accelerator or "no accelerator") == name),
-            key=lambda offer: offer.price_per_hour,
-        )
-        print(f"  {count:5} with {name}: from ${cheapest.price_per_hour:.4f} an hour ({cheapest.name})")
+        best = cheapest[name]
+        print(f"  {count:5} with {name}: from ${best.price_per_hour:.4f} an hour ({best.name})")
     machines = provider.instances()
     print(f"machines   {len(machines)} of ours")
-    for machine in machines:
-        print(
-            f"  {machine.id} {machine.state.value} {machine.instance_type} in {machine.region}, pool {machine.pool_id}"
-        )
+    for one in machines:
+        print(f"  {one.id} {one.state.value} {one.instance_type} in {one.region}, pool {one.pool_id}")
 
 
 @sky.compute
 def hello() -> str:
-    """Print where the call runs."""
+    """Return where the call runs."""
     return f"{platform.node()}, {platform.platform()}, {sky.instance_info().accelerators}"
 
 
@@ -51,10 +44,9 @@ def spend(provider: sky.Provider, usd: float, accelerator: str | None) -> None:
     with sky.ComputePool(provider=provider, accelerator=accelerator, max_cost=usd, max_lifetime=1800) as pool:
         print(f"ready      {time.monotonic() - began:.0f} s")
         print(f"call       {hello() >> pool}")
-    assert pool.receipt is not None
-    print(
-        f"gone       {time.monotonic() - began:.0f} s, ${pool.receipt['total_cost_usd']}, left: {pool.receipt['left']}"
-    )
+    receipt = pool.receipt
+    assert receipt is not None
+    print(f"gone       {time.monotonic() - began:.0f} s, ${receipt['total_cost_usd']}, left: {receipt['left']}")
 
 
 def main() -> int:

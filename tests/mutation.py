@@ -9,8 +9,6 @@ space) are left out. mutmut makes none in functions with a decorator other than 
 outside of functions. docs/mutation.md has the conclusions from the survivors.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import difflib
@@ -37,19 +35,10 @@ SECONDS_LONGER = 10.0
 """A test may take so much longer with a mutant than five times its time without."""
 
 DISPATCHER = (
-    "unit/engine/test_dispatcher.py",
-    "unit/engine/test_outbox.py",
-    "unit/engine/test_calls.py",
-    "unit/engine/test_lost_calls.py",
-    "unit/engine/test_shipments.py",
+    *(f"unit/engine/test_{name}.py" for name in ("dispatcher", "outbox", "calls", "lost_calls", "shipments")),
     "system/engine/test_simulation.py::test_histories[0]",
 )
-SWEEP = (
-    "unit/cleanup/test_policy.py",
-    "unit/cleanup/test_release.py",
-    "unit/cleanup/test_sweep.py",
-    "unit/cleanup/test_other_accounts.py",
-)
+SWEEP = tuple(f"unit/cleanup/test_{name}.py" for name in ("policy", "release", "sweep", "other_accounts"))
 LIFECYCLE = (
     "system/provisioning/test_lifecycle.py",
     "unit/provisioning/test_candidates.py",
@@ -57,39 +46,27 @@ LIFECYCLE = (
 )
 JOURNAL = ("unit/ledger/test_journal.py", "system/ledger/test_prune.py")
 OTHERS = {
-    "engine/calls": DISPATCHER,
-    "engine/connection_state": DISPATCHER,
-    "engine/dispatcher": DISPATCHER,
-    "engine/fetches": DISPATCHER,
-    "engine/function_files": DISPATCHER,
-    "engine/kept_calls": DISPATCHER,
-    "engine/losses": DISPATCHER,
+    **{
+        f"engine/{name}": DISPATCHER
+        for name in (
+            *("calls", "connection_state", "dispatcher", "fetches", "function_files", "kept_calls", "losses"),
+            *("outbox", "placement", "shipments"),
+        )
+    },
     "engine/members": ("unit/engine/test_recovery.py", *DISPATCHER),
     "engine/membership": ("unit/engine/test_recovery.py",),
-    "engine/outbox": DISPATCHER,
     "engine/recovery": ("unit/engine/test_membership.py", "unit/worker/test_preemption_notice.py"),
-    "engine/placement": DISPATCHER,
-    "engine/shipments": DISPATCHER,
-    "cleanup/policy": SWEEP,
-    "cleanup/pool_record": SWEEP,
-    "cleanup/provider_work": SWEEP,
+    **{f"cleanup/{name}": SWEEP for name in ("policy", "pool_record", "provider_work", "survey", "sweep")},
     "cleanup/release": (*SWEEP, "unit/cli/test_commands.py"),
-    "cleanup/survey": SWEEP,
-    "cleanup/sweep": SWEEP,
     "ledger/accounts": ("unit/ledger/test_budgets.py", "system/ledger/test_ledger.py"),
     "ledger/bills": ("system/ledger/test_ledger.py", "unit/ledger/test_receipt.py", *JOURNAL),
-    "ledger/intents": ("system/ledger/test_ledger.py", *JOURNAL),
-    "ledger/journal": JOURNAL,
-    "ledger/metering": JOURNAL,
-    "ledger/pools": ("system/ledger/test_ledger.py", *JOURNAL),
-    "ledger/receipt": JOURNAL,
+    **{f"ledger/{name}": JOURNAL for name in ("journal", "metering", "receipt")},
+    **{f"ledger/{name}": ("system/ledger/test_ledger.py", *JOURNAL) for name in ("intents", "pools")},
     "machines/offers": ("unit/provisioning/test_candidates.py",),
-    "provisioning/rental": LIFECYCLE,
-    "provisioning/replacement": LIFECYCLE,
-    "provisioning/selection": LIFECYCLE,
-    "provisioning/startup": LIFECYCLE,
-    "provisioning/teardown": LIFECYCLE,
-    "provisioning/termination": LIFECYCLE,
+    **{
+        f"provisioning/{name}": LIFECYCLE
+        for name in ("rental", "replacement", "selection", "startup", "teardown", "termination")
+    },
 }
 """Tests of a module in other files than the mirrored one: files of tests/ that test several modules together."""
 
@@ -148,9 +125,6 @@ def tests_of(module: str) -> list[str]:
     if found := [f"tests/{name}" for name in names if (ROOT / "tests" / name.partition("::")[0]).exists()]:
         return found
     raise SystemExit(f"{module} has no tests/{mirrored}: name its tests in tests/mutation.py, or with --tests")
-
-
-# ── one run ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Failed(Exception):

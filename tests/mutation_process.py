@@ -5,8 +5,6 @@ tests and the names of the mutants. It prints a line of JSON for each mutant; th
 mutant is active in this process itself.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

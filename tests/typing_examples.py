@@ -13,46 +13,37 @@ from skyward_core import PendingBatch, PendingCompute
 
 
 class Model:
-    """Something with weights."""
-
     @sky.compute
     def predict(self, x: float) -> str:
-        """Return x as text."""
         return str(x)
 
 
 @sky.compute
 def train(rows: int, *, rate: float = 0.1) -> float:
-    """Return a score."""
     return rows * rate
 
 
 @sky.compute
 def label(score: float) -> str:
-    """Name a score."""
     return str(score)
 
 
 @sky.compute
 def pair[T](value: T) -> tuple[T, T]:
-    """Double a value of any type."""
     return value, value
 
 
 @sky.compute
 async def fetch(url: str) -> bytes:
-    """Load something."""
     return url.encode()
 
 
 @sky.compute
 def count(n: int) -> Generator[int]:
-    """Count."""
     yield from range(n)
 
 
 def calls_keep_their_types(pool: sky.ComputePool) -> None:
-    """`fn(x)` is PendingCompute[R], `>>` R, `@` tuple[R, ...]."""
     assert_type(train(1, rate=0.5), PendingCompute[float])
     assert_type(train(1) >> pool, float)
     assert_type(train(1) @ pool, tuple[float, ...])
@@ -62,7 +53,6 @@ def calls_keep_their_types(pool: sky.ComputePool) -> None:
 
 
 def batches_keep_their_types(pool: sky.ComputePool) -> None:
-    """`&` and gather keep the type of each call in its place."""
     assert_type(train(1) & label(0.1), PendingBatch[float, str])
     assert_type((train(1) & label(0.1)) >> pool, tuple[float, str])
     assert_type((train(1) & label(0.1) & train(2)) >> pool, tuple[float, str, float])
@@ -72,7 +62,6 @@ def batches_keep_their_types(pool: sky.ComputePool) -> None:
 
 
 def futures_and_maps_keep_their_types(pool: sky.ComputePool) -> None:
-    """`submit` gives CallFuture[R], a Future[R] with its cost, `map` list[R] of decorated and plain functions."""
     assert_type(pool.submit(train(1)), sky.CallFuture[float])
     assert_type(pool.submit(train(1)).result(), float)
     assert_type(pool.map(train, [1, 2]), list[float])
@@ -81,7 +70,6 @@ def futures_and_maps_keep_their_types(pool: sky.ComputePool) -> None:
 
 
 def deadlines_and_executors_keep_types(pool: sky.ComputePool) -> None:
-    """A deadline changes no type; an executor gives futures of what its functions return."""
     assert_type(train(1).timeout(30) >> pool, float)
     assert_type((train(1) & label(0.1)).timeout(30) >> pool, tuple[float, str])
     assert_type(pool.submit(train(1), timeout=30), sky.CallFuture[float])
@@ -90,7 +78,6 @@ def deadlines_and_executors_keep_types(pool: sky.ComputePool) -> None:
 
 
 async def coroutines_keep_their_types() -> None:
-    """Awaiting gives what the pool gives without `aio`."""
     async with sky.ComputePool() as pool:
         assert_type(pool, sky.ComputePool)
         assert_type(await pool.arun(train(1)), float)
@@ -104,7 +91,6 @@ async def coroutines_keep_their_types() -> None:
 
 
 def shared_objects_keep_their_types(pool: sky.ComputePool) -> None:
-    """A queue and a variable have the type of their values."""
     queue, variable = sky.Queue[float]("q", maxsize=2, pool=pool), sky.Variable[dict[str, int]]("v")
     assert_type(queue.get(timeout=1), float)
     assert_type(variable.get(), dict[str, int])
@@ -118,15 +104,12 @@ def shared_objects_keep_their_types(pool: sky.ComputePool) -> None:
 
 
 def pools_keep_their_types() -> None:
-    """`with` gives the pool; a MultiPool gives pools."""
-    with sky.ComputePool(accelerator="A100", nodes=2) as pool:
+    with sky.ComputePool(accelerator="A100", nodes=2) as pool, sky.MultiPool(pool, pool) as pools:
         assert_type(pool, sky.ComputePool)
-    with sky.MultiPool(sky.ComputePool(), sky.ComputePool()) as pools:
         assert_type(pools, tuple[sky.ComputePool, ...])
 
 
 def editors_know_the_keywords_of_a_pool() -> None:
-    """Names and types of the settings are checked; strings, numbers and plain data are accepted in place of values."""
     sky.ComputePool(
         provider=["aws", sky.Local()],
         accelerator="A100",
@@ -145,14 +128,12 @@ def editors_know_the_keywords_of_a_pool() -> None:
 
 
 def methods_and_generic_functions(pool: sky.ComputePool, model: Model) -> None:
-    """Methods are bound, and type parameters are solved."""
     assert_type(model.predict(0.5), PendingCompute[str])
     assert_type(model.predict(0.5) >> pool, str)
     assert_type(pair(1) >> pool, tuple[int, int])
 
 
 def coroutines_and_generators(pool: sky.ComputePool) -> None:
-    """An awaitable becomes its result, and a generator becomes a list."""
     assert_type(fetch("x") >> pool, bytes)
     assert_type(count(3) >> pool, sky.ItemStream[int])
     assert_type(count(3).timeout(1) >> pool, sky.ItemStream[int])
@@ -163,7 +144,6 @@ def coroutines_and_generators(pool: sky.ComputePool) -> None:
 
 
 def wrong_uses_are_refused(pool: sky.ComputePool) -> None:
-    """Arguments, operands and results of wrong types."""
     _ = train("1") >> pool  # pyright: ignore[reportArgumentType]
     _ = train() >> pool  # pyright: ignore[reportCallIssue]
     text: str = train(1) >> pool  # pyright: ignore[reportAssignmentType]

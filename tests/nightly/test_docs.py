@@ -22,47 +22,32 @@ from tests.testbed.mirror import Mirror
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", ["docs/prefect.md", "docs/dagster.md"])
 def test_the_page_of_an_orchestrator_runs_as_a_script(page: str, tmp_path: Path) -> None:
-    """The page's Python blocks, put together in one file, run to the end in a process with its own home."""
-    run_as_script(
-        page,
-        tmp_path,
-        {
-            "PREFECT_HOME": str(tmp_path / "prefect"),
-            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-            "DAGSTER_HOME": str(tmp_path),
-        },
-    )
+    own = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DAGSTER_HOME": str(tmp_path)}
+    run_as_script(page, tmp_path, {"PREFECT_HOME": str(tmp_path / "prefect"), **own})
+
+
+HOST = """Host {name}
+HostName {host.ip}
+User {host.user}
+IdentityFile {host.key_path}
+UserKnownHostsFile {host.known_hosts_path}
+"""
 
 
 @pytest.mark.timeout(300)
 def test_the_page_of_machines_runs_on_real_hosts(fleet: Fleet, mirror: Mirror, tmp_path: Path) -> None:
-    """The page's aliases are bare hosts of the test bed, with an SSH configuration as a user would write it; the rest
-    is unchanged.
-    """
+    """Its aliases are bare hosts of the test bed, with an SSH configuration as a user would write it."""
     (tmp_path / ".ssh").mkdir(mode=0o700)
-    aliases = []
-    for name in ("gpu-1", "gpu-2", "gpu-3"):
-        host = fleet.create()
-        mirror.configure(host)
-        aliases += [
-            f"Host {name}",
-            f"HostName {host.ip}",
-            f"User {host.user}",
-            f"IdentityFile {host.key_path}",
-            f"UserKnownHostsFile {host.known_hosts_path}",
-        ]
-    (tmp_path / ".ssh/config").write_text("\n".join(aliases) + "\n")
-    run_as_script(
-        "docs/machines.md",
-        tmp_path,
-        {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path / "state"), "TMPDIR": str(tmp_path)},
-    )
-    directory = str(tmp_path)  # of the local nodes that the page leaves to their lease
-    wait_until(
-        lambda: not any(path.startswith(directory) for _, path in processes_by_tag("SKYWARD_INSTANCE_DIRECTORY")),
-        "the end of the lease",
-        seconds=60,
-    )
+    with (tmp_path / ".ssh/config").open("w") as config:
+        for name in ("gpu-1", "gpu-2", "gpu-3"):
+            host = fleet.create()
+            mirror.configure(host)
+            config.write(HOST.format(name=name, host=host))
+    own = str(tmp_path)
+    run_as_script("docs/machines.md", tmp_path, {"HOME": own, "XDG_STATE_HOME": f"{own}/state", "TMPDIR": own})
+    # the page leaves local nodes to their lease
+    tag = "SKYWARD_INSTANCE_DIRECTORY"
+    wait_until(lambda: not [path for _, path in processes_by_tag(tag) if path.startswith(own)], "the end of the lease")
 
 
 def run_as_script(page: str, folder: Path, variables: dict[str, str]) -> None:
@@ -71,13 +56,8 @@ def run_as_script(page: str, folder: Path, variables: dict[str, str]) -> None:
     script = folder / "page.py"
     script.write_text("\n\n".join(blocks))
     patience = {"PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "200"}  # a busy machine needs more than the 20
+    environ = os.environ | patience | variables
     done = subprocess.run(
-        [sys.executable, str(script)],
-        env=os.environ | patience | variables,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
+        [sys.executable, script], env=environ, cwd=folder, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -14,14 +14,12 @@ from tests.system.test_example_programs import IN_STEPS, WITH_FRAMEWORKS, assert
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("program", WITH_FRAMEWORKS)
 def test_a_training_prints_its_result(program: str) -> None:
-    """Both ranks have found the weights that the program's data were made with."""
     assert_printed(WITH_FRAMEWORKS[program], printed_by(program))
 
 
 @pytest.mark.frameworks
 @pytest.mark.timeout(900)
 def test_the_training_with_checkpoints_goes_on_where_it_was(tmp_path: Path) -> None:
-    """The second run begins at the last checkpoint of the first: 100 of 120 steps."""
     for begun_at in (0, 100):
         said = printed_by(IN_STEPS, str(tmp_path))
         assert_printed([rf"rank {rank}: from step {begun_at} to 120, loss 0\.000" for rank in range(2)], said)

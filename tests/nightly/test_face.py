@@ -34,7 +34,6 @@ import pytest
     ],
 )
 def test_the_import_loads_no_heavy_package(statement: str, unwanted: str) -> None:
-    """In a fresh interpreter the import leaves heavy packages unloaded."""
     code = f"{statement}\nimport sys, json; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     loaded = {name.partition(".")[0] for name in json.loads(done.stdout)}

@@ -12,7 +12,6 @@ from tests.unit.test_work import TRAIN, tags
 
 
 def test_a_pool_records_its_work_before_anything_is_rented(capsys: pytest.CaptureFixture[str]) -> None:
-    """The first event names the pool and its work. Ledger, receipt, tags of the machine, `ps` and `cost` agree."""
     recorded: list[sky.SkywardEvent] = []
     pool = sky.ComputePool(provider=sky.Local(price_per_hour=36), display="quiet", on_event=recorded.append, work=TRAIN)
     assert (pool.id, pool.work) == ("", TRAIN)

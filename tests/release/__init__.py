@@ -5,8 +5,6 @@ backend is that of uv.lock, so that the same commit gives the same bytes. docs/d
 reasons.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json
@@ -84,23 +82,18 @@ def _git(folder: Path, *words: str) -> str:
 def _uv(*words: str, environ: Mapping[str, str] | None = None) -> str:
     """Run the uv of uv.lock; it starts the Python that runs this."""
     variables = os.environ | {"UV_PYTHON": sys.executable} | dict(environ or {})
-    done = subprocess.run(
-        [uv.find_uv_bin(), "--quiet", *words], env=variables, capture_output=True, text=True, check=False
-    )
+    command = [uv.find_uv_bin(), "--quiet", *words]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     if done.returncode:
         raise NotReleasable(f"uv {' '.join(words)}: {done.stderr.strip()}")
     return done.stdout
 
 
-# ── the build ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def _built(tree: Path, out: Path, epoch: int) -> tuple[Path, Path]:
     """Build the sdist, and the wheel from the sdist; return the paths of wheel and sdist."""
     pins = tree.with_name("build-constraints.txt")
-    pins.write_text(
-        _uv("export", "--project", str(tree), "--locked", "--only-group", "release", "--no-header", "--no-annotate")
-    )
+    flags = ["--locked", "--only-group", "release", "--no-header", "--no-annotate"]
+    pins.write_text(_uv("export", "--project", str(tree), *flags))
     flags = ["--build-constraints", str(pins), "--require-hashes", "--out-dir", str(out)]
     _uv("build", *flags, str(tree), environ={"SOURCE_DATE_EPOCH": str(epoch)})
     (out / ".gitignore").unlink(missing_ok=True)  # uv writes it
@@ -108,17 +101,8 @@ def _built(tree: Path, out: Path, epoch: int) -> tuple[Path, Path]:
     return wheel, sdist
 
 
-# ── checks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def checked(wheel: Path, sdist: Path, tree: Path) -> Version:
-    """Check that wheel and sdist hold the files of the clone `tree` that they should, and no others.
-
-    Returns their version.
-
-    Raises:
-        NotReleasable: a file is missing or too much, or the versions differ, also from the tag.
-    """
+    """Check that wheel and sdist hold the files of the clone `tree` that they should, and no others; return the version."""
     _, version, _, _ = parse_wheel_filename(wheel.name)
     _, of_sdist = parse_sdist_filename(sdist.name)
     tags = {tag.removeprefix("v") for tag in _git(tree, "tag", "--points-at", "HEAD", "v*").split()}
@@ -129,20 +113,16 @@ def checked(wheel: Path, sdist: Path, tree: Path) -> Version:
     of_packages = {name: home for name in committed for home in homes if name.startswith(home)}
     info = f"{NAME.replace('-', '_')}-{version}.dist-info"
     made = {f"{info}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE")}
+    ours = {homes[home] + name.removeprefix(home) for name, home in of_packages.items()}
     with zipfile.ZipFile(wheel) as archive:
-        _compare(
-            wheel,
-            archive.namelist(),
-            {homes[home] + name.removeprefix(home) for name, home in of_packages.items()} | made,
-        )
+        _compare(wheel, archive.namelist(), ours | made)
     top = sdist.name.removesuffix(".tar.gz")
     with tarfile.open(sdist) as archive:
         members = archive.getmembers()
     if links := [one.name for one in members if not one.isfile()]:
         raise NotReleasable(f"{sdist.name}: {', '.join(links)}: only plain files are allowed")
-    _compare(
-        sdist, [one.name for one in members], {f"{top}/{name}" for name in {*of_packages, *SDIST_ALSO, "PKG-INFO"}}
-    )
+    expected = {f"{top}/{name}" for name in {*of_packages, *SDIST_ALSO, "PKG-INFO"}}
+    _compare(sdist, [one.name for one in members], expected)
     return version
 
 
@@ -181,9 +161,6 @@ def _write_sums(out: Path) -> None:
     (out / "SHA256SUMS").write_text("".join(lines))
 
 
-# ── the bill of materials ────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def _exported(tree: Path, *flags: str) -> dict[str, Any]:
     command = ["export", "--project", str(tree), "--locked", "--no-dev", "--format", "cyclonedx1.5"]
     return json.loads(_uv(*command, *flags))
@@ -201,18 +178,16 @@ def sbom(everything: Mapping[str, Any], required: Mapping[str, Any], version: Ve
         for component in everything["components"]
     ]
     ours = f"pkg:pypi/{NAME}@{version}"
-    metadata = {
-        **everything["metadata"],
+    metadata = everything["metadata"] | {
         "timestamp": datetime.fromtimestamp(epoch, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "component": {**everything["metadata"]["component"], "version": str(version), "purl": ours},
     }
-    document = {
-        **everything,
+    completed = {
         "serialNumber": uuid.uuid5(uuid.NAMESPACE_URL, ours).urn,
         "metadata": metadata,
         "components": components,
     }
-    return json.dumps(document, indent=2) + "\n"
+    return json.dumps({**everything, **completed}, indent=2) + "\n"
 
 
 def _validate(text: str) -> None:
@@ -223,9 +198,6 @@ def _validate(text: str) -> None:
 
     if error := JsonStrictValidator(SchemaVersion.V1_5).validate_str(text):
         raise NotReleasable(f"the bill of materials: {error}")
-
-
-# ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def main(argv: Sequence[str] | None = None) -> int:

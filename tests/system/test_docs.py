@@ -32,7 +32,6 @@ PAGES = [
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_python_block_of_the_page_runs(page: str) -> None:
-    """A page's Python blocks run from top to bottom, in one namespace, as a reader would type them."""
     examples = list(Sybil(parsers=[PythonCodeBlockParser()]).parse(ROOT / page).examples())
     assert examples
     for example in examples:

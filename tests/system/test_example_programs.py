@@ -45,7 +45,6 @@ def test_there_is_a_test_for_every_program() -> None:
 @pytest.mark.timeout(450)
 @pytest.mark.parametrize("program", PLAIN)
 def test_a_program_prints_its_result(program: str) -> None:
-    """The numbers are known from elsewhere: OEIS, pi, and the data that the program makes."""
     assert_printed(PLAIN[program], printed_by(program))
 
 

@@ -21,7 +21,6 @@ def live(fake: FakeDigitalOcean, token: str) -> subprocess.CompletedProcess[str]
 
 
 def test_it_reads_and_spends_nothing() -> None:
-    """Account, offers and machines are printed; no creating call is made."""
     with FakeDigitalOcean() as fake:
         done = live(fake, TOKEN)
         assert done.returncode == 0, done.stderr
@@ -33,7 +32,6 @@ def test_it_reads_and_spends_nothing() -> None:
 
 
 def test_refused_credentials_are_one_line() -> None:
-    """The name of the error, and exit code 1."""
     with FakeDigitalOcean() as fake:
         done = live(fake, "dop_v1_wrong")
     assert done.returncode == 1

@@ -12,6 +12,7 @@ import traceback
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +36,11 @@ from tests.unit.test_secret import both_envs
 @example("ab&<\n%2F", "", "")
 @settings(max_examples=200, deadline=None, database=None)
 def test_every_spelling_of_a_value_is_masked(value: str, before: str, after: str) -> None:
-    """Plain, quoted for a URL, JSON or HTML, and as Python shows it."""
     with suppress(UnicodeEncodeError):  # a lone surrogate, which no variable can hold
         mask = Mask([value])
         for spelled in spellings(value):
             if len(spelled) >= len(value):
                 assert spelled == MASK or spelled not in mask.text(before + spelled + after).replace(MASK, "\0")
-
-
-# ── in a pool ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @sky.compute
@@ -99,61 +96,44 @@ def exits(name: str) -> None:
     raise SystemExit(os.environ[name])
 
 
+@dataclass
 class Secretive:
-    """A pool with a secret, its events, and the places to which it may have written."""
+    """A pool with a secret, its events, and what the client printed and logged while it opened.
 
-    def __init__(
-        self, pool: sky.ComputePool, recorded: RecordedEvents, name: str, value: str, plain: str, said: str
-    ) -> None:
-        self.pool, self.recorded, self.name, self.value, self.plain, self.said = (
-            pool,
-            recorded,
-            name,
-            value,
-            plain,
-            said,
-        )
-        """`plain` is a value in env that looks like a secret. `said` is the client's output and log while the pool
-        opened.
-        """
+    `plain` is a value in env that looks like a secret.
+    """
 
-    def processes(self) -> list[int]:
-        """Return every process of the pool's nodes."""
-        ids = {node.instance.id for node in self.pool.lease.nodes}
-        return [pid for pid, tag in processes_by_tag("SKYWARD_INSTANCE_ID") if tag in ids]
+    pool: sky.ComputePool
+    recorded: RecordedEvents
+    value: str
+    plain: str
+    said: str
 
 
 @pytest.fixture(scope="module")
 def secretive() -> Iterator[Secretive]:
-    """Two nodes, with a secret under another name than here, and a value in env that looks like one."""
+    """Two nodes, with a secret under another name than here."""
     recorded, value, plain = RecordedEvents(), f"tok-{uuid.uuid4().hex}", f"plain-{uuid.uuid4().hex}"
-    patch = pytest.MonkeyPatch()
-    patch.setenv("OTHER", value)
     options: dict[str, Any] = {
         "secrets": {"HF_TOKEN": sky.Secret.from_env("OTHER")},
         "env": {"PLAIN": "lemon", "DB_PASSWORD": plain},
-        "concurrency": 2,
     }
-    said = io.StringIO()
-    listening, root = logging.StreamHandler(said), logging.getLogger()
-    patch.setattr(root, "level", logging.DEBUG)
-    root.addHandler(listening)
-    try:
-        with ExitStack() as stack:
-            with redirect_stdout(said), redirect_stderr(said):
-                pool = stack.enter_context(
-                    shared(sky.ComputePool(provider=sky.Local(), nodes=2, display="log", on_event=recorded, **options))
-                )
-            root.removeHandler(listening)
-            patch.undo()  # it was read when the pool opened
-            yield Secretive(pool, recorded, "HF_TOKEN", value, plain, said.getvalue())
-    finally:
+    pool = sky.ComputePool(provider=sky.Local(), nodes=2, concurrency=2, display="log", on_event=recorded, **options)
+    said, root = io.StringIO(), logging.getLogger()
+    listening = logging.StreamHandler(said)
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setenv("OTHER", value)
+        patch.setattr(root, "level", logging.DEBUG)
+        root.addHandler(listening)
+        stack.callback(root.removeHandler, listening)
+        with redirect_stdout(said), redirect_stderr(said):
+            stack.enter_context(shared(pool))
         root.removeHandler(listening)
-        patch.undo()
+        patch.undo()  # it was read when the pool opened
+        yield Secretive(pool, recorded, value, plain, said.getvalue())
 
 
 def test_calls_have_the_values(secretive: Secretive) -> None:
-    """They have them on every node and slot, also in children of a call, in addition to the plain environment."""
     assert list(spelled("HF_TOKEN") @ secretive.pool) == [secretive.value[::-1]] * 2
     assert secretive.pool.map(spelled, ["HF_TOKEN"] * 50) == [secretive.value[::-1]] * 50
     assert spelled("PLAIN") >> secretive.pool == "nomel"
@@ -161,7 +141,6 @@ def test_calls_have_the_values(secretive: Secretive) -> None:
 
 
 def test_output_is_masked(secretive: Secretive) -> None:
-    """This includes the lines of both streams, of logging and of children."""
     future = secretive.pool.submit(talks("HF_TOKEN"))
     future.result()
     assert secretive.recorded.lines(future.call_id) == ["plain ***", "from a child ***", "twice *** '***' half"]
@@ -169,9 +148,6 @@ def test_output_is_masked(secretive: Secretive) -> None:
 
 
 def test_errors_are_masked(secretive: Secretive) -> None:
-    """This includes the exception, its attributes, its cause and the remote traceback, and a crash's last lines and
-    exit message.
-    """
     with pytest.raises(ExceptionGroup, match=r"no way with \*\*\*") as caught:
         _ = fails("HF_TOKEN") >> secretive.pool
     error: Any = caught.value
@@ -191,7 +167,7 @@ def test_errors_are_masked(secretive: Secretive) -> None:
 
 
 def test_a_runner_after_a_crash_has_the_values(secretive: Secretive) -> None:
-    """After every crash; and for calls whose packets were returned from behind a long call."""
+    """Also for calls whose packets were returned from behind a long call."""
     for _ in range(3):
         with pytest.raises(sky.CallCrashed):
             _ = dies("HF_TOKEN") >> secretive.pool
@@ -210,52 +186,31 @@ def spelled_slowly(name: str, seconds: float) -> str:
 def test_nothing_that_is_written_holds_a_value(
     secretive: Secretive, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The search: spec, lease, events, logs, the ledger, the nodes' folders on disk and in memory, and the environment
-    with which every process was started.
-    """
     caplog.set_level(logging.DEBUG)
-    pool, value = secretive.pool, secretive.value
+    pool, state = secretive.pool, Path(os.environ["XDG_STATE_HOME"])
     _ = talks("HF_TOKEN") >> pool
     with suppress(ExceptionGroup):
         _ = fails("HF_TOKEN") >> pool
-    texts = [
-        repr(pool),
-        repr(pool.spec),
-        pool.spec.model_dump_json(),
-        pool.lease.model_dump_json(),
-        repr(pool.lease),
-        repr(secretive.recorded.events),
-        caplog.text,
-    ]
-    texts += [*capfd.readouterr(), default_url(), secretive.said, repr(vars(pool))]
+    texts = [repr(pool), repr(pool.spec), pool.spec.model_dump_json(), pool.lease.model_dump_json(), repr(pool.lease)]
+    texts += [repr(secretive.recorded.events), caplog.text, *capfd.readouterr(), default_url(), secretive.said]
+    texts.append(repr(vars(pool)))
     assert "DB_PASSWORD as plain text" in secretive.said
     assert [text[:200] for text in texts if secretive.plain in text] == []
-    state = [
-        path for path in Path(os.environ["XDG_STATE_HOME"]).rglob("*") if path.is_file() and "nodes" not in path.parts
-    ]
-    assert [path for path in state if secretive.plain.encode() in content_of(path)] == []
-    folders = [Path(str(node.instance.directory)) for node in pool.lease.nodes] + [Path(os.environ["XDG_STATE_HOME"])]
-    folders += [
-        Path("/dev/shm") / name
-        for name in os.listdir("/dev/shm")
-        if any(name.endswith(node.instance.id) for node in pool.lease.nodes)
-    ]
-    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    ids = tuple(node.instance.id for node in pool.lease.nodes)
+    folders = [state, *(Path(str(node.instance.directory)) for node in pool.lease.nodes)]
+    folders += [Path("/dev/shm") / name for name in os.listdir("/dev/shm") if name.endswith(ids)]
+    files = {path: content_of(path) for folder in folders for path in folder.rglob("*") if path.is_file()}
     assert {"settings.json", "log", "ledger.db"} <= {path.name for path in files}
-    for path in files:
-        texts.append(content_of(path).decode(errors="replace"))
-    processes = secretive.processes()
+    own = [path for path in files if path.is_relative_to(state) and "nodes" not in path.parts]
+    assert [path for path in own if secretive.plain.encode() in files[path]] == []
+    processes = [pid for pid, tag in processes_by_tag("SKYWARD_INSTANCE_ID") if tag in ids]
     assert len(processes) >= 2 * 4
-    for pid in processes:
+    texts += [content.decode(errors="replace") for content in files.values()]
+    for path in (Path(f"/proc/{pid}/{what}") for pid in processes for what in ("environ", "cmdline")):
         with suppress(OSError):
-            texts += [
-                Path(f"/proc/{pid}/{what}").read_bytes().decode(errors="replace") for what in ("environ", "cmdline")
-            ]
-    assert [text[:200] for text in texts if value in text] == []
+            texts.append(path.read_bytes().decode(errors="replace"))
+    assert [text[:200] for text in texts if secretive.value in text] == []
     assert any("HF_TOKEN" in text for text in texts)
-
-
-LOSS_SECONDS = 60.0
 
 
 @sky.compute
@@ -274,9 +229,6 @@ def prints(name: str) -> int:
 @pytest.mark.nightly
 @pytest.mark.timeout(240)
 def test_replacements_have_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restarted worker process, a replaced node, a new head, and the calls of an attached client that has no values
-    itself.
-    """
     value, recorded = f"tok-{uuid.uuid4().hex}", RecordedEvents()
     monkeypatch.setenv("HF_TOKEN", value)
     with sky.ComputePool(
@@ -289,11 +241,7 @@ def test_replacements_have_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
         assert list(spelled("HF_TOKEN") @ pool) == [value[::-1]] * 2
         for lost in (1, 0):
             os.kill((supervisor() @ pool)[lost], signal.SIGKILL)
-            wait_until(
-                lambda lost=lost: lost in [event.node for event in recorded.of(sky.InstanceLost)],
-                "the loss",
-                LOSS_SECONDS,
-            )
+            wait_until(lambda lost=lost: lost in [one.node for one in recorded.of(sky.InstanceLost)], "the loss")
             assert list(spelled("HF_TOKEN") @ pool) == [value[::-1]] * 2
             assert pool.map(spelled, ["HF_TOKEN"] * 10) == [value[::-1]] * 10
         with sky.ComputePool.attach(pool.lease) as attached:
@@ -305,7 +253,6 @@ def test_replacements_have_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_ledgers_file_holds_no_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither values of `secrets` nor values that only look like secrets; the file has their names."""
     monkeypatch.setenv("WORD", "tok-0123456789")
     spec = sky.PoolSpec.of(**{"secrets": ("WORD",), **both_envs().model_dump(exclude_unset=True)})
     with Ledger(f"sqlite:///{tmp_path}/ledger.db") as ledger:

@@ -1,10 +1,4 @@
-"""Every code block of the user's documents runs as it stands there, or is refused with a message that says what to
-write.
-
-`seed_blocks.txt` has the blocks, each with the number of its document (shared/seeds: 000 the guide to accelerators, 001
-their reference, 002 and 004 the introductions, 003 the API) and its line. The documents import `skyward`; that name is
-`skyward_core` here. Blocks that open a pool run on this machine.
-"""
+"""Code blocks of the user's documents that open a pool run on this machine (see tests/unit/test_seed_blocks.py)."""
 
 import sys
 import types

@@ -41,7 +41,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_reference_has_every_public_name(site: Path) -> None:
-    """Modules are no entries: their names are."""
     text = "".join(page.read_text() for page in (site / "reference").rglob("index.html"))
     anchors = {found.rpartition(".")[2] for found in re.findall(r'id="([\w.]+)"', text)}
     modules = {"accelerators", "distributed", "errors", "integrations"}
@@ -50,10 +49,21 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
 
 @pytest.mark.nightly
 def test_the_pages_load_nothing_from_another_machine(site: Path) -> None:
-    """No script, style, font or image has an address outside of the site. Links may have one."""
     loaded = {address for page in pages(site) for address in addresses(page, loads=True)}
     assert loaded
     assert sorted(address for address in loaded if re.match(r"(https?:)?//", address)) == []
+
+
+@pytest.mark.nightly
+def test_the_links_between_pages_lead_to_files(site: Path) -> None:
+    """mkdocs does not know the links that themes and hooks write."""
+    broken = []
+    for page in pages(site):
+        for path in (re.split("[#?]", address)[0] for address in addresses(page, loads=False)):
+            target = site / path.lstrip("/") if path.startswith("/") else page.parent / path
+            if not re.match(r"(\w+:|//|$)", path) and not (target.is_file() or (target / "index.html").is_file()):
+                broken.append(f"{page.relative_to(site)}: {path}")
+    assert broken == []
 
 
 def pages(site: Path) -> Iterator[Path]:

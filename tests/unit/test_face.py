@@ -17,7 +17,6 @@ PROMISED = """
 
 
 def test_the_promised_names_are_public() -> None:
-    """Every name that the reference and this issue list is public."""
     assert set(sky.__all__) >= set(PROMISED.split())
     assert set(sky.__all__) <= set(dir(sky))
     assert len(sky.__all__) == len(set(sky.__all__))
@@ -25,7 +24,6 @@ def test_the_promised_names_are_public() -> None:
 
 @pytest.mark.parametrize("name", sorted(sky.__all__))
 def test_a_public_name_exists_and_has_a_docstring(name: str) -> None:
-    """The name resolves to the same object each time; classes, functions and modules have a docstring of their own."""
     value = getattr(sky, name)
     assert getattr(sky, name) is value
     if inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value):
@@ -34,21 +32,11 @@ def test_a_public_name_exists_and_has_a_docstring(name: str) -> None:
         assert not doc.startswith(f"{name}("), "the docstring that dataclass writes"
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        sky.ComputePool,
-        sky.MultiPool,
-        sky.PendingCompute,
-        sky.PendingBatch,
-        sky.PoolSpec,
-        sky.Image,
-        sky.Local,
-        sky.Provider,
-    ],
-)
+KINDS = (sky.ComputePool, sky.MultiPool, sky.PendingCompute, sky.PendingBatch, sky.PoolSpec, sky.Image, sky.Provider)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_public_methods_have_docstrings(kind: type) -> None:
-    """Methods and properties that our classes define have docstrings."""
     ours = {
         name: value
         for name, value in vars(kind).items()
@@ -59,7 +47,6 @@ def test_public_methods_have_docstrings(kind: type) -> None:
 
 
 def test_type_checkers_see_the_real_names() -> None:
-    """The names in the TYPE_CHECKING block are those of the lazy import, from the same modules."""
     source = inspect.getsource(sky)
     block = source[source.index("if TYPE_CHECKING:") : source.index("__version__")]
     seen = {}

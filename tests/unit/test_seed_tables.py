@@ -1,9 +1,7 @@
 """Every row of the reference's tables is supported, or is refused with a message that says what to do.
 
-The tables are those of accelerators, providers, machines, images, volumes and spot strategies. The rows are data here,
-each with the file of the reference (shared/seeds: 000 the guide to accelerators, 001 their reference, 003 the API) and
-its line. If vendors and clouds contradict the reference, they are correct (fact sheet of 2026-11-20), and the row says
-so.
+Each row has the file of the reference (shared/seeds: 000 the guide to accelerators, 001 their reference, 003 the API)
+and its line. If vendors and clouds contradict it, they are correct (fact sheet of 2026-11-20), and the row says so.
 """
 
 from __future__ import annotations
@@ -33,8 +31,6 @@ def read(code: str) -> Any:
     """Evaluate a piece of the reference's code."""
     return eval(code, dict(NAMES))
 
-
-# ── accelerators ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 # written so in the reference: chip, GB, count, form factor, partitions
 WRITTEN = [
@@ -76,18 +72,10 @@ WRITTEN = [
 def test_the_accelerators_of_the_reference_are_accepted(
     code: str, name: str, memory_gb: int, count: int, form_factor: str | None, mig: tuple
 ) -> None:
-    """A frozen value with name, memory and count. A pool of any provider, or of several, accepts it without any
-    request.
-    """
     accelerator = sky.PoolSpec.of(accelerator=read(code)).accelerator
     assert accelerator is not None
-    assert (accelerator.name, accelerator.memory_gb, accelerator.memory, accelerator.count) == (
-        name,
-        memory_gb,
-        f"{memory_gb}GB",
-        count,
-    )
-    assert (accelerator.form_factor, accelerator.mig) == (form_factor, mig)
+    assert (accelerator.name, accelerator.memory_gb, accelerator.count) == (name, memory_gb, count)
+    assert (accelerator.memory, accelerator.form_factor, accelerator.mig) == (f"{memory_gb}GB", form_factor, mig)
     with pytest.raises(dataclasses.FrozenInstanceError):
         accelerator.count = 7  # pyright: ignore[reportAttributeAccessIssue]
     sky.ComputePool(provider=sky.AWS(), accelerator=read(code))
@@ -118,9 +106,6 @@ METHODS = [
 def test_a_factory_method(
     name: str, parameters: tuple[str, ...], memories: tuple[str, ...], refused: tuple[str, str] | None
 ) -> None:
-    """It has its parameters. The first memory is the default, and the others can be chosen; those with profiles are
-    "MIG capable".
-    """
     factory = getattr(sky.Accelerator.NVIDIA, name)
     assert set(parameters) <= set(inspect.signature(factory).parameters)
     assert factory(count=2) == getattr(sky.accelerators, name)(2)
@@ -131,8 +116,6 @@ def test_a_factory_method(
         with pytest.raises(sky.BadRequest, match=refused[1]):
             factory(memory=refused[0])
 
-
-# ── what the clouds have ─────────────────────────────────────────────────────────────────────────────────────────────
 
 # 001:57-64: GPU, memory, AWS's families; all families that have it, one of which need not be named there
 AWS_FAMILIES = [
@@ -150,24 +133,17 @@ AWS_FAMILIES = [
 def aws_machines() -> list[sky.Offer]:
     from moto.ec2.models.instance_types import INSTANCE_TYPES
 
-    return [
-        machine[0]
-        for kind in INSTANCE_TYPES.values()
-        if (machine := aws_offers.machine_of(kind, "us-east-1")) is not None
-    ]
+    machines = [aws_offers.machine_of(kind, "us-east-1") for kind in INSTANCE_TYPES.values()]
+    return [machine[0] for machine in machines if machine is not None]
 
 
 @pytest.mark.parametrize(("requested", "gb", "families"), AWS_FAMILIES, ids=[row[0] for row in AWS_FAMILIES])
 def test_a_gpu_is_an_instance_type_of_aws(requested: str, gb: int, families: set[str]) -> None:
-    """By AWS's own descriptions of all its types."""
     accelerator = sky.accelerators.parse(requested)
     assert accelerator.memory_gb == gb
-    found = {
-        offer.instance_type.split(".")[0]
-        for offer in aws_machines()
-        if matches(offer, sky.Requirements(accelerator=accelerator)) is None
-    }
-    assert found == families
+    want = sky.Requirements(accelerator=accelerator)
+    found = [offer.instance_type for offer in aws_machines() if matches(offer, want) is None]
+    assert {name.split(".")[0] for name in found} == families
 
 
 # 001:207-209, 227-228: type, chips, memory of all in GB
@@ -184,13 +160,9 @@ NEURON_MACHINES = [
     ("instance_type", "name", "count", "gb"), NEURON_MACHINES, ids=[row[0] for row in NEURON_MACHINES]
 )
 def test_a_machine_with_chips_of_amazons(instance_type: str, name: str, count: int, gb: int) -> None:
-    """It has them, matches a spec with them, and has a Neuron image."""
     (offer,) = (offer for offer in aws_machines() if offer.instance_type == instance_type)
-    assert (offer.accelerator, offer.accelerators, offer.accelerators * (offer.accelerator_memory_gb or 0)) == (
-        name,
-        count,
-        gb,
-    )
+    assert (offer.accelerator, offer.accelerators) == (name, count)
+    assert offer.accelerators * (offer.accelerator_memory_gb or 0) == gb
     version = int(name[-1])
     factory = sky.accelerators.Trainium if name.startswith("Trainium") else sky.accelerators.Inferentia
     assert matches(offer, sky.Requirements(accelerator=factory(version, count))) is None
@@ -199,18 +171,12 @@ def test_a_machine_with_chips_of_amazons(instance_type: str, name: str, count: i
 
 @pytest.mark.parametrize("requested", ["TPU-v5p", "Radeon Pro V710", "B100", "GB200"])
 def test_accelerators_without_a_provider_are_refused_with_the_alternatives(requested: str) -> None:
-    """001:232-253: TPUs, the V710 and others are specifications only.
-
-    Providers that search for machines refuse them and name a substitute.
-    """
     sky.PoolSpec.of(accelerator=requested)
     with pytest.raises(
         sky.NoCapacity, match=r"rented by none of the built-in clouds; nearest to it in memory is .+ \(.+\)"
     ):
         sky.select_instance(aws_machines(), accelerator=requested)
 
-
-# ── providers ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 # 000, 002:20 and 60, 003:91 and 201-253, 004:13: provider, parameter, default
 PARAMETERS = [
@@ -226,9 +192,6 @@ PARAMETERS = [
     ("provider", "parameter", "default"), PARAMETERS, ids=[f"{row[0]}-{row[1]}" for row in PARAMETERS]
 )
 def test_a_parameter_of_a_provider(provider: str, parameter: str, default: object) -> None:
-    """By its name and with its default. A lease or a spec does not include the default, but includes any
-    other value.
-    """
     kind = getattr(sky, provider)
     assert getattr(kind(), parameter) == default
     assert parameter not in kind().to_json()
@@ -237,22 +200,15 @@ def test_a_parameter_of_a_provider(provider: str, parameter: str, default: objec
     assert kind(**{parameter: other}).to_json()[parameter] == other
 
 
-# ── machines ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_an_instance_type_has_priority() -> None:
-    """003:94: the provider gets a request for it, and offers of other types do not match."""
     want = sky.PoolSpec.of(machine="p5.48xlarge", accelerator="H100").requirements
     assert [offer.instance_type for offer in aws_machines() if matches(offer, want) is None] == ["p5.48xlarge"]
 
 
 def test_cpu_and_memory_are_those_of_a_worker() -> None:
-    """003:96-97: "per worker"; a machine with two partitions must have them twice."""
     want = sky.PoolSpec.of(cpu=8, memory="32GB", accelerator=sky.accelerators.H100(mig="3g.40gb")).requirements
     assert (want.vcpus, want.memory_gb) == (16, 64.0)
 
-
-# ── spot ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 # 003:694-705: what is written, the strategy, and (on demand, spot) of ten machines where spot is sold and where it is
 # not; None: refused
@@ -272,10 +228,6 @@ STRATEGIES = [
 def test_a_spot_strategy(
     code: str, strategy: Strategy, sold: tuple[int, int], not_sold: tuple[int, int] | None
 ) -> None:
-    """The pool's strategy is the written one: this many machines are on demand and come first, and this many are spot.
-
-    Or it is refused with the valid choices.
-    """
     assert parse(read(code)) == sky.PoolSpec.of(spot=read(code)).spot == strategy
     assert split(strategy, 10, spot_sold=True) == sold
     if not_sold is None:

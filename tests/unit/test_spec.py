@@ -1,13 +1,15 @@
-"""`PoolSpec`: one frozen value, equal after a conversion to JSON and back."""
+"""`PoolSpec`: one frozen value, equal after JSON. Bad input is refused before a machine is launched."""
 
 import inspect
 import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import skyward_core as sky
+from skyward_core.providers import local
 from skyward_core.spec import memory_gb
 
 FULL: dict[str, Any] = {
@@ -40,58 +42,33 @@ FULL: dict[str, Any] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local.Local, "launch", lambda *_: pytest.fail("a machine was launched"))
+
+
 def test_the_defaults_are_those_of_the_reference() -> None:
-    """An empty spec is one node, an idle time of an hour, one call at a time, the display "log" and metrics."""
     spec = sky.PoolSpec()
-    assert (spec.provider, spec.nodes, spec.machine, spec.accelerator, spec.cpu, spec.memory) == (
-        None,
-        1,
-        None,
-        None,
-        None,
-        None,
-    )
-    assert (spec.timeout, spec.concurrency, spec.display, spec.collect_metrics) == (3600, 1, "log", True)
-    assert spec.image == sky.Image()
-    assert (spec.lease_seconds, spec.retries) == (120, 3)
-    assert (spec.max_lifetime, spec.max_cost, spec.spot, spec.env, tuple(spec.volume)) == (None, None, None, None, ())
+    empty = ("provider", "machine", "accelerator", "cpu", "memory", "max_lifetime", "max_cost", "spot", "env")
+    assert [name for name in empty if getattr(spec, name) is not None] == []
+    assert (spec.nodes, spec.timeout, spec.concurrency, spec.display, spec.collect_metrics) == (1, 3600, 1, "log", True)
+    assert (spec.image, spec.lease_seconds, spec.retries, tuple(spec.volume)) == (sky.Image(), 120, 3, ())
 
 
 def test_a_spec_survives_json() -> None:
-    """With every field set, a spec is equal after JSON, by pydantic and by hand, and so is its hash of JSON."""
+    """Which fields were set survives `exclude_unset`, so that settings can still fill the others."""
     spec = sky.PoolSpec.of(**FULL)
     assert set(FULL) == set(sky.PoolSpec.model_fields)
     text = spec.model_dump_json()
     again = sky.PoolSpec.model_validate_json(text)
-    assert again == spec
+    assert again == spec == sky.PoolSpec.of(**json.loads(text))
     assert again.model_dump_json() == text
-    assert sky.PoolSpec.of(**json.loads(text)) == spec
-    assert isinstance(again.provider, sky.Local)
-    assert again.provider.price_per_hour == 1.2
-    assert again.accelerator is not None
-    assert again.accelerator.name == "A100-40GB" or again.accelerator.name.startswith("A100")
-
-
-def test_fields_that_were_not_set_are_not_set_after_json() -> None:
-    """Which fields were set survives `exclude_unset`, so that settings can still fill the others."""
-    spec = sky.PoolSpec.of(nodes=2)
-    again = sky.PoolSpec.model_validate_json(spec.model_dump_json(exclude_unset=True))
-    assert again == spec
-    assert again.model_fields_set == {"nodes"}
-
-
-@pytest.mark.parametrize("seconds", [4.9, 1e12, float("inf"), float("nan")])
-def test_a_lease_has_a_minimum_and_a_maximum(seconds: float) -> None:
-    """Neither shorter than one renewal may take, nor longer than any machine lives. A time beyond the last date is
-    refused here.
-    """
-    with pytest.raises(sky.BadRequest, match="lease_seconds"):
-        sky.PoolSpec.of(lease_seconds=seconds)
-    assert sky.PoolSpec.of(lease_seconds=86_400).lease_seconds == 86_400
+    assert again.provider == sky.Local(price_per_hour=1.2)
+    small = sky.PoolSpec.model_validate_json(sky.PoolSpec.of(nodes=2).model_dump_json(exclude_unset=True))
+    assert (small, small.model_fields_set) == (sky.PoolSpec.of(nodes=2), {"nodes"})
 
 
 def test_with_returns_a_new_spec() -> None:
-    """`with_` returns a new spec, validated again, and does not change the old one."""
     spec = sky.PoolSpec.of(nodes=2)
     assert spec.with_(nodes=4) == sky.PoolSpec.of(nodes=4)
     assert spec.with_(cpu=2).model_fields_set == {"nodes", "cpu"}
@@ -101,7 +78,6 @@ def test_with_returns_a_new_spec() -> None:
 
 
 def test_the_requirements_are_the_hardware_part() -> None:
-    """Requirements hold machine, accelerator, processors and memory in GB of 10⁹ bytes."""
     want = sky.PoolSpec.of(machine="x", accelerator="T4", cpu=8, memory="16GiB").requirements
     assert (want.instance_type, want.vcpus, want.max_price_per_hour) == ("x", 8, None)
     assert want.memory_gb == pytest.approx(17.179869184)
@@ -110,70 +86,14 @@ def test_the_requirements_are_the_hardware_part() -> None:
 
 @pytest.mark.parametrize(
     ("text", "gb"),
-    [
-        ("32GB", 32.0),
-        ("512 MB", 0.512),
-        ("1TB", 1000.0),
-        ("1GiB", 1.073741824),
-        ("512MiB", 0.536870912),
-        ("1.5 tib", 1649.267441664),
-        (" 2gb ", 2.0),
-    ],
-)
+    [("32GB", 32.0), ("512 MB", 0.512), ("1TB", 1000.0), ("1GiB", 1.073741824), ("1.5 tib", 1649.267441664), (" 2gb ", 2)],
+)  # fmt: skip
 def test_amounts_of_memory(text: str, gb: float) -> None:
-    """GB is 10⁹ bytes and GiB 2³⁰, in any case and with or without a space."""
     assert memory_gb(text) == pytest.approx(gb, rel=1e-12)
 
 
-def test_a_pool_takes_the_fields_of_a_spec() -> None:
-    """ComputePool(**fields) and ComputePool.from_spec(spec) have the same spec."""
-    fields = {"provider": sky.Local(), "nodes": 2, "display": "quiet"}
-    assert (
-        sky.ComputePool(**fields).spec
-        == sky.ComputePool.from_spec(sky.PoolSpec.of(**fields)).spec
-        == sky.PoolSpec.of(**fields)
-    )
-
-
-@pytest.mark.parametrize(
-    ("ask", "advice"),
-    [
-        (lambda: sky.Image(pipp=["torch"]), "Image has no field 'pipp': did you mean 'pip'?"),
-        (lambda: sky.Image(python=3), "python: Input should be a valid string"),
-        (lambda: sky.AWS(regio="x"), "AWS has no field 'regio': did you mean 'region'?"),
-        (lambda: sky.AWS(region=5), "region"),
-        (lambda: sky.S3Volume(), "S3Volume needs 'mount_path': write S3Volume(mount_path=...)"),
-        (lambda: sky.S3Volume(mount_path="/d", bukket="abc"), "S3Volume has no field 'bukket': did you mean 'bucket'?"),
-        (lambda: sky.S3Volume(mount_path="/d", bucket=5), "bucket=5"),
-        (lambda: sky.ComputePool(provider=sky.AWS), "write sky.AWS()"),
-        (lambda: sky.ComputePool(provider=[sky.AWS]), "write sky.AWS()"),
-        (lambda: sky.ComputePool(provider=5), 'write a name such as "aws"'),
-        (lambda: sky.ComputePool(provider={"name": "aws", "regio": 1}), "AWS has no field 'regio'"),
-        (lambda: sky.ComputePool(image=sky.Image), "write sky.Image(...)"),
-        (lambda: sky.ComputePool(image={"pipp": []}), "did you mean 'pip'?"),
-        (lambda: sky.ComputePool(allocation="spot"), 'it is spot="always", "if-available", "never"'),
-        (lambda: sky.ComputePool(spot="sometimes"), 'Write "always", "if-available", "never", a share such as 0.8'),
-        (lambda: sky.ComputePool(spot="alway"), 'did you mean "always"?'),
-    ],
-)
-def test_every_mistake_in_a_spec_is_a_bad_request_with_the_correction(ask: Callable[[], object], advice: str) -> None:
-    """Images, providers and volumes raise what pools raise, and name the nearest field or what to write."""
-    with pytest.raises(sky.BadRequest) as caught:
-        ask()
-    assert advice in str(caught.value)
-
-
-def test_a_wrong_secret_is_not_shown() -> None:
-    """If a provider has a secret, neither an error nor its cause has its value."""
-    with pytest.raises(sky.BadRequest) as caught:
-        sky.RunPod(api_key=271828)  # type: ignore[arg-type]
-    assert "271828" not in f"{caught.value} {caught.value.__cause__}"
-
-
 def test_the_signature_has_every_keyword_with_its_type_and_default() -> None:
-    """The signature of a pool has each field of PoolSpec with its default. The types for checkers name exactly these
-    fields.
-    """
+    """`ComputePool(**fields)` has the spec of the fields; the types for checkers name exactly these fields."""
     shown = inspect.signature(sky.ComputePool).parameters
     assert list(shown) == ["on_event", "work", *sky.PoolSpec.model_fields]
     assert set(sky.Wishes.__annotations__) == set(sky.PoolSpec.model_fields)
@@ -183,3 +103,101 @@ def test_the_signature_has_every_keyword_with_its_type_and_default() -> None:
         assert shown[name].kind is inspect.Parameter.KEYWORD_ONLY
     defaults = {name: parameter.default for name, parameter in shown.items() if name in sky.PoolSpec.model_fields}
     assert sky.PoolSpec.of(**defaults) == sky.PoolSpec()
+    fields = {"provider": sky.Local(), "nodes": 2, "display": "quiet"}
+    assert sky.ComputePool(**fields).spec == sky.PoolSpec.of(**fields)
+    assert sky.ComputePool.from_spec(sky.PoolSpec.of(**fields)).spec == sky.PoolSpec.of(**fields)
+
+
+# ── bad input ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({"node": 2}, "'nodes'"),
+        ({"acelerator": "A100"}, "'accelerator'"),
+        ({"nodes": 0}, "nodes=0"),
+        ({"nodes": "many"}, "nodes='many'"),
+        ({"nodes": (8, 1)}, "nodes=(8, 1): the least number comes first, so write nodes=(1, 8)"),
+        ({"nodes": (0, 3)}, "so write nodes=(1, 3)"),
+        ({"nodes": 2, "scale_up_after": 5}, "scale_up_after is for a pool that grows"),
+        ({"nodes": (1, 2), "scale_down_after": -1}, "scale_down_after=-1"),
+        ({"concurrency": 0}, "concurrency=0"),
+        ({"timeout": 0}, "timeout=0"),
+        *(({"lease_seconds": seconds}, "lease_seconds") for seconds in (4.9, 1e12, float("inf"), float("nan"))),
+        ({"accelerator": "H1000"}, "H100"),
+        ({"memory": "32 gigs"}, "32GB"),
+        ({"spot": "alway"}, 'did you mean "always"?'),
+        ({"spot": "sometimes"}, 'Write "always", "if-available", "never", a share such as 0.8'),
+        ({"spot": 2.0}, "0.02"),
+        ({"allocation": "spot"}, 'it is spot="always", "if-available", "never"'),
+        ({"display": "loud"}, "quiet"),
+        ({"provider": "locl"}, "'local'"),
+        ({"provider": {"name": "local", "price": 1}}, "price"),
+        ({"provider": {"name": "aws", "regio": 1}}, "AWS has no field 'regio'"),
+        ({"provider": sky.AWS}, "write sky.AWS()"),
+        ({"provider": [sky.AWS]}, "write sky.AWS()"),
+        ({"provider": 5}, 'write a name such as "aws"'),
+        ({"image": sky.Image}, "write sky.Image(...)"),
+        ({"image": {"pipp": []}}, "did you mean 'pip'?"),
+        ({"volume": "/data"}, "volume"),
+    ],
+    ids=str,
+)
+def test_a_wrong_spec_is_refused_with_advice(options: dict[str, Any], advice: str) -> None:
+    with pytest.raises(sky.BadRequest) as caught:
+        sky.ComputePool(**{"provider": sky.Local(), **options})
+    assert advice in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+    with pytest.raises(sky.BadRequest):
+        sky.PoolSpec.of(**options)
+
+
+@pytest.mark.parametrize(
+    ("ask", "advice"),
+    [
+        (lambda: sky.Image(pipp=["torch"]), "Image has no field 'pipp': did you mean 'pip'?"),
+        (lambda: sky.AWS(regio="x"), "AWS has no field 'regio': did you mean 'region'?"),
+        (lambda: sky.AWS(region=5), "region"),
+        (lambda: sky.S3Volume(), "S3Volume needs 'mount_path': write S3Volume(mount_path=...)"),
+        (lambda: sky.S3Volume(mount_path="/d", bukket="abc"), "S3Volume has no field 'bukket': did you mean 'bucket'?"),
+        (lambda: sky.S3Volume(mount_path="/d", bucket=5), "bucket=5"),
+    ],
+)
+def test_a_wrong_image_provider_or_volume_is_refused_with_advice(ask: Callable[[], object], advice: str) -> None:
+    with pytest.raises(sky.BadRequest) as caught:
+        ask()
+    assert advice in str(caught.value)
+
+
+def test_all_faults_are_in_one_message() -> None:
+    with pytest.raises(sky.BadRequest, match=r"nodes=0[\s\S]*cpu=0"):
+        sky.ComputePool(provider=sky.Local(), nodes=0, cpu=0)
+
+
+def test_another_python_is_refused_with_the_reason() -> None:
+    other = "3.12" if sys.version_info.minor != 12 else "3.13"
+    with pytest.raises(sky.BadRequest, match="pickle") as caught:
+        sky.ComputePool(provider=sky.Local(), image=sky.Image(python=other))
+    assert other in str(caught.value)
+    assert f"{sys.version_info.major}.{sys.version_info.minor}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"volume": sky.S3Volume(mount_path="/data", bucket="weather")}, "volume"),
+        ({"accelerator": sky.Accelerator.NVIDIA.H100(mig="3g.40gb")}, "mig"),
+        ({"image": sky.Image(apt=["ffmpeg"])}, "apt"),
+    ],
+)
+def test_a_setting_that_local_does_not_support_is_refused(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(sky.NotYetSupported, match=f"local does not do {name}: ") as caught:
+        sky.ComputePool(provider=sky.Local(), **options)
+    assert isinstance(caught.value, NotImplementedError)
+
+
+def test_a_wrong_secret_is_not_shown() -> None:
+    with pytest.raises(sky.BadRequest) as caught:
+        sky.RunPod(api_key=271828)  # type: ignore[arg-type]
+    assert "271828" not in f"{caught.value} {caught.value.__cause__}"

@@ -14,9 +14,6 @@ TRAIN = sky.Work(
 )
 
 
-# ── the value ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_work_is_plain_text_of_bounded_length() -> None:
     """Any text of an orchestrator fits into the ledger's columns; two that differ only at their ends stay different."""
     assert sky.Work(attempt=2).attempt == "2"  # type: ignore[arg-type]
@@ -28,9 +25,6 @@ def test_a_work_is_plain_text_of_bounded_length() -> None:
 
 
 def test_tags_have_only_text_that_clouds_accept() -> None:
-    """They have at most 120 characters, none that a service of AWS refuses, and never an empty value. An empty field
-    makes no tag.
-    """
     tags = work_tags(replace(TRAIN, task_run="[a|b]", asset="x" * 300, partition="  "))
     assert set(tags) == {
         f"skyward-work-{name}"
@@ -41,9 +35,6 @@ def test_tags_have_only_text_that_clouds_accept() -> None:
     assert len(tags["skyward-work-asset"]) == 120
     assert tags["skyward-work-partition"] == "_"
     assert work_tags(sky.Work()) == {}
-
-
-# ── a pool ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @sky.compute

@@ -39,26 +39,24 @@ SMOKE_SECONDS = 600
 AT_ONCE = 2
 """Trials that run at the same time. Most of a trial is the start of programs, one after the other."""
 MINORS = ("3.12", "3.13")
-ENVIRONMENTS = [(system, machine) for system in ("linux", "darwin") for machine in ("x86_64", "arm64", "aarch64")]
+ENVIRONMENTS = [
+    {"sys_platform": system, "platform_system": system.title(), "platform_machine": machine}
+    for system in ("linux", "darwin")
+    for machine in ("x86_64", "arm64", "aarch64")
+]
 HEAD = """\
 # The versions that skyward-core was tested with on Python {minor}, made of uv.lock by `make constraints`:
 #   pip install -c constraints-{minor}.txt "skyward-core[prefect]"
 """
 
 
-# ── constraints ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def constraints(minor: str, root: Path = ROOT) -> str:
-    """Return the text of `constraints-{minor}.txt`: the versions of the uv.lock in `root` for this Python, including the
-    extras and Dagster's web server.
-    """
+    """Return the text of `constraints-{minor}.txt`, including the extras and Dagster's web server."""
     return HEAD.format(minor=minor) + "".join(f"{line}\n" for line in pins(_exported(root), minor))
 
 
 def _exported(root: Path = ROOT) -> list[str]:
     command = [
-        uv.find_uv_bin(),
         "export",
         "--locked",
         "--quiet",
@@ -70,34 +68,18 @@ def _exported(root: Path = ROOT) -> list[str]:
         "webserver",
     ]
     command += ["--no-emit-project", "--no-hashes", "--no-annotate", "--no-header"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return subprocess.check_output([uv.find_uv_bin(), *command], text=True).splitlines()
 
 
 def pins(exported: Iterable[str], minor: str) -> list[str]:
-    """Return those pins that can apply to this Python; with a marker only where another pin of the same package applies
-    elsewhere.
-    """
-    held: dict[str, list[Requirement]] = {}
-    for line in exported:
-        pin = Requirement(line)
-        if pin.marker is None or any(pin.marker.evaluate(_environment(minor, *where)) for where in ENVIRONMENTS):
+    """Return the pins for this Python; with a marker only where another pin of the same package applies elsewhere."""
+    python, held = {"python_version": minor, "python_full_version": f"{minor}.0"}, dict[str, list[Requirement]]()
+    for pin in map(Requirement, exported):
+        if pin.marker is None or any(pin.marker.evaluate(python | where) for where in ENVIRONMENTS):
             held.setdefault(pin.name, []).append(pin)
     return [
         f"{pin.name}{pin.specifier}" if len(its) == 1 else str(pin) for _, its in sorted(held.items()) for pin in its
     ]
-
-
-def _environment(minor: str, system: str, machine: str) -> dict[str, str]:
-    return {
-        "python_version": minor,
-        "python_full_version": f"{minor}.0",
-        "sys_platform": system,
-        "platform_machine": machine,
-        "platform_system": system.title(),
-    }
-
-
-# ── environments ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -131,7 +113,9 @@ def tried(trial: Trial, wheel: Path) -> str:
     if code == 0:
         return ""
     text = log.read_text(errors="replace")
-    return f"{'it took too long' if code is None else f'exit code {code}'}; {blamed(text, versions(trial), locked)}\n{_tail(text)}"
+    end = "it took too long" if code is None else f"exit code {code}"
+    tail = "\n".join(f"    {line}" for line in text.splitlines()[-25:])
+    return f"{end}; {blamed(text, versions(trial), locked)}\n{tail}"
 
 
 def _installed(trial: Trial, wheel: Path, locked: Mapping[str, str]) -> str:
@@ -148,18 +132,10 @@ def _installed(trial: Trial, wheel: Path, locked: Mapping[str, str]) -> str:
     install = ["pip", "install", "--quiet", "--python", str(trial.interpreter)]
     # a smoke imports less than half of the modules: Python compiles them when it imports them
     environ = os.environ | {"UV_COMPILE_BYTECODE": "0"}
+    flags += ["--only-binary", ":all:", "--requirements", str(ROOT / "pyproject.toml")]
     for command in (
         ["venv", "--quiet", "--python", trial.python, str(trial.folder / "venv")],
-        [
-            *install,
-            *flags,
-            "--only-binary",
-            ":all:",
-            "--requirements",
-            str(ROOT / "pyproject.toml"),
-            *extras,
-            *ALSO.get(trial.part, []),
-        ],
+        [*install, *flags, *extras, *ALSO.get(trial.part, [])],
         [*install, "--no-deps", str(wheel)],
     ):
         done = subprocess.run([uv.find_uv_bin(), *command], env=environ, capture_output=True, text=True, check=False)
@@ -178,22 +154,13 @@ def limits(trial: Trial, locked: Mapping[str, str]) -> list[str]:
 
 
 def _smoked(trial: Trial, log: Path) -> int | None:
-    """Run the smoke with its own home, in a process group that is ended with it; return its exit code, None after a
-    timeout.
-    """
+    """Run the smoke with its own home, in a process group; return its exit code, None after a timeout."""
     home = trial.folder / "home"
     home.mkdir()
-    environ = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("SKYWARD_", "PREFECT_", "AIRFLOW_", "DAGSTER_", "PYTHON", "XDG_", "VIRTUAL_ENV"))
-    }
-    environ |= {
-        "HOME": str(home),
-        "PATH": f"{trial.interpreter.parent}{os.pathsep}{os.environ['PATH']}",
-        "DO_NOT_TRACK": "1",
-        "NO_COLOR": "1",
-    }
+    ours = ("SKYWARD_", "PREFECT_", "AIRFLOW_", "DAGSTER_", "PYTHON", "XDG_", "VIRTUAL_ENV")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    path = f"{trial.interpreter.parent}{os.pathsep}{os.environ['PATH']}"
+    environ |= {"HOME": str(home), "PATH": path, "DO_NOT_TRACK": "1", "NO_COLOR": "1"}
     command = [str(trial.interpreter), str(Path(__file__).with_name("smoke.py")), trial.part]
     with (
         log.open("wb") as file,
@@ -215,36 +182,23 @@ def _smoked(trial: Trial, log: Path) -> int | None:
 
 def versions(trial: Trial) -> dict[str, str]:
     """Return the versions installed in a trial's environment."""
-    output = subprocess.run(
-        [uv.find_uv_bin(), "pip", "freeze", "--quiet", "--python", str(trial.interpreter)],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    freeze = [uv.find_uv_bin(), "pip", "freeze", "--quiet", "--python", str(trial.interpreter)]
+    output = subprocess.check_output(freeze, text=True)
     return dict(line.split("==", 1) for line in output.splitlines() if "==" in line)
 
 
 def _locked() -> dict[str, str]:
     """Return the newest version that uv.lock has of each package."""
-    found: dict[str, str] = {}
-    for line in _exported():
-        pin = Requirement(line)
-        found[pin.name] = next(iter(pin.specifier)).version
-    return found
-
-
-# ── which package is the cause ───────────────────────────────────────────────────────────────────────────────────────
+    return {pin.name: next(iter(pin.specifier)).version for pin in map(Requirement, _exported())}
 
 
 def blamed(log: str, installed: Mapping[str, str], locked: Mapping[str, str]) -> str:
-    """Name the packages in the last traceback of a library, the innermost first, each with its version and the locked
-    one.
-    """
+    """Name the packages in the last traceback of a library, the innermost first, with their versions."""
     names = {name.lower().replace("-", "_"): name for name in installed}
     missing = re.findall(r"No module named '([A-Za-z0-9_]+)", log)
     frames = re.findall(r"site-packages/([A-Za-z0-9_]+)", log)
     suspects = [
-        f"{name} {installed.get(name, 'missing')}{f' (locked: {locked[name]})' if locked.get(name) not in (None, installed.get(name)) else ''}"
+        f"{name} {installed.get(name, 'missing')} (locked: {locked.get(name)})"
         for module in dict.fromkeys([*reversed(missing), *reversed(frames)])
         if not module.startswith("skyward")
         if (name := names.get(module.lower(), module.replace("_", "-") if module in missing else ""))
@@ -252,22 +206,11 @@ def blamed(log: str, installed: Mapping[str, str], locked: Mapping[str, str]) ->
     return f"look at {', '.join(suspects[:4])}" if suspects else "no package stands in a traceback"
 
 
-def _tail(text: str, lines: int = 25) -> str:
-    return "\n".join(f"    {line}" for line in text.splitlines()[-lines:])
-
-
-# ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the selected trials; return how many of those that may not fail have failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.versions", description=__doc__)
-    parser.add_argument(
-        "resolution",
-        nargs="*",
-        choices=["lowest", "minors", "newest", "constraints"],
-        default=["lowest", "minors", "newest"],
-    )
+    resolutions = ["lowest", "minors", "newest"]
+    parser.add_argument("resolution", nargs="*", choices=[*resolutions, "constraints"], default=resolutions)
     parser.add_argument("--python", action="append", metavar="VERSION", help="default: the one that runs this")
     parser.add_argument("--part", action="append", choices=sorted(PARTS))
     parser.add_argument("--at-once", type=int, default=AT_ONCE, metavar="NUMBER", help=f"default: {AT_ONCE}")
@@ -287,9 +230,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _all(asked: argparse.Namespace, place: Path) -> int:
-    subprocess.run(
-        [uv.find_uv_bin(), "build", "--quiet", "--wheel", "--out-dir", str(place / "dist"), str(ROOT)], check=True
-    )
+    build = ["build", "--quiet", "--wheel", "--out-dir", str(place / "dist"), str(ROOT)]
+    subprocess.run([uv.find_uv_bin(), *build], check=True)
     (wheel,) = (place / "dist").glob("*.whl")
     failed = 0
     for trial, failure, seconds in _outcomes(asked, list(trials(asked, place)), wheel):
@@ -299,8 +241,7 @@ def _all(asked: argparse.Namespace, place: Path) -> int:
         failed += bool(failure) and is_required
     if failed:
         print(
-            "Raise the lower bound of what failed in pyproject.toml, run `uv lock` and `make constraints`, and try again.",
-            flush=True,
+            "Raise the lower bound of what failed in pyproject.toml, run `uv lock` and `make constraints`.", flush=True
         )
     return failed
 

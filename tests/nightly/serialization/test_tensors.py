@@ -34,7 +34,6 @@ def test_a_tensor_keeps_its_values_and_can_be_written_to(kind: str, count: int) 
 
 
 def test_views_parameters_and_modules_come_back() -> None:
-    """With strides, gradients and names."""
     import torch
 
     whole = torch.arange(24.0).reshape(4, 6)
@@ -51,7 +50,6 @@ def test_views_parameters_and_modules_come_back() -> None:
 
 
 def test_a_tensor_of_a_device_that_is_not_here_is_in_the_processors_memory() -> None:
-    """A client without a GPU reads the weights that a node has trained."""
     import torch
 
     for device in ("cuda:99", "xpu:99"):
@@ -62,7 +60,6 @@ def test_a_tensor_of_a_device_that_is_not_here_is_in_the_processors_memory() -> 
 
 
 def test_a_tensor_in_a_scattered_value_is_a_copy_for_each_call() -> None:
-    """Small and large: what a call writes is not seen by the next one."""
     import torch
 
     @sky.compute

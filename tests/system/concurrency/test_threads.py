@@ -9,27 +9,7 @@ import pytest
 from skyward_core.concurrency.threads import Threads, side_by_side
 
 
-def test_the_first_argument_with_an_error_decides_when_all_are_done() -> None:
-    """Its error is raised, not the first error in time."""
-    done: list[int] = []
-    third_has_failed = threading.Event()
-
-    def work(thing: int) -> None:
-        if thing == 3:
-            third_has_failed.set()
-            raise KeyError(thing)
-        if thing == 2:
-            assert third_has_failed.wait(30)
-            raise ValueError(thing)
-        done.append(thing)
-
-    with pytest.raises(ValueError, match="2"):
-        side_by_side(work, [1, 2, 3, 4, 5], "test")
-    assert sorted(done) == [1, 4, 5]
-
-
 def test_an_interrupt_begins_no_more_tasks_and_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No task goes on after the call has returned."""
     begun, ended, may_end = list[int](), list[int](), threading.Event()
     one_has_begun = threading.Event()
     joins = iter([True, False])

@@ -18,13 +18,10 @@ import pytest
 import skyward_core as sky
 from skyward_core.distributed.group import Group, decorator, members_of
 from skyward_core.distributed.group import places as places_of_call
-from skyward_core.distributed.hub import UNPROVED_BYTES
+from skyward_core.distributed.hub import UNPROVED_BYTES, Hub, HubServer
 from skyward_core.distributed.member import Member, Place, find_hub, open_hub
 from skyward_core.worker.watchdog import kill_instance
-from tests.conftest import RecordedEvents
-from tests.unit.distributed.test_hub import (  # noqa: F401 - fixtures
-    connection,
-)
+from tests.conftest import RecordedEvents, wait_until
 
 
 def places(world: int) -> list[Place]:
@@ -44,7 +41,6 @@ def on_all[R](ranks: list[Place], work: Callable[[Member], R], seconds: float = 
 
 
 def test_the_error_names_the_ranks_that_did_not_come() -> None:
-    """All that have come get the same error."""
     ranks = places(4)
     for one in on_all([ranks[0], ranks[2]], lambda _: None, seconds=0.5):
         with pytest.raises(sky.GroupNotFormed, match="ranks 1, 3 did not come") as raised:
@@ -53,7 +49,6 @@ def test_the_error_names_the_ranks_that_did_not_come() -> None:
 
 
 def test_a_taken_port_is_skipped_by_all_ranks() -> None:
-    """Other programs listen on the first two ports; one of them sends something else, the other nothing."""
     ranks = places(2)
     with contextlib.ExitStack() as undo:
         listeners = [undo.enter_context(socket.create_server(("127.0.0.1", port))) for port in ranks[0].ports[:2]]
@@ -73,10 +68,8 @@ def test_a_taken_port_is_skipped_by_all_ranks() -> None:
 
 
 def test_only_who_has_the_key_joins() -> None:
-    """A process that knows address and port, and no key, is not counted as a rank."""
     ranks = places(2)
-    stranger = replace(ranks[1], key="guessed")
-    hub = open_hub(ranks[0], time.monotonic() + 30)
+    hub = open_hub(ranks[0], time.monotonic() + 60)
     port = next(port for port in ranks[0].ports if _listens(port))
     try:
         with socket.create_connection(("127.0.0.1", port)) as connection, connection.makefile("rb") as lines:
@@ -84,8 +77,8 @@ def test_only_who_has_the_key_joins() -> None:
             connection.sendall(b'{"join": 1, "nonce": "x", "proof": "\xc3\xa4"}\n')
             assert lines.readline() == b""
         with pytest.raises(sky.GroupNotFormed, match="rank 0 did not come"):
-            find_hub(stranger, time.monotonic())
-        connection, lines = find_hub(ranks[1], time.monotonic() + 30)
+            find_hub(replace(ranks[1], key="guessed"), time.monotonic())
+        connection, lines = find_hub(ranks[1], time.monotonic() + 60)
         lines.close()
         connection.close()
     finally:
@@ -98,16 +91,6 @@ def _listens(port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
-
-
-# ── on a pool ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -143,14 +126,12 @@ def variables() -> list[str]:
 
 
 def test_a_broadcast_is_one_group(pool: sky.ComputePool) -> None:
-    """The variables are set inside, and gone afterwards; trainings follow each other on one pool."""
     for _ in range(2):
         assert ranks_of() @ pool == ((0, 2, "0", "inside"), (1, 2, "1", "inside"))
         assert variables() @ pool == ([], [])
 
 
 def test_a_single_call_is_a_group_of_one(pool: sky.ComputePool) -> None:
-    """So is a call in this process."""
     assert ranks_of() >> pool == (0, 1, "0", "inside")
     assert ranks_of.local() == (0, 1, "0", "inside")
     assert "FAKE_RANK" not in os.environ
@@ -174,7 +155,6 @@ def fail_on(rank: int, kind: str) -> None:
 def test_the_error_of_the_rank_that_failed_first_is_raised(
     pool: sky.ComputePool, rank: int, kind: str, expected: str
 ) -> None:
-    """The other rank is stopped at once, whether it hangs or has failed too; the next training works."""
     with pytest.raises((ValueError, sky.CallCrashed), match=expected):
         fail_on(rank, kind) @ pool
     assert ranks_of() @ pool == ((0, 2, "0", "inside"), (1, 2, "1", "inside"))
@@ -220,7 +200,6 @@ def test_after_the_loss_of_a_node_the_training_goes_on_from_its_checkpoint(tmp_p
 
 
 def test_wrong_uses_are_refused_with_what_to_write() -> None:
-    """The order of the decorators, arguments, and a deadline that is none."""
     with pytest.raises(TypeError, match=r"write @sky.compute above"):
         fake()(ranks_of)
     with pytest.raises(TypeError, match=r"decorated with @sky.distributed already"):
@@ -233,7 +212,6 @@ def test_wrong_uses_are_refused_with_what_to_write() -> None:
 
 
 def test_tf_config_names_all_workers_and_this_one() -> None:
-    """In the form of TensorFlow's guide "Distributed training", with the addresses that the ranks have exchanged."""
     framework = sky.distributed.tensorflow()(print).framework
     group = Group(Place(1, 2, 0, 1, 1, 2, "10.0.0.1", "key"), "10.0.0.2", lambda mine: ["10.0.0.1:4000", mine])
     with framework.running(group):
@@ -247,16 +225,19 @@ def test_tf_config_names_all_workers_and_this_one() -> None:
     assert "TF_CONFIG" not in os.environ
 
 
-def read_line(connection: socket.socket) -> dict[str, str]:
-    with connection.makefile("rb") as file:
-        return json.loads(file.readline())
-
-
-def test_a_connection_without_a_proof_is_closed_after_four_kilobytes(connection: socket.socket) -> None:
+def test_a_connection_without_a_proof_is_closed_after_four_kilobytes() -> None:
     """It sends no end of a line: the hub neither waits for one, nor keeps what comes."""
-    assert "nonce" in read_line(connection)
-    connection.sendall(b"x" * UNPROVED_BYTES)
-    assert connection.recv(1) == b""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = HubServer(Hub(1, deadline=time.monotonic() + 60), listener, "key")
+    try:
+        with socket.create_connection(listener.getsockname()) as connection:
+            connection.settimeout(60)
+            with connection.makefile("rb") as lines:
+                assert "nonce" in json.loads(lines.readline())
+            connection.sendall(b"x" * UNPROVED_BYTES)
+            assert connection.recv(1) == b""
+    finally:
+        server.close()
     assert UNPROVED_BYTES == 4096
 
 

@@ -17,6 +17,7 @@ import skyward_core as sky
 from skyward_core.distributed.group import Group, decorator, places, variables_of
 from skyward_core.worker.info import ENV, InstanceInfo, instance_info, to_env
 from skyward_core.worker.keeper import start_of
+from tests.conftest import wait_until
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,6 @@ def on_node(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
 
 
 def test_a_process_counts_as_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So each has its own share of the data. Processes of one node get one thread each, unless the user says more."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     on_node(monkeypatch)
     variables = variables_of(places(2)[1])
@@ -65,8 +65,6 @@ class Coloured(Exception):
         super().__init__(colour)
         self.colour = colour
 
-
-# ── on a pool ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 COLOUR = "green"
 
@@ -89,7 +87,6 @@ def variables() -> list[str]:
 
 
 def test_each_training_has_new_processes(pool: sky.ComputePool) -> None:
-    """Values and classes of the test's own travel both ways; nothing is left in the runners."""
     pids = set[str]()
     for _ in range(2):
         zero, one = one_each(Coloured("blue")) @ pool
@@ -127,7 +124,6 @@ def test_modules_that_the_function_imports_travel_to_its_process(
 
 
 def test_several_processes_a_node_return_lists(pool: sky.ComputePool) -> None:
-    """In the order of the local ranks; all of them are one group."""
     ranks = "[0, 1, 2, 3]"
     assert two_each() @ pool == ([(0, ranks), (1, ranks)], [(2, ranks), (3, ranks)])
     assert two_each() >> pool == [(0, "[0, 1]"), (1, "[0, 1]")]
@@ -174,7 +170,6 @@ def fails(rank: int, how: str, folder: str) -> None:
 def test_the_rank_that_failed_first_is_raised(
     pool: sky.ComputePool, tmp_path: Path, rank: int, how: str, error: type[Exception], code: int
 ) -> None:
-    """It is named in a note or in the output. Then no process of the training lives, and the next training works."""
     with pytest.raises(error) as raised:
         fails(rank, how, str(tmp_path)) @ pool
     if isinstance(raised.value, sky.CallCrashed):
@@ -187,7 +182,4 @@ def test_the_rank_that_failed_first_is_raised(
         assert f"rank {rank} of 4, which is local rank {rank % 2} of node {rank // 2}" in line
     pids = [int((tmp_path / str(number)).read_text()) for number in range(4)]
     assert len(one_each(Coloured("")) @ pool) == 2
-    deadline = time.monotonic() + 60
-    while any(map(start_of, pids)):
-        assert time.monotonic() < deadline, "a process of the training lives"
-        time.sleep(0.01)
+    wait_until(lambda: not any(map(start_of, pids)), "the end of the training's processes")

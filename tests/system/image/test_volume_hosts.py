@@ -2,7 +2,6 @@
 
 import contextlib
 import http.server
-import os
 import re
 import subprocess
 import sys
@@ -18,7 +17,8 @@ from skyward_core.image.volume import S3Volume, Volume
 from skyward_core.image.volume_shell import mount_volumes
 from skyward_core.providers.termination_shell import ENDING
 from tests.conftest import wait_until
-from tests.testbed import Fleet, Host, why_not
+from tests.testbed import Fleet, Host
+from tests.testbed.fixtures import fleet  # noqa: F401 - a fixture
 
 SECRET = "wJalrXUtnFEMIsecretEXAMPLEKEY"
 KEYS = {"AWS_ACCESS_KEY_ID": "AKIAIOSFODNN7EXAMPLE", "AWS_SECRET_ACCESS_KEY": SECRET}
@@ -102,24 +102,13 @@ class Node:
 
 
 @pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
-    """Yield a fleet for the tests of this file."""
-    if reason := why_not():
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
-    with Fleet() as fleet:
-        yield fleet
-
-
-@pytest.fixture(scope="module")
 def hosts(fleet: Fleet) -> tuple[Host, Host]:
-    """Return two hosts with a FUSE device."""
     return with_fuse(fleet.create()), with_fuse(fleet.create())
 
 
 def with_fuse(host: Host) -> Host:
     """Create the device on the host, because there is no udev."""
-    done = host.run("[ -e /dev/fuse ] || mknod -m 666 /dev/fuse c 10 229")
-    assert done.returncode == 0, done.stderr
+    assert host.run("[ -e /dev/fuse ] || mknod -m 666 /dev/fuse c 10 229").returncode == 0
     return host
 
 
@@ -206,14 +195,7 @@ def refusal(done: subprocess.CompletedProcess[str]) -> str:
     return line
 
 
-# ── reading and writing ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_read_only_volume_is_read_only_on_every_host(nodes, service):
-    """Two hosts see only the keys below the prefix.
-
-    Nothing can be written, changed or removed; the bucket is unchanged.
-    """
     for node in nodes:
         done = node.mount(data(prefix="datasets"))
         assert (done.returncode, done.stdout) == (0, "::skyward phase volumes\n::skyward done phase=volumes\n")
@@ -232,14 +214,7 @@ def test_a_read_only_volume_is_read_only_on_every_host(nodes, service):
     assert service.objects("weather") == OBJECTS
 
 
-# ── credentials ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_credentials_reach_only_the_service(node, refusing_service):
-    """Requests are signed with the environment's key and carry its token.
-
-    Neither secret nor token is printed, even if the service refuses.
-    """
     token = "FwoGZXIvYXdzEtokenEXAMPLE"
     done = node.mount(data(), env={**KEYS, "AWS_SESSION_TOKEN": token}, endpoint=refusing_service.url)
     assert re.fullmatch(r"::skyward failed phase=volumes exit=1 command=s3fs weather /data -o \S+", refusal(done))
@@ -253,7 +228,6 @@ def test_credentials_reach_only_the_service(node, refusing_service):
 
 
 def test_secrets_are_not_in_command_lines(node):
-    """No process that serves a volume has a key in its command line, and no file of the instance has one."""
     assert node.mount(data(), env={**KEYS, "AWS_SESSION_TOKEN": "token-EXAMPLE"}).returncode == 0
     commands = node.said("ps -e -ww -o args")
     assert "s3fs weather /data" in commands
@@ -271,7 +245,6 @@ def test_without_credentials_a_public_bucket_is_read(node, service):
 
 
 def test_without_credentials_the_error_names_what_is_missing(node, refusing_service):
-    """The service needs credentials, so the phase fails, and the output names what is missing."""
     done = node.mount(data(), env={}, endpoint=refusing_service.url)
     assert refusal(done).startswith("::skyward failed phase=volumes exit=1 command=s3fs weather /data")
     assert "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in done.stdout
@@ -280,7 +253,6 @@ def test_without_credentials_the_error_names_what_is_missing(node, refusing_serv
 
 
 def test_a_mount_path_with_files_is_refused(node):
-    """The volume would hide the files."""
     node.said("mkdir -p /full && touch /full/.file")
     done = node.mount(data(mount_path="/full"))
     assert "exit=1 command=clear /full" in refusal(done)
@@ -288,13 +260,10 @@ def test_a_mount_path_with_files_is_refused(node):
 
 
 def test_unmounting_removes_all_mounts_and_can_be_repeated(node):
-    """All paths of the list are unmounted, also busy or broken ones, and s3fs ends. A second call changes nothing."""
-    assert (
-        node.mount(
-            data(), S3Volume(mount_path="/busy", bucket="weather"), S3Volume(mount_path="/dead", bucket="weather")
-        ).returncode
-        == 0
-    )
+    """Also busy and broken ones."""
+    others = [S3Volume(mount_path=path, bucket="weather") for path in ("/busy", "/dead")]
+    assert node.mount(data(), *others).returncode == 0
+    assert node.listed() == ["/data", "/busy", "/dead"]
     node.said("cd /busy && (exec setsid sleep 60 >/dev/null 2>&1 &)")
     node.said("pkill -KILL -f 's3fs weather /dead'")
     assert node.unmount().stdout == ""
@@ -302,3 +271,189 @@ def test_unmounting_removes_all_mounts_and_can_be_repeated(node):
     node.said("pkill -x sleep")
     wait_until(lambda: not node.daemons(), "s3fs to end")
     assert node.unmount().stdout == ""
+
+
+@pytest.mark.nightly
+def test_a_file_becomes_an_object_that_the_other_host_sees(nodes, service):
+    service.fill("results", {})
+    one, other = nodes
+    for each in nodes:
+        assert (
+            each.mount(S3Volume(mount_path="/out", bucket="results", prefix="run/1", read_only=False)).returncode == 0
+        )
+    one.said("mkdir /out/deep && echo -n first > /out/deep/weights && chmod +x /out/deep/weights")
+    assert service.objects("results") == {"run/1/deep/weights": "first"}
+    assert other.said("cat /out/deep/weights") == "first"
+    one.said("echo -n second, longer > /out/deep/weights")
+    wait_until(lambda: other.said("stat -c %s /out/deep/weights") == "14", "the size of what was written over")
+    assert other.said("cat /out/deep/weights") == "second, longer"
+    one.said("rm /out/deep/weights")
+    assert service.objects("results") == {}
+    wait_until(lambda: other.host.run("cat /out/deep/weights").returncode != 0, "what was removed")
+
+
+@pytest.mark.nightly
+def test_a_user_without_root_mounts_reads_and_writes(node, service):
+    service.fill("home", {"given": "theirs"})
+    her, home = "setpriv --reuid=1234 --regid=1234 --clear-groups", "/home/she"
+    node.directory = f"{home}/instance"
+    node.prefix = f"{her} env HOME={home} SKYWARD_INSTANCE_DIRECTORY={node.directory}"
+    node.said(
+        f"echo she:x:1234:1234::{home}:/bin/sh >> /etc/passwd; mkdir -p {node.directory}; chown -R 1234:1234 {home}"
+    )
+    done = node.mount(S3Volume(mount_path=f"{home}/bucket", bucket="home", read_only=False))
+    assert done.returncode == 0, done.stdout
+    script = f"cd {home}/bucket; cat given; echo -n hers > mine; cat mine; stat -c '%u %A' given"
+    assert node.said(f'{her} sh -c "{script}"') == "theirshers1234 -rwxr-xr-x"
+    assert service.objects("home")["mine"] == "hers"
+    assert node.unmount().returncode == 0
+    assert node.mounts() == []
+
+
+METADATA = """
+import http.server, json
+class Metadata(http.server.BaseHTTPRequestHandler):
+    def answer(self):
+        roles = "/latest/meta-data/iam/security-credentials/"
+        role = {"AccessKeyId": "ASIAROLE", "SecretAccessKey": "rolesecret", "Token": "roletoken", "Expiration": "2099-01-01T00:00:00Z"}
+        known = {"/latest/api/token": "tokentoken", roles: "training", roles + "training": json.dumps(role)}
+        is_known = self.path == "/latest/api/token" or self.headers.get("X-aws-ec2-metadata-token") == "tokentoken"
+        body = known.get(self.path, "").encode() if is_known else b""
+        self.send_response(200 if body else 401)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    do_GET = do_PUT = answer
+    def log_message(self, *args): pass
+http.server.HTTPServer(("169.254.169.254", 80), Metadata).serve_forever()
+"""
+
+
+@pytest.mark.nightly
+def test_without_keys_the_role_of_the_instance_is_used(node):
+    node.said("ip addr add 169.254.169.254/32 dev lo")
+    node.host.run(
+        "cat > /root/metadata.py; setsid python3 /root/metadata.py >/dev/null 2>&1 & echo $! > /root/metadata.pid",
+        text=METADATA,
+    )
+    try:
+        wait_until(
+            lambda: node.host.run("ss -ltn | grep -q 169.254.169.254:80").returncode == 0, "the metadata service"
+        )
+        done = node.mount(data(), env={})
+        assert done.returncode == 0, done.stdout
+        assert node.said("cat /data/top.txt") == "top"
+        node.unmount()
+        assert node.mount(data(), env={"AWS_EC2_METADATA_DISABLED": "true"}).returncode == 0
+        assert "top" not in node.host.run("cat /data/top.txt").stdout
+    finally:
+        node.host.run("kill $(pgrep -f metadata.py); ip addr del 169.254.169.254/32 dev lo")
+
+
+@pytest.mark.nightly
+def test_a_bucket_that_does_not_exist_fails_the_phase_with_the_reason(node):
+    done = node.mount(data(bucket="no-such-bucket", prefix="datasets"))
+    assert re.fullmatch(
+        r"::skyward failed phase=volumes exit=1 command=s3fs no-such-bucket:/datasets /data -o \S+", refusal(done)
+    )
+    assert "bucket or key not found" in done.stdout
+    assert node.mounts() == []
+    wait_until(lambda: not node.daemons(), "s3fs to end")
+
+
+@pytest.mark.nightly
+def test_a_mount_of_another_user_is_not_changed(node):
+    node.said("mkdir -p /data && mount -t tmpfs hers /data && echo hers > /data/file")
+    try:
+        done = node.mount(data())
+        assert refusal(done) == "::skyward failed phase=volumes exit=1 command=clear /data hers"
+        assert "/data is taken: hers is mounted there" in done.stdout
+        assert node.host.run(f"cat {node.directory}/mounts").stdout == ""
+        assert node.unmount().returncode == 0
+        assert node.said("cat /data/file") == "hers"
+    finally:
+        node.said("umount /data")
+
+
+@pytest.mark.nightly
+def test_s3fs_that_cannot_be_installed_fails_the_apt_phase(fleet, service):
+    host = with_fuse(fleet.create())
+    assert host.run("dpkg --remove s3fs && rm -f /var/cache/apt/archives/*.deb").returncode == 0
+    done = Node(host, "/root/instance", service).mount(data())
+    assert re.match(r"::skyward failed phase=apt exit=100 command=sudo .*apt-get .*install .*s3fs", refusal(done)), (
+        done.stdout
+    )
+    assert "\nE: " in done.stdout
+    host.crash()
+
+
+@pytest.mark.nightly
+def test_an_existing_equal_mount_is_used(node):
+    """The same volume again, also for a later instance, starts nothing. A broken one, or another mode, mounts again."""
+    assert node.mount(data()).returncode == 0
+    (before,) = node.daemons()
+    node.directory += "-later"
+    for _ in range(2):
+        assert node.mount(data()).returncode == 0
+    assert node.daemons() == [before]
+    assert node.listed() == ["/data"]
+    node.said("pkill -KILL -x s3fs")
+    wait_until(lambda: node.host.run("ls /data").returncode != 0, "the file system to be dead")
+    assert node.mount(data()).returncode == 0
+    (before,) = node.daemons()
+    for fields, env in (
+        ({}, KEYS),
+        ({"prefix": "other"}, KEYS),
+        ({"prefix": "other"}, {**KEYS, "AWS_ACCESS_KEY_ID": "AKIAOTHER"}),
+    ):
+        assert node.mount(data(read_only=False, **fields), env=env).returncode == 0
+        wait_until(lambda before=before: before not in node.daemons(), "the former s3fs to end")
+        (before,) = node.daemons()
+    assert node.said("ls /data") == "c.txt"
+    assert node.mounts() == node.listed() == ["/data"]
+
+
+# A script that takes mount-s3's arguments, as its documentation has them (awslabs/mountpoint-s3,
+# doc/CONFIGURATION.md), and runs s3fs.
+MOUNT_S3 = """#!/bin/bash
+echo "$*" >>/root/mount-s3.log
+options=fsname=mountpoint-s3,use_path_request_style prefix=
+while [[ $1 = --* ]]; do
+  case $1 in
+    --read-only) options+=,ro ;;
+    --prefix) prefix=:/${2%/}; shift ;;
+    --endpoint-url) options+=,url=$2; shift ;;
+    --region) shift ;;
+    --allow-delete | --allow-overwrite | --force-path-style) ;;
+    *) echo "unexpected argument $1" >&2; exit 2 ;;
+  esac
+  shift
+done
+exec s3fs "$1$prefix" "$2" -o "$options"
+"""
+
+
+@pytest.mark.nightly
+def test_mountpoint_s3_is_used_if_the_image_has_it(node, service):
+    service.fill("mine", {"in/x": "x"})
+    node.host.run("cat > /usr/local/bin/mount-s3; chmod +x /usr/local/bin/mount-s3", text=MOUNT_S3)
+    try:
+        requested = (
+            data(prefix="datasets", region="eu-central-1"),
+            S3Volume(mount_path="/out", bucket="mine", read_only=False),
+        )
+        for _ in range(2):
+            done = node.mount(*requested)
+            assert done.returncode == 0, done.stdout
+        url = service.url
+        assert node.said("cat /root/mount-s3.log").split("\n") == [
+            f"--read-only --prefix datasets/ --endpoint-url {url} --force-path-style --region eu-central-1 weather /data",
+            f"--allow-delete --allow-overwrite --endpoint-url {url} --force-path-style mine /out",
+        ]
+        assert node.said("cat /data/a.txt /out/in/x") == "ax"
+        later = Node(node.host, f"{node.directory}-later", service)
+        assert "command=clear /data mountpoint-s3" in refusal(later.mount(*requested))
+        done = Node(node.host, node.directory, service).mount(S3Volume(mount_path="/none", bucket="no-such-bucket"))
+        assert "command=mount_s3 --read-only" in refusal(done)
+    finally:
+        node.host.run("rm /usr/local/bin/mount-s3 /root/mount-s3.log")

@@ -29,8 +29,6 @@ from tests.unit.live.test_live import (  # noqa: F401 - fixtures
 ROOT = Path(__file__).parents[3]
 
 
-# ── stacks of a process ──────────────────────────────────────────────────────────────────────────────────────────────
-
 RUNNER = """
 import sys, time
 from skyward_core.worker.stacks import answer_requests
@@ -60,9 +58,6 @@ def test_a_process_shows_its_stacks_and_goes_on(kind: str) -> None:
     assert asyncio.run(stacks.stacks_of(program.pid)) == ""
 
 
-# ── a real pool ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def wait_for_end(file: str) -> str:
     print("it waits", flush=True)
     while not os.path.exists(file):
@@ -73,9 +68,6 @@ def wait_for_end(file: str) -> str:
 def test_a_live_pool_is_looked_at(
     tmp_path: Path, skyward: Callable[..., str], monkeypatch: pytest.MonkeyPatch, url: str
 ) -> None:
-    """From outside, with the ledger alone: its log, its samples, its stacks, its pages. Its calls go on. Then it has a
-    detached call, whose output is kept.
-    """
     end = str(tmp_path / "end")
     with sky.ComputePool(provider=sky.Local(), concurrency=2, display="quiet") as pool:
         waiting = pool.submit(sky.compute(wait_for_end)(end))
@@ -106,17 +98,12 @@ def test_a_live_pool_is_looked_at(
         pages: list[bytes] = []
 
         def read_page() -> None:
-            output = skyward_output()
-            with urllib.request.urlopen(output.strip(), timeout=20) as page:
+            with urllib.request.urlopen(captured[0].strip(), timeout=60) as page:
                 pages.append(page.read())
             raise KeyboardInterrupt
 
         captured: list[str] = []
         monkeypatch.setattr(builtins, "print", lambda *words, **_: captured.append(str(words[0])))
-
-        def skyward_output() -> str:
-            return captured[0]
-
         monkeypatch.setattr(commands, "wait_for_ctrl_c", read_page)
         skyward(f"dashboard {pool.id}")
         assert b"0-0" in pages[0]

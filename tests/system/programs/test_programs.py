@@ -22,9 +22,6 @@ from tests.unit.programs.test_programs import (  # noqa: F401 - fixtures  # noqa
 ROOT = Path(__file__).parents[3]
 
 
-# ── on a node ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize(
     ("text", "code"), [("import sys; sys.exit(7)", 7), ("", 0), ("1/0", 1), ("import os; os.kill(os.getpid(), 9)", 137)]
 )
@@ -32,13 +29,8 @@ def test_a_script_has_its_exit_code(text: str, code: int, capfd: pytest.CaptureF
     assert on_node.run_script(on_node.Script("a.py", {"a.py": text}, ())) == code
 
 
-# ── on a pool ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_programs_run_on_a_pool_of_this_machine(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A script on both nodes: the first exit code that is not zero stops the others and is that of the command. No
-    machine is left, and the receipt names the program.
-    """
+    """The first exit code that is not zero stops the other node, and is that of the command."""
     (project / "tool.py").write_text("WORD = 'from tool'\n")
     (project / "train.py").write_text(
         "import os, sys, time, tool\n"
@@ -57,7 +49,6 @@ def test_programs_run_on_a_pool_of_this_machine(project: Path, capfd: pytest.Cap
 
 
 def test_ctrl_c_ends_the_machines(project: Path) -> None:
-    """One SIGINT: it says what it is doing, ends with 130, and nothing is left. Runs as a separate program."""
     (project / "wait.py").write_text("import time\nprint('began', flush=True)\ntime.sleep(600)\n")
     command = [sys.executable, "-m", "skyward_core.cli", "run", "--provider", "local", "wait.py"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -77,7 +68,6 @@ def test_ctrl_c_ends_the_machines(project: Path) -> None:
 
 @pytest.mark.nightly
 def test_functions_run_on_a_pool_with_a_name(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Its result is printed; its exception with the remote traceback gives the exit code 1; the pool is left warm."""
     (project / "work.py").write_text(
         "import sys\n"
         "def half(x):\n    print('halving')\n    return int(x) / 2\n"

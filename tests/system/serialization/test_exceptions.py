@@ -4,22 +4,12 @@ import asyncio
 import threading
 
 import pytest
-from tblib import pickling_support  # type: ignore[import-untyped]
 
 import skyward_core as sky
 from tests.unit.serialization.test_exceptions import Holder, OwnInit
 
-pickling_support.install()  # as Dask does, for every class of exceptions: it loses slots
-
-
-# ── over real nodes ──────────────────────────────────────────────────────────────────────────────────────────────────
-
 
 def test_except_clauses_catch_the_exceptions_of_calls(pool: sky.ComputePool) -> None:
-    """The classes are the caller's: those of this file, which travel by value, and those made in a function; also
-    one raised by a helper.
-    """
-
     class Local(Exception):
         def __init__(self, code: int, extra: str) -> None:
             super().__init__(f"x {code}")
@@ -80,7 +70,6 @@ def read(path: str) -> str:
 
 
 def test_a_module_that_the_node_lacks_is_named_as_its_distribution(pool):
-    """The distribution's own name if this client has it, the module's otherwise; the exception itself is unchanged."""
     assert 'Image(pip=[...]), as "scikit-learn"' in _notes(import_missing("sklearn"), pool, ModuleNotFoundError)
     assert 'Image(pip=[...]), as "no_such_module_9"' in _notes(
         import_missing("no_such_module_9"), pool, ModuleNotFoundError
@@ -88,9 +77,6 @@ def test_a_module_that_the_node_lacks_is_named_as_its_distribution(pool):
 
 
 def test_a_relative_path_belongs_to_the_node(pool):
-    """A missing file in the node's working directory has the note. A missing file with an absolute path has none,
-    and neither has another error.
-    """
     assert "the working directory of a call is the node's own" in _notes(read("data.csv"), pool, FileNotFoundError)
     assert "working directory" not in _notes(read("/no/such/file"), pool, FileNotFoundError)
     assert "working directory" not in _notes(read("."), pool, IsADirectoryError)

@@ -1,31 +1,51 @@
 """Objects of the user's project reach a bare interpreter with only installed packages, and come back as themselves."""
 
-import io
 import pickle
 import subprocess
 import sys
-import textwrap
-import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import pytest
 
-from skyward_core.serialization.pickling import dumps
-from tests.serialization.bare_interpreter import Write
-from tests.unit.serialization.test_pickling import (  # noqa: F401 - fixtures
-    call,
-    on_node,
-    project,
-)
+from skyward_core.serialization.pickling import Pickled, dumps
+from tests.serialization.bare_interpreter import Write, results_of, user_project
 
-# ── by value ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+NODE = """
+import pickle, sys
+sys.path.append(sys.argv[1])
+from skyward_core.serialization.pickling import dumps, loads
+for call in pickle.load(sys.stdin.buffer):
+    try:
+        fn, args, kwargs = loads(call)
+        ending = True, fn(*args, **kwargs)
+    except Exception as error:
+        ending = False, error.with_traceback(None)
+    pickle.dump(dumps(ending, label="result"), sys.stdout.buffer, protocol=5)
+    assert not any(name == "own" or name.startswith("own_") for name in sys.modules)
+"""
+
+
+def on_node(*calls: Pickled) -> list[Any]:
+    """Run the calls, one after the other, in one bare interpreter; return their results, or raise the first error."""
+    return results_of(NODE, calls)
+
+
+def call(fn: Callable[..., Any], *args: Any) -> Any:
+    return on_node(dumps((fn, args, {})))[0]
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
+    with user_project(tmp_path, monkeypatch) as write:
+        yield write
+    assert cloudpickle.list_registry_pickle_by_value() == set()
 
 
 def test_classes_travel_with_their_methods_and_come_back_as_themselves(project: Write) -> None:
-    """Dataclasses, slots, subclasses, enums and properties work on the node, and results are instances of the client's
-    own classes.
-    """
     own = project(
         own="""
             from dataclasses import dataclass, field
@@ -77,9 +97,6 @@ def test_classes_travel_with_their_methods_and_come_back_as_themselves(project: 
 
 
 def test_objects_that_python_pickles_only_by_name(project: Write) -> None:
-    """Cached functions (also recursive ones), type aliases, type variables, generics and names in class bodies
-    travel.
-    """
     own = project(
         own="""
             import functools, typing, contextlib
@@ -119,7 +136,6 @@ def test_objects_that_python_pickles_only_by_name(project: Write) -> None:
 
 
 def test_a_global_travels_with_its_present_value(project: Write) -> None:
-    """If a global or class attribute changes between two calls, the second call has its new value, on the same node."""
     own = project(
         own="""
             import own_config
@@ -134,61 +150,35 @@ def test_a_global_travels_with_its_present_value(project: Write) -> None:
     assert on_node(first, dumps((own.run, (), {}))) == [(1, 1, 1), (2, 2, 2)]
 
 
+SCRIPT = """
+import pickle, sys
+from dataclasses import dataclass
+from skyward_core.serialization.pickling import dumps
+@dataclass
+class Foo:
+    n: int
+def helper(foo): return foo.n + BASE
+BASE = 40
+def run(foo): return helper(foo)
+pickle.dump(dumps((run, (Foo(2),), {})), sys.stdout.buffer)
+"""
+
+
 def test_main_travels_by_value(tmp_path: Path) -> None:
-    """A script's own functions and classes work, although the node's `__main__` is another program."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import sys
-            from skyward_core.serialization.pickling import dumps
-            from dataclasses import dataclass
-            @dataclass
-            class Foo:
-                n: int
-            def helper(foo): return foo.n + BASE
-            BASE = 40
-            def run(foo): return helper(foo)
-            import pickle
-            pickle.dump(dumps((run, (Foo(2),), {})), sys.stdout.buffer)
-            """
-        )
-    )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, timeout=60, check=True)
-    assert on_node(pickle.loads(done.stdout)) == [42]
-
-
-class NoModuleOfTheUser(pickle.Unpickler):
-    """Refuses to load a module of the project by name."""
-
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        assert not module_name.startswith("own"), f"{module_name}.{global_name} went by reference"
-        return super().find_class(module_name, global_name)
+    """The node's `__main__` is another program."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    assert on_node(pickle.loads(subprocess.check_output([sys.executable, tmp_path / "script.py"]))) == [42]
 
 
 def test_many_threads_at_once(project: Write) -> None:
-    """Pickles made in parallel are all by value, and nothing stays registered."""
+    """Pickles made in parallel are all by value: the node has no module of the project."""
     own = project(own="import own_helpers\ndef run(): return own_helpers.f()", own_helpers="def f(): return 1")
-    failures: list[object] = []
-
-    def many() -> None:
-        for _ in range(100):
-            try:
-                assert NoModuleOfTheUser(io.BytesIO(dumps(own.run).data)).load()() == 1
-            except Exception as error:
-                failures.append(error)
-
-    threads = [threading.Thread(target=many) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-    assert cloudpickle.list_registry_pickle_by_value() == set()
+    with ThreadPoolExecutor(4) as threads:
+        made = list(threads.map(lambda _: dumps((own.run, (), {})), range(200)))
+    assert on_node(*made) == [1] * 200
 
 
 def test_replace_replaces_an_object(project: Write) -> None:
-    """An orchestrator's wrapper is replaced wherever it occurs, also in globals, and where it refers to itself."""
     own = project(
         own="""
             class Task:

@@ -60,11 +60,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
         yield write
 
 
-# ── what travels ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_helper_module_imported_in_the_body(project: Write) -> None:
-    """It runs on the node, with the helpers that it imports itself. Sending it imports none of them here."""
     own = project(
         own="""
             def run(x):
@@ -99,7 +95,6 @@ def test_a_helper_module_imported_in_the_body(project: Write) -> None:
     ],
 )
 def test_modules_of_packages(project: Write, body: str) -> None:
-    """A submodule travels with its parent packages, in each spelling of the import."""
     own = project(
         own=f"def run():\n    {body}",
         own_pkg__in____init__="from .names import NAME",
@@ -117,13 +112,7 @@ def test_modules_of_packages(project: Write, body: str) -> None:
     assert call(own.run) == (2, "pkg")
 
 
-# ── modules on the node ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_changed_text_is_imported_again(project: Write) -> None:
-    """The next call sees an edit of a module, also of one imported by an unchanged module; and it sees when the edit
-    is undone.
-    """
     own = project(
         own="def run():\n    from own_model import predict\n    return predict()",
         own_model="from own_layers import N\ndef predict(): return N",
@@ -137,7 +126,6 @@ def test_a_changed_text_is_imported_again(project: Write) -> None:
 
 
 def test_a_module_keeps_its_state_between_calls(project: Write) -> None:
-    """While the texts are unchanged, a module is imported once, by whatever functions."""
     own = project(
         own="""
             def first():
@@ -173,31 +161,6 @@ CONFIG = """
 """
 
 
-def test_classes_are_the_same_on_both_sides(project: Write) -> None:
-    """An instance from the client is an instance of the class that the body imports; an instance from the node has
-    the client's own class.
-    """
-    own = project(
-        own="""
-            from own_config import Config
-            def run(config):
-                import own_config
-                return own_config.more(config), own_config.Config is Config, type(config) is Config
-            def fail():
-                from own_config import fail
-                fail()
-            """,
-        own_config=CONFIG,
-    )
-    result, same, given = call(own.run, own.Config(1))
-    assert type(result) is own.Config
-    assert result == own.Config(2)
-    assert same
-    assert given
-    with pytest.raises(sys.modules["own_config"].Divergence, match="at 7"):
-        call(own.fail)
-
-
 def test_a_class_of_a_module_that_the_node_cannot_import_travels_by_value(project: Write) -> None:
     """If a body never runs the import, a module that needs a package that the node lacks does no harm."""
     own = project(
@@ -221,7 +184,6 @@ def test_a_class_of_a_module_that_the_node_cannot_import_travels_by_value(projec
 
 
 def test_a_traceback_shows_the_line_of_the_helper(project: Write, tmp_path: Path) -> None:
-    """The node's traceback has the client's file, and the line as it was sent, whatever file is there on the node."""
     own = project(
         own="def run():\n    import own_helpers\n    own_helpers.f()",
         own_helpers="def f():\n    raise KeyError('k')  # the line",
@@ -236,7 +198,6 @@ def test_a_traceback_shows_the_line_of_the_helper(project: Write, tmp_path: Path
 
 
 def test_the_nodes_own_modules_have_precedence(project: Write, tmp_path: Path) -> None:
-    """A module installed on the node is used; a folder of the same name is not."""
     own = project(
         own="def run():\n    import own_a, own_b\n    return own_a.A, own_b.B", own_a="A = 'sent'", own_b="B = 'sent'"
     )
@@ -246,11 +207,7 @@ def test_the_nodes_own_modules_have_precedence(project: Write, tmp_path: Path) -
     assert on_node(packed(own.run), path=(node,)) == [("installed", "sent")]
 
 
-# ── the real thing ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_through_a_pool(project: Write, tmp_path: Path) -> None:
-    """On a local node: helpers, classes, an edit between two calls, the remote traceback, and a module that does not exist."""
     own = project(
         own="""
             from own_config import Config

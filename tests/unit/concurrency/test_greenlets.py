@@ -15,21 +15,15 @@ def patched(*names: str) -> Any:
 
 
 @pytest.mark.parametrize(("module", "library"), [("gevent.monkey", "gevent"), ("eventlet.patcher", "eventlet")])
-def test_the_patched_module_is_named(module: str, library: str) -> None:
-    """The error says what to do instead; a library that has patched nothing that a pool needs is no error."""
-    with pytest.raises(
-        sky.BadRequest, match=f"{library} has replaced socket, select in this process.*separate process"
-    ):
-        refuse_greenlets({module: patched("socket", "select", "os")})
+def test_a_process_with_patched_modules_opens_and_attaches_no_pool(
+    module: str, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library that has patched nothing that a pool needs is no error. It is checked when a pool opens."""
     refuse_greenlets({module: patched("os", "dns")})
-    refuse_greenlets({})
-
-
-def test_neither_opening_nor_attaching_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Patched before the import or after: it is checked when a pool opens."""
     pool = sky.ComputePool(provider=sky.Local(), display="quiet")
-    monkeypatch.setitem(sys.modules, "gevent.monkey", cast("Any", patched("thread")))
-    with pytest.raises(sky.BadRequest, match="gevent has replaced thread"):
+    monkeypatch.setitem(sys.modules, module, cast("Any", patched("socket", "select", "os")))
+    words = f"{library} has replaced socket, select in this process.*separate process"
+    with pytest.raises(sky.BadRequest, match=words):
         pool.open()
-    with pytest.raises(sky.BadRequest, match="gevent has replaced thread"):
+    with pytest.raises(sky.BadRequest, match=words):
         sky.ComputePool.attach("{}")

@@ -1,12 +1,6 @@
 """The hub's states: who is there, values from all to all, and which rank failed first."""
 
-import socket
-import time
-from collections.abc import Iterator
-
-import pytest
-
-from skyward_core.distributed.hub import SETTLE_SECONDS, Hub, HubServer, HubState
+from skyward_core.distributed.hub import SETTLE_SECONDS, Hub, HubState
 
 
 def formed(world: int) -> Hub:
@@ -17,7 +11,6 @@ def formed(world: int) -> Hub:
 
 
 def test_the_group_is_formed_when_the_last_rank_joins() -> None:
-    """Nothing is sent before. Then every rank gets the message, and rank 0, whose end closes the hub, gets it last."""
     hub = Hub(3, deadline=100.0)
     assert [hub.join(2), hub.join(0)] == [[], []]
     assert hub.join(1) == [(2, {"formed": True}), (1, {"formed": True}), (0, {"formed": True})]
@@ -25,7 +18,6 @@ def test_the_group_is_formed_when_the_last_rank_joins() -> None:
 
 
 def test_at_the_deadline_those_present_learn_who_is_absent() -> None:
-    """A rank that has left again is absent too."""
     hub = Hub(4, deadline=100.0)
     for rank in (0, 3, 2):
         hub.join(rank)
@@ -36,7 +28,6 @@ def test_at_the_deadline_those_present_learn_who_is_absent() -> None:
 
 
 def test_values_are_exchanged_round_by_round() -> None:
-    """A fast rank may send the value of the next round already."""
     hub = formed(2)
     assert hub.receive(0, {"value": "a"}, 0.0) == []
     assert hub.receive(0, {"value": "c"}, 0.0) == []
@@ -45,7 +36,6 @@ def test_values_are_exchanged_round_by_round() -> None:
 
 
 def test_the_first_error_is_decided_after_a_moment() -> None:
-    """A second error within that time changes nothing, and gets the same answer."""
     hub = formed(3)
     assert hub.receive(1, {"failed": "ValueError: no"}, 10.0) == []
     assert hub.receive(2, {"failed": "RuntimeError: peer closed"}, 10.0) == []
@@ -72,17 +62,3 @@ def test_all_ranks_end_together() -> None:
     assert hub.receive(1, {"done": True}, 0.0) == [(1, {"ended": True}), (0, {"ended": True})]
     assert [hub.leave(1), hub.leave(0)] == [[], []]
     assert hub.state is HubState.ENDED
-
-
-# ── what is read of a connection that has not proved itself ──────────────────────────────────────────────────────────
-
-
-@pytest.fixture
-def connection() -> Iterator[socket.socket]:
-    """A connection to the hub of a group of one rank, whose key is "key"."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = HubServer(Hub(1, deadline=time.monotonic() + 60), listener, "key")
-    with socket.create_connection(listener.getsockname()) as connection:
-        connection.settimeout(30)
-        yield connection
-    server.close()

@@ -44,9 +44,6 @@ def machine(rank: int = 0, **more: Any) -> Instance:
     return Instance(id=f"i-{rank}", pool_id="sky-1", rank=rank, **fields)
 
 
-# ── which nodes ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.fixture
 def ledger(url: str) -> Iterator[Ledger]:
     with Ledger(url) as opened:
@@ -61,7 +58,6 @@ def ledger(url: str) -> Iterator[Ledger]:
 
 
 def test_a_pool_that_cannot_be_looked_at_says_why(ledger: Ledger, skyward: Callable[..., str]) -> None:
-    """An unknown one, one without nodes here, and one that has ended: then the message says what is kept."""
     for command in ("logs", "metrics", "stacks", "ssh", "dashboard"):
         assert "the ledger has no pool 'nonesuch'" in skyward(f"{command} nonesuch", code=1)
         assert "local lists no node of pool sky-1" in skyward(f"{command} sky-1", code=1)
@@ -78,11 +74,7 @@ def test_a_node_that_a_pool_has_not_is_refused() -> None:
         nodes.instance(1)
 
 
-# ── logins ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_login_trusts_the_host_key_of_the_pool_only(tmp_path: Path) -> None:
-    """The key's file, the port, the user and a proxy command are those of the pool."""
     key = tmp_path / "key"
     key.write_text("")
     endpoint = Endpoint(
@@ -107,9 +99,6 @@ def test_a_login_without_the_pools_key_is_refused(tmp_path: Path) -> None:
     endpoint = Endpoint(host="10.0.0.7", key=str(tmp_path / "nowhere"))
     with pytest.raises(sky.BadRequest, match="is not on this machine: run the command where the pool was opened"):
         login_command(PoolNodes("sky-1", (machine(endpoint=endpoint),)), 0)
-
-
-# ── tables ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_pool_out_of_reach_is_tried_again_later(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:

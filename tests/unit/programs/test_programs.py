@@ -35,11 +35,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-# ── what is to run ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_script_brings_the_modules_that_it_imports(project: Path) -> None:
-    """Also those that its modules import in function bodies; packages too; no other files."""
     (project / "tool").mkdir()
     (project / "tool/__init__.py").write_text("from tool import part\n")
     (project / "tool/part.py").write_text("def f():\n    import deep\n")
@@ -53,7 +49,6 @@ def test_a_script_brings_the_modules_that_it_imports(project: Path) -> None:
 
 
 def test_a_function_is_found_in_the_working_directory(project: Path) -> None:
-    """One with `@sky.compute` keeps it; a nested name is found too."""
     (project / "work.py").write_text(
         "import skyward_core as sky\n@sky.compute\ndef f(x): return x\nclass C:\n    g = staticmethod(lambda x: x)\n"
     )
@@ -96,9 +91,6 @@ def test_a_spec_has_the_settings_below_the_options(project: Path) -> None:
         spec_of({"node": 3})
 
 
-# ── what is printed ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def line(text: str, **more: Any) -> sky.LogLine:
     return sky.LogLine(1, "i-1", text, 0.0, **{"call_id": "c", **more})
 
@@ -114,19 +106,12 @@ def test_lines_of_the_program_go_to_their_streams(has_ranks: bool, first: str) -
     output(sky.InstanceLost("i-1", 1, "reclaimed"))
     mark = "[node 1] " if has_ranks else ""
     assert out.getvalue() == f"{first}\n"
-    assert err.getvalue().splitlines() == [
-        f"{mark}complaint",
-        f"{mark}a log record",
-        "skyward: node 1 is lost: reclaimed",
-    ]
-
-
-# ── signals ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    lost = "skyward: node 1 is lost: reclaimed"
+    assert err.getvalue().splitlines() == [f"{mark}complaint", f"{mark}a log record", lost]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_stops_and_the_next_does_not_wait(number: signal.Signals) -> None:
-    """Each says what it does; afterwards the handlers are those of before."""
     messages: list[str] = []
     left: list[str] = []
     before = signal.getsignal(number)
@@ -146,26 +131,12 @@ def test_the_first_signal_stops_and_the_next_does_not_wait(number: signal.Signal
 
 
 def test_options_become_settings(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with a field that has no option; a wrong one is refused before anything is rented."""
     (project / "a.py").write_text("")
     found: list[sky.PoolSpec] = []
-    monkeypatch.setattr(
-        "skyward_core.programs.run.run_program", lambda program, spec, output, everywhere: found.append(spec) or 0
-    )
-    line = [
-        "run",
-        "--provider",
-        "local",
-        "--pip",
-        "numpy",
-        "--env",
-        "A=b=c",
-        "--secret",
-        "HOME",
-        "--set",
-        "nodes=[1, 3]",
-    ]
-    assert cli.main([*line, "--set", 'image={"apt": ["git"]}', "--max-cost", "2", "a.py"]) == 0
+    run = "skyward_core.programs.run.run_program"
+    monkeypatch.setattr(run, lambda program, spec, output, everywhere: found.append(spec) or 0)
+    line = ["run", "--provider", "local", "--pip", "numpy", "--env", "A=b=c", "--secret", "HOME", "--max-cost", "2"]
+    assert cli.main([*line, "--set", "nodes=[1, 3]", "--set", 'image={"apt": ["git"]}', "a.py"]) == 0
     (spec,) = found
     assert (spec.nodes, spec.image.pip, spec.image.apt, spec.max_cost) == ((1, 3), ("numpy",), ("git",), 2.0)
     assert (dict(spec.env or {}), [*(spec.secrets or ())], spec.provider) == ({"A": "b=c"}, ["HOME"], sky.Local())
