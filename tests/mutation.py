@@ -35,7 +35,7 @@ SECONDS_LONGER = 10.0
 """A test may take so much longer with a mutant than five times its time without."""
 
 DISPATCHER = (
-    *(f"unit/engine/test_{name}.py" for name in ("dispatcher", "outbox", "calls", "lost_calls", "shipments")),
+    *(f"unit/engine/test_{name}.py" for name in ("dispatcher", "outbox")),
     "system/engine/test_simulation.py::test_histories[0]",
 )
 SWEEP = tuple(f"unit/cleanup/test_{name}.py" for name in ("policy", "release", "sweep", "other_accounts"))
@@ -55,7 +55,7 @@ OTHERS = {
     },
     "engine/members": ("unit/engine/test_recovery.py", *DISPATCHER),
     "engine/membership": ("unit/engine/test_recovery.py",),
-    "engine/recovery": ("unit/engine/test_membership.py", "unit/worker/test_preemption_notice.py"),
+    "engine/recovery": ("unit/engine/test_recovery.py", "unit/worker/test_preemption_notice.py"),
     **{f"cleanup/{name}": SWEEP for name in ("policy", "pool_record", "provider_work", "survey", "sweep")},
     "cleanup/release": (*SWEEP, "unit/cli/test_commands.py"),
     "ledger/accounts": ("unit/ledger/test_budgets.py", "system/ledger/test_ledger.py"),
