@@ -28,6 +28,16 @@ FUNCTION_SPANS = ((0, 30 << 20),)  # only two of them fit below the limit of a n
 SECONDS = {"short": 0.0005, "long": 1.0}
 
 
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+def require(is_so: object, what: str, *about: object) -> None:
+    """Raise Violation if an invariant does not hold."""
+    if not is_so:
+        raise Violation(f"{what} {' '.join(map(str, about))}")
+
+
 @cache
 def node_of(serial: int, rank: int, workers: int, slots: int) -> Node:
     """Return the node of a rank on the machine of this number."""

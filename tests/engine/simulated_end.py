@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from skyward_core.engine.function_files import LIMIT_BYTES
 from skyward_core.errors import NodeLost
-from tests.engine.model import FUNCTION_SPANS
+from tests.engine.model import FUNCTION_SPANS, Violation, require
 from tests.engine.simulated_calls import MOST_CALLS
 
 if TYPE_CHECKING:
@@ -15,10 +15,6 @@ if TYPE_CHECKING:
     from tests.engine.simulation import World
 
 ROUNDS = 40  # of repairs and waiting, after which a history must be at rest
-
-
-class Violation(AssertionError):
-    """An invariant does not hold."""
 
 
 class Ending:
@@ -31,11 +27,12 @@ class Ending:
 
     def settle(self) -> None:
         """Repair everything, and go on until the world is at rest."""
-        self.world.say("── settle")
-        self.world.absence = 0.0
-        self.world.values.held.clear()
-        if self.world.connection is not None and not self.world.connection.carries and self.world.rng.random() < 0.8:
-            self.world.post("cut", self.world.connection.epoch)
+        world = self.world
+        world.say("── settle")
+        world.absence = 0.0
+        world.values.held.clear()
+        if world.connection is not None and not world.connection.carries and world.rng.random() < 0.8:
+            world.post("cut", world.connection.epoch)
         rests = 0
         for index in range(ROUNDS):
             self._repair()
@@ -46,8 +43,8 @@ class Ending:
                 if not self._work_all():
                     break
                 self._deliver_all()
-            self.world.now += 2.5
-            self.world.post("tick", self.world.now, self.world.is_reachable)
+            world.now += 2.5
+            world.post("tick", world.now, world.is_reachable)
             self._deliver_all()
             rests = rests + 1 if self._is_at_rest else 0
             if rests == 2:
@@ -55,44 +52,45 @@ class Ending:
         raise Violation(f"it does not end: {self._what_is_left()}")
 
     def _repair(self) -> None:
-        self.world.cluster.open_ways()
-        for worker in self.world.workers:
-            is_lost = worker.is_cut_off and not worker.is_moving and self.world.scheduler.is_alive
+        world = self.world
+        world.cluster.open_ways()
+        for worker in world.workers:
+            is_lost = worker.is_cut_off and not worker.is_moving and world.scheduler.is_alive
             if worker.is_alive and (
-                is_lost or (worker.name in self.world.retiring and worker.address in self.world.scheduler.held)
+                is_lost or (worker.name in world.retiring and worker.address in world.scheduler.held)
             ):
-                worker.die(self.world.rng)
-        self.world.cluster.reconnect()
-        self.world.pump()
-        if not self.world.scheduler.is_alive:
+                worker.die(world.rng)
+        world.cluster.reconnect()
+        world.pump()
+        if not world.scheduler.is_alive:
             return
-        for rank in sorted(self.world.given_up):
-            self.world.post("give_up", NodeLost("given up"), rank)
-        for _ in range(self.world.ranks):
+        for rank in sorted(world.given_up):
+            world.post("give_up", NodeLost("given up"), rank)
+        for _ in range(world.ranks):
             if any(
-                rank not in self.world.given_up
-                and (rank not in self.world.nodes or not self.world.cluster.machine(rank).is_alive)
-                for rank in range(1, self.world.ranks)
+                rank not in world.given_up and (rank not in world.nodes or not world.cluster.machine(rank).is_alive)
+                for rank in range(1, world.ranks)
             ):
-                self.world.cluster.replace()
-        for rank, index in self.world.cluster.missing():
-            self.world.cluster.start_worker(rank, index)
-        self.world.workers = [worker for worker in self.world.workers if worker.is_alive]
+                world.cluster.replace()
+        for rank, index in world.cluster.missing():
+            world.cluster.start_worker(rank, index)
+        world.workers = [worker for worker in world.workers if worker.is_alive]
 
     def _deliver_all(self) -> None:
+        world = self.world
         is_any = True
         while is_any:
-            self.world.pump()
-            is_any = self.world.streams.consume_all()
-            for wire in list(self.world.wires):
+            world.pump()
+            is_any = world.streams.consume_all()
+            for wire in list(world.wires):
                 while wire.queue:
                     is_any = True
                     wire.deliver(wire.queue.popleft())
-            for steps in list(self.world.under_way):
+            for steps in list(world.under_way):
                 is_any = True
                 if next(steps, 0) == 0:
-                    self.world.under_way.remove(steps)
-            is_any = is_any or bool(self.world.mailbox)
+                    world.under_way.remove(steps)
+            is_any = is_any or bool(world.mailbox)
 
     def _work_all(self) -> bool:
         busy = [worker for worker in self.world.workers if worker.is_busy]
@@ -105,45 +103,49 @@ class Ending:
 
     @property
     def _is_at_rest(self) -> bool:
-        dispatcher = self.world.dispatcher
+        world = self.world
+        dispatcher = world.dispatcher
         is_left = (
             dispatcher.entries
             or dispatcher.outs
             or dispatcher.fetching
             or dispatcher._queue._out
-            or any(worker.is_busy for worker in self.world.workers)
+            or any(worker.is_busy for worker in world.workers)
         )
-        is_connected = self.world.is_over or (
-            self.world.connection is not None and self.world.connection.carries and dispatcher.is_live
+        is_connected = world.is_over or (
+            world.connection is not None and world.connection.carries and dispatcher.is_live
         )
         return not is_left and is_connected
 
     def _what_is_left(self) -> str:
-        dispatcher = self.world.dispatcher
-        calls = [caller for caller in self.world.callers.values() if caller.state == "waiting"]
+        world = self.world
+        dispatcher = world.dispatcher
+        calls = [caller for caller in world.callers.values() if caller.state == "waiting"]
         phases = {number: (out.phase.value, out.epoch, out.worker) for number, out in dispatcher.outs.items()}
-        busy = [worker.address for worker in self.world.workers if worker.is_busy]
+        busy = [worker.address for worker in world.workers if worker.is_busy]
         return f"{calls[:3]} entries {list(dispatcher.entries)[:5]} outs {phases} fetching {list(dispatcher.fetching)} live {dispatcher.is_live} busy {busy}"
 
     # ── invariants ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _check_cancelled(self) -> None:
-        if self.world.is_over or not self.world.dispatcher.is_live:
+        world = self.world
+        if world.is_over or not world.dispatcher.is_live:
             return
-        for worker in self.world.workers:
+        for worker in world.workers:
             for slot in worker.slots:
                 if slot is not None and slot.running is not None and worker.is_alive and not worker.is_cut_off:
-                    caller = self.world.callers[slot.running.call_id]
-                    self.world.require(
+                    caller = world.callers[slot.running.call_id]
+                    require(
                         caller.state not in ("cancelled", "failed"), "a call runs on that is cancelled or lost", caller
                     )
 
     def check_end(self) -> None:
-        waiting = [caller for caller in self.world.callers.values() if caller.state == "waiting"]
-        self.world.require(not waiting, "calls do not end", waiting[:3])
+        world = self.world
+        waiting = [caller for caller in world.callers.values() if caller.state == "waiting"]
+        require(not waiting, "calls do not end", waiting[:3])
         self._check_counts()
-        self.world.streams.check_end()
-        dispatcher = self.world.dispatcher
+        world.streams.check_end()
+        dispatcher = world.dispatcher
         parts = {
             "entries": dispatcher,
             "outs": dispatcher,
@@ -152,57 +154,56 @@ class Ending:
             "_to_stop": dispatcher._calls,
         }
         for name, part in parts.items():
-            self.world.require(not getattr(part, name), f"{name} is not empty at the end", getattr(part, name))
-        self.world.require(
+            require(not getattr(part, name), f"{name} is not empty at the end", getattr(part, name))
+        require(
             not dispatcher._queue._out and not dispatcher._queue._shipments and not dispatcher._queue._suspects,
             "the queue is not empty at the end",
         )
-        self.world.require(
-            self.world.counted_seconds <= self.world.ran_seconds + 1e-6,
+        require(
+            world.counted_seconds <= world.ran_seconds + 1e-6,
             "more time is counted than calls ran",
-            self.world.counted_seconds,
-            self.world.ran_seconds,
+            world.counted_seconds,
+            world.ran_seconds,
         )
-        if not self.world.is_over:
-            self.world.require(
-                not self.world.scheduler.tasks, "tasks are not released", list(self.world.scheduler.tasks)
-            )
-            for node in self.world.nodes.values():
-                self._check_memory(self.world.machines[node.instance.id])
-            for worker in self.world.workers:
-                self.world.require(
+        if not world.is_over:
+            require(not world.scheduler.tasks, "tasks are not released", list(world.scheduler.tasks))
+            for node in world.nodes.values():
+                self._check_memory(world.machines[node.instance.id])
+            for worker in world.workers:
+                require(
                     not worker.kept or not worker.is_alive, "a worker keeps calls at the end", worker.name, worker.kept
                 )
-            self.world.require(
+            require(
                 not dispatcher._kept.batches and not dispatcher._kept.at,
                 "kept calls are not forgotten",
                 dispatcher._kept,
             )
 
     def _check_counts(self) -> None:
-        states = Counter(caller.state for caller in self.world.callers.values())
-        if not self.world.callers:
+        world = self.world
+        states = Counter(caller.state for caller in world.callers.values())
+        if not world.callers:
             return
-        progress = self.world.progress
+        progress = world.progress
         assert progress is not None
         counts = (progress.submitted, progress.done, progress.cancelled)
-        self.world.require(
-            counts == (len(self.world.callers), states["finished"] + states["failed"], states["cancelled"]),
+        require(
+            counts == (len(world.callers), states["finished"] + states["failed"], states["cancelled"]),
             "the progress is wrong",
             progress,
             states,
         )
-        self.world.require(progress.failed >= states["failed"], "the failed ones are not counted", progress, states)
+        require(progress.failed >= states["failed"], "the failed ones are not counted", progress, states)
 
     def _check_memory(self, machine: Machine) -> None:
         self.world.values.check_memory(machine)
         for path, content in machine.files.items():
             is_known = not content.startswith("call-") or path in self.world.heard
-            self.world.require(
+            require(
                 content.startswith("function") or not is_known, "a file is left in the memory of a node", path, content
             )
         functions = sum(content.startswith("function") for content in machine.files.values())
-        self.world.require(
+        require(
             functions * FUNCTION_SPANS[0][1] <= LIMIT_BYTES,
             "too many functions are left in the memory of a node",
             machine.files,

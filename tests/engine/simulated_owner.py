@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyward_core.engine import actions as do
 from skyward_core.worker.wire import Parcel
-from tests.engine.model import FUNCTION_SPANS, SPANS
+from tests.engine.model import FUNCTION_SPANS, SPANS, require
 from tests.engine.simulated_streams import names_of
 
 if TYPE_CHECKING:
@@ -55,33 +55,32 @@ class Owner:
             connection.up.send(message)
 
     def _send(self, action: do.Send) -> None:
-        connection = self.world.connection
-        self.world.require(
-            not self.world.is_over and not self.world.is_drained,
-            "a batch goes out on a pool that begins no calls",
-            action.key,
+        world = self.world
+        connection = world.connection
+        require(
+            not world.is_over and not world.is_drained, "a batch goes out on a pool that begins no calls", action.key
         )
         if connection is None or connection.epoch != action.epoch:
             return
         if connection.is_closed:
-            self.world.dispatcher.unsent(action.epoch, action.number, OSError("closed"), is_its_fault=False)
-        elif self.world.has_own_faults and self.world.rng.random() < 0.05:
-            self.world.dispatcher.unsent(
-                action.epoch, action.number, ValueError("cannot be pickled"), is_its_fault=True
-            )
+            world.dispatcher.unsent(action.epoch, action.number, OSError("closed"), is_its_fault=False)
+        elif world.has_own_faults and world.rng.random() < 0.05:
+            world.dispatcher.unsent(action.epoch, action.number, ValueError("cannot be pickled"), is_its_fault=True)
         else:
             for call in action.batch.calls:
-                self.world.callers[call.call_id].sends += 1
+                world.callers[call.call_id].sends += 1
             connection.follow(action.number, action.key)
             connection.up.send(("run", (action.key, action.batch, action.address)))
 
     def _follow(self, action: do.Follow) -> None:
-        if self.world.connection is not None and self.world.connection.epoch == action.epoch:
-            self.world.connection.follow(action.number, action.key)
+        world = self.world
+        if world.connection is not None and world.connection.epoch == action.epoch:
+            world.connection.follow(action.number, action.key)
 
     def _release(self, action: do.Release) -> None:
-        if self.world.connection is not None and self.world.connection.epoch == action.epoch:
-            self.world.connection.release(action.keys)
+        world = self.world
+        if world.connection is not None and world.connection.epoch == action.epoch:
+            world.connection.release(action.keys)
 
     def _take_back(self, action: do.TakeBack) -> None:
         connection = self.world.connection
@@ -89,7 +88,8 @@ class Owner:
             self.world.dispatcher.taken_back(action.epoch, action.number)
 
     def _gather(self, action: do.Gather) -> Steps:
-        connection = self.world.connection
+        world = self.world
+        connection = world.connection
         if connection is None:
             return
         yield
@@ -97,14 +97,14 @@ class Owner:
         worker = task.worker if task is not None else None
         outcomes = worker.results.get(action.key) if worker is not None and worker.is_alive else None
         if not connection.carries:
-            if self.world.rng.random() < 0.5:
+            if world.rng.random() < 0.5:
                 return  # the question ends with the connection
             outcomes = None
         yield
         if outcomes is None or worker is None:
-            self.world.post("not_gathered", action.epoch, action.number, OSError("it is not there"))
+            world.post("not_gathered", action.epoch, action.number, OSError("it is not there"))
         else:
-            self.world.post("gathered", action.epoch, action.number, outcomes, worker.node.rank, worker.machine.id)
+            world.post("gathered", action.epoch, action.number, outcomes, worker.node.rank, worker.machine.id)
 
     def _ask_load(self, action: do.AskLoad) -> Steps:
         connection = self.world.connection
@@ -119,22 +119,24 @@ class Owner:
         self.world.post("pinged", action.epoch, is_answered=connection is not None and connection.carries)
 
     def _upload(self, action: do.Upload) -> None:
-        machine = self.world.machines[action.instance_id]
+        world = self.world
+        machine = world.machines[action.instance_id]
         values = names_of(action.functions)
         for name in values:
-            self.world.values.begins(name, machine)
-        self.world.under_way.append(self._put(action, machine, values))
+            world.values.begins(name, machine)
+        world.under_way.append(self._put(action, machine, values))
 
     def _put(self, action: do.Upload, machine: Machine, values: list[str]) -> Steps:
+        world = self.world
         yield
         names = [name for name, _ in action.functions]
-        is_its_fault = self.world.has_own_faults and self.world.rng.random() < 0.1
-        has_no_room = bool(values) and self.world.rng.random() < 0.1
+        is_its_fault = world.has_own_faults and world.rng.random() < 0.1
+        has_no_room = bool(values) and world.rng.random() < 0.1
         if is_its_fault or has_no_room or not (machine.is_alive and machine.is_reachable):
             yield
             for name in values:
-                self.world.values.ends(name, machine)
-            self.world.post(
+                world.values.ends(name, machine)
+            world.post(
                 "upload_failed", action.number, action.instance_id, names, OSError("no way"), is_its_fault=is_its_fault
             )
             return
@@ -143,36 +145,37 @@ class Owner:
         for name in names:
             functions[name] = None
             if name in values:
-                functions[name] = Parcel(b"", (), path := self.world.new_path(machine), SPANS)
+                functions[name] = Parcel(b"", (), path := world.new_path(machine), SPANS)
                 machine.files[path] = f"value {name}"
-                self.world.values.ends(name, machine)
-            elif self.world.rng.random() < 0.9:
-                functions[name] = Parcel(b"", (), path := self.world.new_path(machine), FUNCTION_SPANS)
+                world.values.ends(name, machine)
+            elif world.rng.random() < 0.9:
+                functions[name] = Parcel(b"", (), path := world.new_path(machine), FUNCTION_SPANS)
                 machine.files[path] = f"function {name}"
         for call_id, _ in action.arguments:
-            arguments[call_id] = Parcel(b"", (), path := self.world.new_path(machine), SPANS)
+            arguments[call_id] = Parcel(b"", (), path := world.new_path(machine), SPANS)
             machine.files[path] = f"arguments of {call_id}"
         yield
-        self.world.post("uploaded", action.number, action.instance_id, arguments, functions)
+        world.post("uploaded", action.number, action.instance_id, arguments, functions)
 
     def _fetch(self, action: do.Fetch) -> Steps:
+        world = self.world
         yield
-        machine, path = self.world.machines[action.instance_id], str(action.parcel.path)
+        machine, path = world.machines[action.instance_id], str(action.parcel.path)
         if not (machine.is_alive and machine.is_reachable):
             yield
-            self.world.post("not_fetched", action.call_id, path, OSError("no way"), is_cut=True)
+            world.post("not_fetched", action.call_id, path, OSError("no way"), is_cut=True)
         elif path not in machine.files:
             yield
-            self.world.post("not_fetched", action.call_id, path, OSError("no such file"), is_cut=False)
+            world.post("not_fetched", action.call_id, path, OSError("no such file"), is_cut=False)
         else:
             value = machine.files[path]
-            if self.world.rng.random() < 0.1:
+            if world.rng.random() < 0.1:
                 yield
-                self.world.post("not_fetched", action.call_id, path, OSError("cut on the way"), is_cut=True)
+                world.post("not_fetched", action.call_id, path, OSError("cut on the way"), is_cut=True)
                 return
             del machine.files[path]
             yield
-            self.world.post("fetched", action.call_id, Parcel(value.encode()), path)
+            world.post("fetched", action.call_id, Parcel(value.encode()), path)
 
     def _remove(self, action: do.Remove) -> Steps:
         machine = self.world.machines[action.instance_id]

@@ -17,7 +17,7 @@ from skyward_core.engine import actions as do
 from skyward_core.engine.items import LOST
 from skyward_core.worker.shared_values import SharedValue
 from skyward_core.worker.wire import SHARED, Item, Outcome, OutcomeKind, Parcel
-from tests.engine.model import LARGE
+from tests.engine.model import LARGE, require
 
 if TYPE_CHECKING:
     from tests.engine.model import Machine, Worker
@@ -73,14 +73,12 @@ class Streams:
     def begun(self, call_id: str) -> None:
         """A run of a call begins."""
         if (consumer := self.consumers.get(call_id)) is not None:
-            self.world.require(
-                not consumer.came or consumer.is_over, "a call begins again after its first items", consumer
-            )
+            require(not consumer.came or consumer.is_over, "a call begins again after its first items", consumer)
 
     def yields(self, worker: Worker, call_id: str, run: int, number: int) -> Item:
         """A run yields an item."""
         world, consumer = self.world, self.consumers[call_id]
-        world.require(
+        require(
             number < len(consumer.taken) + consumer.ahead,
             "a node is more items ahead than its credit",
             consumer,
@@ -101,15 +99,16 @@ class Streams:
 
     def deliver(self, action: do.DeliverItem) -> None:
         """An item is on this machine, or in a message."""
+        world = self.world
         consumer = self._next_of(action)
         parcel = action.parcel
         if parcel.path is None:
             self._arrive(consumer, action.number, bytes(parcel.data).decode())
             return
-        self.world.require(self.world.is_here, "an item is delivered that is not here", action)
-        value = self.world.drop_file(parcel)
+        require(world.is_here, "an item is delivered that is not here", action)
+        value = world.drop_file(parcel)
         if value is None:  # the memory of its machine was cleared
-            self.world.require(not self.world.machine_at(parcel.path).is_alive, "an item is gone", action)
+            require(not world.machine_at(parcel.path).is_alive, "an item is gone", action)
             self._break_off(consumer)
         else:
             self._arrive(consumer, action.number, value)
@@ -126,9 +125,7 @@ class Streams:
         path = str(action.parcel.path)
         yield
         if not machine.is_alive or not machine.is_reachable or path not in machine.files:
-            self.world.require(
-                not machine.is_alive or path in machine.files, "an item is gone before it was fetched", action
-            )
+            require(not machine.is_alive or path in machine.files, "an item is gone before it was fetched", action)
             yield
             self._break_off(consumer)
             yield from self._remove_later(machine, path)
@@ -145,8 +142,8 @@ class Streams:
 
     def _next_of(self, action: do.DeliverItem | do.FetchItem) -> Consumer:
         consumer = self.consumers[action.call_id]
-        self.world.require(consumer.caller.state == "waiting", "an item comes after the end of its call", action)
-        self.world.require(action.number == consumer.came, "an item comes twice or in another order", consumer, action)
+        require(consumer.caller.state == "waiting", "an item comes after the end of its call", action)
+        require(action.number == consumer.came, "an item comes twice or in another order", consumer, action)
         consumer.came += 1
         return consumer
 
@@ -154,7 +151,7 @@ class Streams:
         run, _, name = value.rpartition("#")
         consumer.run = consumer.run or run
         is_its_own = run == consumer.run and name == str(number) and run.startswith(f"{consumer.caller.call_id}/")
-        self.world.require(is_its_own, "an item has another value", consumer, value)
+        require(is_its_own, "an item has another value", consumer, value)
         if not consumer.is_over:
             consumer.here[number] = value
 
@@ -165,10 +162,11 @@ class Streams:
 
     def consume(self) -> None:
         """A consumer takes the items that are here, or stops early."""
+        world = self.world
         if ready := [consumer for consumer in self.consumers.values() if self._is_ready(consumer)]:
-            consumer = self.world.rng.choice(ready)
-            if self.world.rng.random() < 0.05:
-                self.world.say("stops early", consumer.caller.call_id)
+            consumer = world.rng.choice(ready)
+            if world.rng.random() < 0.05:
+                world.say("stops early", consumer.caller.call_id)
                 self._leave(consumer)
             else:
                 self._take(consumer)
@@ -206,9 +204,9 @@ class Streams:
     def finished(self, call_id: str, outcome: Outcome) -> None:
         """A call has ended at a worker."""
         if (consumer := self.consumers.get(call_id)) is not None:
-            self.world.require(outcome.items == consumer.came, "a call ends before its items", consumer, outcome)
+            require(outcome.items == consumer.came, "a call ends before its items", consumer, outcome)
             is_whole = outcome.kind is not OutcomeKind.RESULT or consumer.came == consumer.total
-            self.world.require(is_whole, "a call ends with too few items", consumer)
+            require(is_whole, "a call ends with too few items", consumer)
 
     def may_lack_items(self, call_id: str, reason: str) -> bool:
         """Whether a loss needs no worker and no scheduler: items are missing. Check that messages were lost."""
@@ -216,9 +214,7 @@ class Streams:
         if consumer is None or ITEMS_MISSING not in reason:
             return False
         consumer.lacks_items = True
-        self.world.require(
-            self.world.missed or self.world.restarts, "items are lost without a loss of messages", consumer
-        )
+        require(self.world.missed or self.world.restarts, "items are lost without a loss of messages", consumer)
         return True
 
     def lacks_items(self, call_id: str) -> bool:
@@ -233,9 +229,7 @@ class Streams:
         """Each item has come once: those that were not taken are here, unless their consumer has left."""
         for consumer in self.consumers.values():
             is_whole = len(consumer.taken) + len(consumer.here) == consumer.came
-            self.world.require(
-                is_whole or consumer.is_over or consumer.caller.is_cancelled, "an item is lost", consumer
-            )
+            require(is_whole or consumer.is_over or consumer.caller.is_cancelled, "an item is lost", consumer)
 
 
 class Values:
@@ -269,7 +263,7 @@ class Values:
 
     def begins(self, name: str, machine: Machine) -> None:
         """A value is to be uploaded to a machine."""
-        self.world.require(
+        require(
             (name, machine.id) not in self.coming and f"value {name}" not in machine.files.values(),
             "a value is uploaded to a node that has it",
             name,
@@ -286,19 +280,17 @@ class Values:
         for name in names:
             path = str(functions[name].path)
             machine = self.world.machine_at(path)
-            self.world.require(
-                machine is worker.machine or self.world.is_here, "a value is on another node", name, path
-            )
+            require(machine is worker.machine or self.world.is_here, "a value is on another node", name, path)
             content = machine.files.get(path)
             if content is None and not machine.is_alive:
                 return False
-            self.world.require(content == f"value {name}", "a call begins without its scattered value", name, path)
+            require(content == f"value {name}", "a call begins without its scattered value", name, path)
         return True
 
     def check_memory(self, machine: Machine) -> None:
         """Once all is released, no copy is left."""
         left = [content for content in machine.files.values() if content.startswith("value")]
-        self.world.require(not left, "a scattered value is left in the memory of a node", machine)
+        require(not left, "a scattered value is left in the memory of a node", machine)
 
 
 def _release(world: weakref.ref[World], name: str) -> None:

@@ -29,11 +29,11 @@ from skyward_core.engine.shipments import Phase
 from skyward_core.errors import NodeLost, PoolClosed
 from skyward_core.events.events import CallProgress
 from skyward_core.worker.wire import Item, Outcome, Parcel
-from tests.engine.model import Machine, Wire, Worker
+from tests.engine.model import Machine, Wire, Worker, require
 from tests.engine.model_scheduler import Connection, Scheduler
 from tests.engine.simulated_calls import Caller, Calls
 from tests.engine.simulated_cluster import Cluster
-from tests.engine.simulated_end import Ending, Violation
+from tests.engine.simulated_end import Ending
 from tests.engine.simulated_owner import Owner, Steps
 from tests.engine.simulated_streams import Streams, Values
 
@@ -342,14 +342,9 @@ class World:
 
     # ── invariants ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def require(self, is_so: object, what: str, *about: object) -> None:
-        """Raise Violation if an invariant does not hold."""
-        if not is_so:
-            raise Violation(f"{what} {' '.join(map(str, about))}")
-
     def _check_queue(self, name: str) -> None:
         if self.is_over or self.is_drained:
-            self.require(
+            require(
                 not any(True for _ in self.dispatcher._queue._all_waiting),
                 f"after {name} calls wait on a pool that begins none",
             )

@@ -291,25 +291,6 @@ def test_a_result_that_cannot_be_fetched_raises(
     assert not cluster.dispatcher.fetching
 
 
-def test_large_arguments_go_to_the_node_that_is_free(
-    far: sky.ComputePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They do not queue behind a long call that the scheduler placed. After a failed upload no node counts as busy."""
-    long = far.submit(note_and_wait(str(tmp_path), "long"))
-    wait_until(lambda: runs(tmp_path, "long"), "the long call to run")
-    flaky(far, monkeypatch)
-    cluster = cluster_of(far)
-    load = cluster._ask("skyward_load")
-    members_now = cluster.dispatcher.members
-    # else it may be the first only by chance
-    members_now.workers = dict(sorted(members_now.workers.items(), key=lambda item: not load[item[0]]))
-    places = [far.submit(where(b"x" * LARGE)).result(60) for _ in range(3)]
-    (tmp_path / "go").touch()
-    assert long.result(60) == "long"
-    assert places == [places[0]] * 3
-    wait_until(lambda: not cluster.dispatcher.outs, "all to have ended")
-
-
 # ── waits and deadlines ───────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -12,15 +12,12 @@ import distributed
 import pytest
 
 import skyward_core as sky
-from skyward_core.worker.detached_calls import IS_NAMED, KEEP, NAME, RESULT_TTL, RETRIES, RUN_ID, detached_key
+from skyward_core.worker.detached_calls import IS_NAMED, NAME, RESULT_TTL, RETRIES, RUN_ID, detached_key
 from skyward_core.worker.draining import NodeHolding
 from skyward_core.worker.pool_scheduler import RUN_BATCH
-from skyward_core.worker.scheduler_messages import Resumed
 from skyward_core.worker.topic import LineTopic
-from skyward_core.worker.wire import Output, Report, Sealed
-from tests.system.worker.test_calls import Head, follow, note_and_wait, runs_noted, with_head
-from tests.worker.fake_scheduler import TOPIC
-from tests.worker.following import Following
+from skyward_core.worker.wire import Output, Report
+from tests.system.worker.test_calls import Head, note_and_wait, runs_noted, with_head
 
 
 def start(client: Any, call_id: str, run_id: str, **annotations: Any) -> Any:
@@ -158,40 +155,6 @@ def send_batch(client: Any, key: str, annotations: dict[str, Any], batch: bytes 
     future = distributed.Future(key, client)
     client._send_to_scheduler({"op": RUN_BATCH, "key": key, "batch": batch, "annotations": annotations})
     return future
-
-
-def test_a_batch_outlives_a_broken_connection_until_it_is_released() -> None:
-    """A batch is a task that KEEP wants too: the client's next connection finds it, for its worker, and releases it.
-
-    Looks inside: what the scheduler keeps shows nowhere else.
-    """
-
-    async def test(head: Head) -> None:
-        following, answers = Following(TOPIC, print), list[Resumed]()
-        first = await head.client()
-        follow(first, following)
-        kept = send_batch(first, KEY, {"workers": ["tcp://127.0.0.1:1"]})
-        await head.until(lambda: KEY in head.scheduler.tasks, "the task")
-        task = head.scheduler.tasks[KEY]
-        assert {client.client_key for client in task.who_wants} == {first.id, KEEP}
-        assert task.worker_restrictions == {"tcp://127.0.0.1:1"}
-        assert task.run_spec.args == (Sealed(b"sealed"),)
-        await head.lose(first)
-        following._resumed = answers.append
-        second = await head.client()
-        follow(second, following)
-        await head.until(lambda: answers, "an answer")
-        assert answers[0].tasks == {KEY: "no-worker"}
-        futures = [distributed.Future(KEY, second)]
-        await head.until(
-            lambda: second.id in {client.client_key for client in task.who_wants}, "the new client's request"
-        )
-        futures.pop().release()
-        await head.until(lambda: not head.scheduler.tasks, "the task to be let go")
-        assert not head.calls._keys
-        del kept
-
-    with_head(test)
 
 
 def test_a_batch_that_cannot_become_a_task_fails_alone() -> None:

@@ -123,18 +123,6 @@ def test_a_node_that_comes_back_before_its_replacement_is_rented_stays(world: Wo
     assert world.all_are_there()
 
 
-def test_a_replacement_that_leaves_at_once_is_noticed(world: World) -> None:
-    """It is gone again before recovery takes its next turn."""
-    replacing(world)
-    world.work()
-    second = world.kill(1)
-    world.go_on(REJOIN_SECONDS - 0.25)
-    assert (second.id, 1) not in world.lost()
-    world.go_on(10)
-    assert (second.id, 1) in world.lost()
-    assert world.all_are_there()
-
-
 def test_a_head_with_a_frozen_worker_has_it_restarted(world: World) -> None:
     """There is an event, and its supervisor kills the worker and starts it again; the machine stays."""
     world.cluster.leaves(0)
@@ -304,19 +292,6 @@ def test_a_restart_that_fails_is_tried_again(world: World) -> None:
     assert world.reasons()[1:] == ["the cluster did not come up on it: the new head did not come up in time"] * 2
     assert len(world.recorded.of(sky.Error)) == 2
     assert len(world.recorded.of(sky.ClusterRestarting)) == len(world.recorded.of(sky.PoolReady)) == 1
-    assert world.all_are_there()
-
-
-def test_a_second_head_that_is_lost_during_the_restart_is_emitted(world: World) -> None:
-    def die() -> None:
-        world.machines.on_restart = lambda: None
-        world.nodes[0].lives = False
-
-    world.machines.on_restart = die
-    ids = [(world.nodes[rank].id, 0) for rank in (0, 1)]
-    world.kill(0)
-    world.go_on(30)
-    assert world.lost() == ids
     assert world.all_are_there()
 
 

@@ -90,11 +90,7 @@ def test_an_asynchronous_generator_is_stepped(line: Line) -> None:
     line.sender.send_all(streaming(), counted(4))
     assert line.values == [0, 1, 2, 3]
     assert list(items_of(counted(3))) == [0, 1, 2]
-    assert is_generator(counted(1)) and is_generator(iter_of(1)) and not is_generator([1])
-
-
-def iter_of(n: int) -> Generator[int]:
-    yield from range(n)
+    assert [is_generator(value) for value in (counted(1), (n for n in [1]), [1])] == [True, True, False]
 
 
 def test_an_asynchronous_generator_is_closed_where_it_stands() -> None:

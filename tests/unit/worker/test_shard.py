@@ -58,28 +58,24 @@ def test_worker_r_gets_every_wth_row_from_r() -> None:
     assert on_each(3, lambda: shard([0, 1, 2, 3, 4, 5, 6])) == [[0, 3, 6], [1, 4], [2, 5]]
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize(
-    ("array", "values"),
-    [([3, 1, 2, 4], list), ((3, 1, 2, 4), list), (np.array([[3], [1], [2], [4]]), lambda a: a[:, 0].tolist())],
-    ids=["list", "tuple", "numpy"],
-)
-def test_the_type_is_kept(array: Any, values: Callable[[Any], list[int]], shuffle: bool) -> None:
-    """Lists give lists, tuples tuples, arrays arrays."""
-    assert_type_is_kept(array, values, shuffle)
+def arrays(kind: str) -> tuple[Any, Callable[[Any], list[int]]]:
+    """Return four rows, and what reads them."""
+    rows, labels = [3, 1, 2, 4], [9, 8, 7, 6]
+    if kind in {"series", "frame"}:
+        import pandas as pd  # half a second, which each test process would need at its start
+
+        series = pd.Series(rows, index=labels)
+        return (series, lambda s: s.tolist()) if kind == "series" else (series.to_frame("a"), lambda f: f["a"].tolist())
+    if kind == "numpy":
+        return np.array(rows)[:, None], lambda a: a[:, 0].tolist()
+    return (rows if kind == "list" else tuple(rows)), list
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_series_and_frames_are_taken_by_position(shuffle: bool) -> None:
-    """Not by label."""
-    import pandas as pd  # half a second, which each test process would need at its start
-
-    labels = [9, 8, 7, 6]
-    assert_type_is_kept(pd.Series([3, 1, 2, 4], index=labels), lambda s: s.tolist(), shuffle)
-    assert_type_is_kept(pd.DataFrame({"a": [3, 1, 2, 4]}, index=labels), lambda f: f["a"].tolist(), shuffle)
-
-
-def assert_type_is_kept(array: Any, values: Callable[[Any], list[int]], shuffle: bool) -> None:
+@pytest.mark.parametrize("kind", ["list", "tuple", "numpy", "series", "frame"])
+def test_the_type_is_kept(kind: str, shuffle: bool) -> None:
+    """Series and frames are taken by position, not by label."""
+    array, values = arrays(kind)
     shares = on_each(2, lambda: shard(array, shuffle=shuffle, seed=5))
     assert all(type(share) is type(array) for share in shares)
     assert sorted(values(shares[0]) + values(shares[1])) == [1, 2, 3, 4]

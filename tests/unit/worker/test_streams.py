@@ -54,51 +54,36 @@ def on_stream(story: Callable[[BatchedSend, Comm], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        IDLE,
-        {"op": "client-releases-keys"},
-        {"op": "release-worker-data"},
-        {"op": "key-in-memory", "type": dumps(ReportedOutcomes)},
-        ACKNOWLEDGEMENT,
-    ],
-    ids=lambda message: message["op"],
-)
-def test_messages_without_a_waiting_receiver_are_sent_with_the_next_one(
-    message: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-):
+WAITS = {
+    "free-keys": IDLE,
+    "client-releases-keys": {"op": "client-releases-keys"},
+    "release-worker-data": {"op": "release-worker-data"},
+    "a small result": {"op": "key-in-memory", "type": dumps(ReportedOutcomes)},
+    "an acknowledgement": ACKNOWLEDGEMENT,
+}
+AT_ONCE = {
+    "a large result to be fetched": {"op": "key-in-memory", "type": dumps(dict)},
+    "a call to be stopped": cancel(["c"]),
+    "a connection to be resumed": Following(TOPIC, print).resume("client"),
+    "a batch": {"op": RUN_BATCH},
+}
+
+
+@pytest.mark.parametrize("what", [*WAITS, *AT_ONCE])
+def test_messages_without_a_waiting_receiver_are_sent_with_the_next_one(what: str, monkeypatch: pytest.MonkeyPatch):
+    """All others are sent at once."""
     monkeypatch.setattr(streams, "CAN_WAIT_SECONDS", 1000)
+    message = WAITS.get(what) or AT_ONCE[what]
 
     async def story(stream: BatchedSend, comm: Comm) -> None:
         stream.send(message)
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert not comm.written
-        stream.send(URGENT)
+        if what in WAITS:
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert not comm.written
+            stream.send(URGENT)
         await asyncio.wait_for(comm.wrote.wait(), 30)
-        assert comm.written == [[message, URGENT]]
-
-    on_stream(story)
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"op": "key-in-memory", "type": dumps(dict)},
-        cancel(["c"]),
-        Following(TOPIC, print).resume("client"),
-        {"op": RUN_BATCH},
-    ],
-    ids=lambda message: message["op"],
-)
-def test_messages_with_a_waiting_receiver_are_sent_at_once(message: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
-    """A large result to be fetched, a call to be stopped, a connection to be resumed, a batch."""
-    monkeypatch.setattr(streams, "CAN_WAIT_SECONDS", 1000)
-
-    async def story(stream: BatchedSend, comm: Comm) -> None:
-        stream.send(message)
-        await asyncio.wait_for(comm.wrote.wait(), 30)
+        assert comm.written == [[message, URGENT] if what in WAITS else [message]]
 
     on_stream(story)
 
