@@ -224,7 +224,7 @@ def test_a_ledger_that_fails_while_a_pool_closes_gets_its_end_later(
             pool.close()
         is_settled(pool, pool_id, ledger)
         assert reaper._process is not None
-        reaper._process.wait(60)
+        reaper._process.wait(120)
 
 
 def test_a_detach_that_fails_leaves_the_pool_as_it_was(
