@@ -29,6 +29,7 @@ from airflow.sdk import dag, task
 import skyward_core as sky
 from airflow_provider_skyward.operators import SkywardOperator
 LOCAL = sky.Local(price_per_hour=36.0)
+from tests.integrations.bare_node import BARE
 """
 POOLS_HEAD = f"{HEAD}from airflow_provider_skyward.pools import *\n"
 

@@ -1,4 +1,7 @@
-"""DAGs that run by `dag.test()` in a separate process with its own Airflow home: results, failures, bills, secrets."""
+"""DAGs that run by `dag.test()` in a separate process with its own Airflow home: results, failures, bills, secrets.
+
+What is about arguments, results and exceptions runs on nodes without Airflow (BARE).
+"""
 
 import importlib.util
 import re
@@ -27,7 +30,7 @@ def test_a_task_runs_on_a_pool_of_its_own_and_reports_its_cost(airflow: Airflow)
             print("for", day)
             print("to stderr", file=__import__("sys").stderr)
             return [day, run_id, logical_date.isoformat(), type(logical_date).__module__, params, context["ds"], os.environ["GREETING"]]
-        @dag(schedule=None, params={"n": 1})
+        @dag(default_args={"image": BARE}, schedule=None, params={"n": 1})
         def single():
             @task.skyward(provider=LOCAL, nodes=2, display="quiet", retries=0)
             def decorated(x) -> dict:
@@ -65,7 +68,7 @@ def test_mapped_tasks_have_a_pool_each_and_map_over_shares_one(airflow: Airflow)
     ran = airflow.run(
         "mapped",
         """
-        @dag(schedule=None)
+        @dag(default_args={"image": BARE}, schedule=None)
         def mapped():
             @task.skyward(provider=LOCAL)
             def double(x, plus=0):
@@ -107,7 +110,7 @@ def test_a_task_that_fails_has_closed_its_pool_and_reports_its_cost(airflow: Air
 
         never_again = ExceptionRetryPolicy(rules=[RetryRule(exception=Busy, action=RetryAction.FAIL, reason="it is busy for good")])
 
-        @dag(schedule=None)
+        @dag(default_args={"image": BARE}, schedule=None)
         def failing():
             @task.skyward(provider=LOCAL, map_over="x", nodes=2)
             def divide(x):
@@ -152,7 +155,7 @@ def test_large_results(airflow: Airflow, tmp_path: Path) -> None:
         "large",
         f"""
         from airflow_provider_skyward.results import read_result
-        @dag(schedule=None, params={{"day": "mon"}})
+        @dag(default_args={{"image": BARE}}, schedule=None, params={{"day": "mon"}})
         def large():
             @task.skyward(provider=LOCAL, retries=3)
             def produce(size): return "x" * size

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from tests.integrations import prefect_server
+from tests.integrations import airflow_host, prefect_server
+from tests.integrations.airflow_host import HEAD, Airflow
 from tests.integrations.bare_node import BARE, importable
 
 if any(importlib.util.find_spec(name) is None for name in ("airflow", "dagster", "prefect")):
@@ -21,9 +22,8 @@ from prefect.states import Completed
 
 from dagster_skyward import SkywardResource
 from prefect_skyward import SkywardTaskRunner
-from tests.system.integrations.test_airflow import HEAD, Airflow, airflow
 
-_ = airflow  # a fixture
+airflow = pytest.fixture(scope="session")(airflow_host.served)
 api = pytest.fixture(scope="module")(prefect_server.served)
 pytestmark = pytest.mark.filterwarnings("default")  # Prefect's own warnings are not our faults
 
@@ -148,7 +148,7 @@ def test_prefect(api: str) -> None:
 DAG = """
 from dataclasses import dataclass
 import airflow.exceptions
-from tests.integrations.bare_node import BARE, importable
+from tests.integrations.bare_node import importable
 @dataclass
 class Point:
     x: int

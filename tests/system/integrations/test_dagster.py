@@ -27,6 +27,7 @@ from dagster_skyward.final_errors import FINAL, refuse_retries  # noqa: E402
 from dagster_skyward.lifecycle import CONFIG_TAG, spec_of_step  # noqa: E402
 from dagster_skyward.metadata import ACCELERATOR, COST_USD, NODES, POOL_ID, SECONDS  # noqa: E402
 from skyward_core.ledger.ledger import Ledger  # noqa: E402
+from tests.integrations.bare_node import BARE  # noqa: E402
 from tests.unit.integrations.test_dagster import loaded, project, write  # noqa: E402, F401 - a fixture
 
 # Dagster's own: it uses its deprecated names for nested resources
@@ -125,7 +126,7 @@ def spread(context: dg.AssetExecutionContext, compute: SkywardResource):
 
 
 def test_two_assets_share_one_pool_and_each_has_its_lines_cost_and_time(instance):
-    result = materialize([talkative, spread], resource(nodes=2, display="quiet"), instance)
+    result = materialize([talkative, spread], resource(nodes=2, image=BARE, display="quiet"), instance)
 
     assert result.output_for_node("talkative")[0] in {0, 1}
     places, squares, five = result.output_for_node("spread")

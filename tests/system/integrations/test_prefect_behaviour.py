@@ -19,6 +19,8 @@ import pytest
 
 pytest.importorskip("prefect")
 from tests.integrations import prefect_server  # isort: skip
+from tests.integrations.bare_node import BARE, importable
+
 from tests.integrations.prefect_server import InFlow, asked, is_alive, logs, wait_for  # isort: skip
 
 from prefect import allow_failure, flow, get_run_logger, tags, task, unmapped  # isort: skip
@@ -58,7 +60,7 @@ def in_flow(pools: list[sky.PoolReady], api: str) -> Iterator[InFlow]:
             pools.append(event)
 
     with prefect_server.flow_body(
-        SkywardTaskRunner(provider=sky.Local(), concurrency=SLOTS, on_event=keep, idle_timeout=None)
+        SkywardTaskRunner(provider=sky.Local(), image=BARE, concurrency=SLOTS, on_event=keep, idle_timeout=None)
     ) as call:
         yield call
 
@@ -122,12 +124,9 @@ def test_submit_returns_a_future_at_once_or_the_final_state(in_flow: InFlow, tmp
 
 
 @task
-def where() -> tuple[int, bool, int | None, bool]:
-    info, pid = sky.instance_info(), os.getpid()
-    has_prefect = "prefect" in sys.modules
-    from prefect.context import FlowRunContext  # this node has Prefect, because it is this machine
-
-    return pid, has_prefect, info.node if info else None, FlowRunContext.get() is None
+def where() -> tuple[int, list[str], int | None]:
+    info = sky.instance_info()
+    return os.getpid(), importable(), info.node if info else None
 
 
 @task
@@ -144,8 +143,8 @@ async def slow_squares(n: int) -> Any:
 
 def test_each_kind_of_function_runs_on_a_node_without_prefect(in_flow: InFlow) -> None:
     """The engine is in the flow's process. The items of a generator come as a list."""
-    pid, has_prefect, node, has_no_context = in_flow(lambda: where.submit().result())
-    assert (pid != os.getpid(), has_prefect, node, has_no_context) == (True, False, 0, True)
+    pid, modules, node = in_flow(lambda: where.submit().result())
+    assert (pid != os.getpid(), modules, node) == (True, ["six"], 0)
     assert in_flow(lambda: (squares.submit(4).result(), slow_squares.submit(3).result())) == ([0, 1, 4, 9], [0, 1, 4])
 
 
@@ -307,12 +306,15 @@ def test_an_interrupt_in_a_task_ends_its_run_and_nothing_else(in_flow: InFlow) -
     assert after == 3
 
 
-def test_a_task_may_return_a_state(in_flow: InFlow) -> None:
+def test_a_task_may_return_a_state_if_its_node_has_prefect(api: str) -> None:
+    """Without packages, this node has those of this process. `test_bare_node.py` has the error of one without Prefect."""
+
     @task(cache_policy=NO_CACHE)
     def own_state(state: Any) -> Any:
         return state
 
-    state = in_flow(lambda: own_state.submit(quote(Completed(name="Fine", data=5)), return_state=True))
+    with prefect_server.flow_body(SkywardTaskRunner(provider=sky.Local())) as in_flow:
+        state = in_flow(lambda: own_state.submit(quote(Completed(name="Fine", data=5)), return_state=True))
     assert (state.name, state.is_completed()) == ("Fine", True)
 
 
