@@ -105,12 +105,16 @@ class FakeCloud:
         self.lock = threading.RLock()
         self._routes = [
             (*handle.route, handle)
-            for kind in reversed(type(self).__mro__)
+            for kind in type(self).__mro__  # a subclass may replace a handler
             for handle in vars(kind).values()
             if hasattr(handle, "route")
         ]
         self._tls = tls
         self._server: ThreadingHTTPServer | None = None
+
+    def alive(self) -> set[str]:
+        """Return the ids of all billed machines."""
+        raise NotImplementedError
 
     # ── what a test of the contract causes ───────────────────────────────────────────────────────────────────────────
 

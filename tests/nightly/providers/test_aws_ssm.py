@@ -130,7 +130,7 @@ def test_a_pool_runs_through_session_manager(
                 image=sky.Image(),
                 on_event=recorded,
                 display="quiet",
-                lease_seconds=30,
+                lease_seconds=60,
             ) as pool:
                 assert sorted(where() @ pool) == sorted(host.name for host in hosting.hosts.values())
                 assert [future.result(60) for future in pool.submit_all([square(number) for number in range(8)])] == [
