@@ -181,6 +181,17 @@ def test_without_keepers_and_groups_the_evidence_claims_no_more_than_it_can(
     assert len(running(mark)) == 1
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="becoming another user needs root")
+def test_a_process_that_has_changed_its_user_ends_with_the_node(mark: str, no_groups: None) -> None:
+    """`su nobody`, with a shell that is left running."""
+    instance = launched(
+        f"su -s /bin/sh nobody -c 'setsid nohup env -i /bin/sleep {mark} >/dev/null 2>&1 </dev/null &'; touch started; sleep 300"
+    )
+    wait_until(lambda: [pid for pid in running(mark) if os.stat(f"/proc/{pid}").st_uid != 0], "the runaway")
+    sky.Local().terminate([instance.id])
+    assert running(mark) == []
+
+
 def kill_at_once(pids: list[int]) -> None:
     """Kill these so that none sees the death of another."""
     for pid in pids:
