@@ -35,7 +35,10 @@ SECONDS_LONGER = 10.0
 """A test may take so much longer with a mutant than five times its time without."""
 
 DISPATCHER = (
-    *(f"unit/engine/test_{name}.py" for name in ("dispatcher", "outbox")),
+    "unit/engine/test_dispatcher.py",
+    "unit/engine/test_outbox.py",
+    "unit/engine/test_large_values.py",
+    "unit/engine/test_members.py",
     "system/engine/test_simulation.py::test_histories[0]",
 )
 SWEEP = tuple(f"unit/cleanup/test_{name}.py" for name in ("policy", "release", "sweep", "other_accounts"))
@@ -46,17 +49,35 @@ LIFECYCLE = (
 )
 JOURNAL = ("unit/ledger/test_journal.py", "system/ledger/test_prune.py")
 OTHERS = {
-    **{
-        f"engine/{name}": DISPATCHER
-        for name in (
-            *("calls", "connection_state", "dispatcher", "fetches", "function_files", "kept_calls", "losses"),
-            *("outbox", "placement", "shipments"),
-        )
-    },
+    **{f"cleanup/{name}": SWEEP for name in ("policy", "pool_record", "provider_work", "survey", "sweep")},
+    "engine/broadcast_ranks": ("unit/engine/test_members.py",),
+    "engine/call_events": DISPATCHER,
+    "engine/calls": DISPATCHER,
+    "engine/connection_state": ("unit/engine/test_connection.py", *DISPATCHER),
+    "engine/dispatcher": DISPATCHER,
+    "engine/elastic_ranks": ("unit/engine/test_elastic.py",),
+    "engine/fetches": DISPATCHER,
+    "engine/function_files": DISPATCHER,
+    "engine/item_futures": ("unit/engine/test_results.py",),
+    "engine/items": DISPATCHER,
+    "engine/kept_calls": DISPATCHER,
+    "engine/load_reports": ("unit/engine/test_connection.py",),
+    "engine/losses": DISPATCHER,
     "engine/members": ("unit/engine/test_recovery.py", *DISPATCHER),
     "engine/membership": ("unit/engine/test_recovery.py",),
-    "engine/recovery": ("unit/engine/test_recovery.py", "unit/worker/test_preemption_notice.py"),
-    **{f"cleanup/{name}": SWEEP for name in ("policy", "pool_record", "provider_work", "survey", "sweep")},
+    "engine/outbox": DISPATCHER,
+    "engine/node_draining": ("unit/engine/test_members.py",),
+    "engine/own_time": ("unit/engine/test_connection.py",),
+    "engine/placement": DISPATCHER,
+    "engine/recovery": ("unit/engine/test_elastic.py", "unit/worker/test_preemption_notice.py"),
+    "engine/roster": DISPATCHER,
+    "engine/scaling": ("unit/engine/test_elastic.py",),
+    "engine/shipments": DISPATCHER,
+    "worker/calls": ("unit/worker/test_scheduler.py",),
+    "worker/client_loads": ("unit/worker/test_scheduler.py",),
+    "worker/coordination": ("unit/worker/test_scheduler.py",),
+    "worker/metrics": ("unit/worker/test_gpus.py",),
+    "worker/topic_seconds": ("unit/worker/test_scheduler.py",),
     "cleanup/release": (*SWEEP, "unit/cli/test_commands.py"),
     "ledger/accounts": ("unit/ledger/test_budgets.py", "system/ledger/test_ledger.py"),
     "ledger/bills": ("system/ledger/test_ledger.py", "unit/ledger/test_receipt.py", *JOURNAL),

@@ -13,6 +13,7 @@ from skyward_core.engine.function_files import FunctionFiles, FunctionsOnNodes
 from skyward_core.engine.items import Items
 from skyward_core.engine.kept_calls import KeptCalls
 from skyward_core.engine.losses import Losses
+from skyward_core.engine.outbox import Queue, Shipment
 from skyward_core.engine.placement import Placement
 from skyward_core.engine.shipments import Out, Phase, Shipments
 from skyward_core.errors import SkywardError
@@ -230,6 +231,51 @@ class QueuesAfterTheEnd(CallTable):
         self._ended = None
 
 
+class LosesReturned(Queue):
+    """A call that is handed back does not wait again."""
+
+    def returned(self, call_ids: Sequence[str]) -> None:
+        super().returned(call_ids[1:])
+
+
+class KeepsDropped(Queue):
+    """A call that is dropped waits on."""
+
+    def drop(self, call_ids: Collection[str]) -> set[str]:
+        return set()
+
+
+class KeepsWithdrawn(Queue):
+    """Not all calls that are withdrawn are known."""
+
+    def withdraw(self) -> list[str]:
+        return super().withdraw()[1:]
+
+
+class ForgetsBound(Queue):
+    """Calls that wait for one worker are not known."""
+
+    def pinned_to(self, worker: str) -> list[str]:
+        return []
+
+
+class ForgetsUnended(Queue):
+    """Not all calls of a batch that have not ended are known."""
+
+    def unended(self, shipment: Shipment) -> list[str]:
+        return super().unended(shipment)[1:]
+
+
+class SendsToAbsent(Queue):
+    """Calls go out for workers that are not there."""
+
+    def ship(self) -> list[Shipment]:
+        there, self.workers = self.workers, None
+        shipments = super().ship()
+        self.workers = there
+        return shipments
+
+
 class StrandsBatches(Shipments):
     """The batches of a worker that leaves are not taken back."""
 
@@ -360,7 +406,7 @@ class _Without(Dispatcher):
 UNNOTICED = {do.Acknowledge, do.Joined, do.Left, do.UseRanks, do.Answered}
 """Actions without an effect in the simulation: its scheduler has room, and its pool a fixed size and no owner's thread."""
 
-PARTS = (CallTable, ConnectionState, FunctionsOnNodes, Items, KeptCalls, Losses, Placement, Shipments)
+PARTS = (CallTable, ConnectionState, FunctionsOnNodes, Items, KeptCalls, Losses, Placement, Queue, Shipments)
 BROKEN = [
     *(kind for part in (*PARTS, Dispatcher) for kind in part.__subclasses__() if kind.__doc__ and kind is not _Without),
     *(

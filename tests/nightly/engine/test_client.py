@@ -14,10 +14,6 @@ import pytest
 import skyward_core as sky
 from skyward_core.engine.results import Callbacks
 from tests.conftest import RecordedEvents, wait_until
-from tests.system.engine.test_large_values import (  # noqa: F401 - fixtures
-    add_one,
-    far_pool,
-)
 
 
 def test_a_callback_that_fails_stops_no_other(caplog: pytest.LogCaptureFixture) -> None:

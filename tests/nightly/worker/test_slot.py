@@ -12,10 +12,8 @@ from skyward_core.worker import slot as slots
 from skyward_core.worker.slot import Slot
 from tests.conftest import wait_until
 from tests.system.worker.test_slot import (  # noqa: F401 - fixtures
-    MovedClock,
     Run,
     batch_of,
-    clock,
     limited,
     runners,
     slot,

@@ -104,17 +104,6 @@ def test_a_result_of_a_missing_package_is_kept(
     assert second == {"w": tensor}
 
 
-def test_a_large_result_is_kept_too(own_pool: sky.ComputePool, install: Callable[[], Any]) -> None:
-    """A result that came by file is complete too, and its arrays are writable."""
-    error = not_loaded(lambda: weights(300_000) >> own_pool)
-    install()
-    data = error.load()["w"].data
-    data[0] = 5
-    assert (len(data), data[1]) == (300_000, 1)
-    assert error.load()["w"].data[0] == 0  # a change of one copy does not change the kept result
-    assert len(pickle.loads(error.result_bytes)["w"].data) == 300_000
-
-
 def test_all_results_of_a_map_a_batch_and_a_broadcast_are_kept(
     own_pool: sky.ComputePool, install: Callable[[], Any]
 ) -> None:
@@ -129,18 +118,6 @@ def test_all_results_of_a_map_a_batch_and_a_broadcast_are_kept(
     assert pickle.loads(mapped.result_bytes)[1] == 0
     assert batched.load() == ({"w": tensor([0])}, 0)
     assert everywhere.load() == ({"w": tensor([0, 1])},) * 2
-
-
-def test_an_error_of_a_call_has_precedence_over_a_kept_result(own_pool: sky.ComputePool) -> None:
-    """If another call fails, its exception is raised as usual."""
-
-    def work(n: int) -> Any:
-        if n == 2:
-            raise ValueError(n)
-        return weights.local(n)
-
-    with pytest.raises(ValueError, match="2"):
-        own_pool.map(work, [1, 2, 3])
 
 
 def test_futures_detached_calls_and_attached_clients_keep_it_too(

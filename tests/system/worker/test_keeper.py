@@ -181,6 +181,7 @@ def test_without_keepers_and_groups_the_evidence_claims_no_more_than_it_can(
     assert len(running(mark)) == 1
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="becoming another user needs root")
 def test_a_process_that_has_changed_its_user_ends_with_the_node(mark: str, no_groups: None) -> None:
     """`su nobody`, with a shell that is left running."""
     instance = launched(
