@@ -59,12 +59,11 @@ _default_ledger = ""
 LONGEST_FIRST = (
     # mostly of tests/nightly
     "kill/test_points.py",
-    "pool/test_named_faults.py",
     "integrations/test_prefect_kill.py",
     "pool/test_named_crowd.py",
     "pool/test_named_hosts.py",
     "stack/test_stack.py",
-    "integrations/test_airflow_durable.py",
+    "integrations/test_airflow_kill.py",
     # mostly of tests/system
     "integrations/test_prefect.py",
     "integrations/test_airflow.py",
@@ -74,7 +73,6 @@ LONGEST_FIRST = (
     "pool/test_pool.py",
     "kill",
     "providers/test_end_to_end.py",
-    "pool/test_stewards.py",
     "session/test_attached.py",
     "providers/test_hosts.py",
     "provisioning/test_bootstrap_hosts.py",
@@ -92,10 +90,9 @@ LONGEST_FIRST = (
     "integrations/test_airflow_pools.py",
     "integrations/test_prefect_steps.py",
     "integrations/test_prefect_behaviour.py",
-    "integrations/test_prefect_sharing.py",
-    "integrations/test_prefect_calls.py",
+    "integrations/test_airflow_runs.py",
+    "integrations/test_bare_node.py",
     "integrations/test_dagster_executor.py",
-    "integrations/test_dagster_sharing.py",
     "integrations/test_airflow_money.py",
 )
 """Files (or folders) that take longest. They begin first, so that test processes that share the files end at about the

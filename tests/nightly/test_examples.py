@@ -21,7 +21,7 @@ FLOWS = ("digits_sweep", "hardware_per_step", "shared_warm_pool", "checkpointed_
 ELSEWHERE = {
     *(f"flows/{name}.py" for name in FLOWS),  # in integrations/test_prefect_browser.py
     "dags/deferrable_training.py",  # in integrations/test_airflow_server.py
-    "dags/shared_pool.py",  # in integrations/test_airflow_pools.py
+    "dags/shared_pool.py",  # in integrations/test_airflow_kill.py
     *("dags/sweep.py", "flows/sweep.py"),  # in integrations/test_sweeps.py
 }
 
