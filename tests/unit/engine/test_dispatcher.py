@@ -365,7 +365,9 @@ def test_a_fetch_under_way_outlives_a_pool_that_is_given_up(arrives: bool) -> No
         pool.dispatcher.fetched("a", Parcel(b"value"), RESULT)
     else:
         pool.dispatcher.not_fetched("a", RESULT, OSError("cut"), is_cut=True)
-    assert (pool.finished(), list(pool.errors())) == ((["a"], []) if arrives else ([], ["a"]))
+    ended = [(end.call_id, end.node, end.instance_id, end.outcome.parcel) for end in pool.take(do.Finish)]
+    assert ended == ([("a", 0, machine_id(0), Parcel(b"value"))] if arrives else [])
+    assert list(pool.errors()) == ([] if arrives else ["a"])
 
 
 # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────────
