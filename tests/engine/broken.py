@@ -403,8 +403,10 @@ class _Without(Dispatcher):
         return [action for action in super().take_actions() if not isinstance(action, self.kind)]
 
 
-UNNOTICED = {do.Acknowledge, do.Joined, do.Left, do.UseRanks, do.Answered}
-"""Actions without an effect in the simulation: its scheduler has room, and its pool a fixed size and no owner's thread."""
+UNNOTICED = {do.Acknowledge, do.Joined, do.Left, do.UseRanks, do.Answered, do.MeterCalls}
+"""Actions without an effect in the simulation: its scheduler has room, and its pool a fixed size and no owner's thread.
+It notices only that too much is metered.
+"""
 
 PARTS = (CallTable, ConnectionState, FunctionsOnNodes, Items, KeptCalls, Losses, Placement, Queue, Shipments)
 BROKEN = [

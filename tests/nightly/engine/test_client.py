@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import signal
+import threading
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 
 import skyward_core as sky
+from skyward_core.engine import dask_loop
 from skyward_core.engine.results import Callbacks
 from tests.conftest import RecordedEvents, wait_until
+from tests.system.engine.test_client import connected, gate, loops  # noqa: F401 - fixtures
 
 
 def test_a_callback_that_fails_stops_no_other(caplog: pytest.LogCaptureFixture) -> None:
@@ -145,3 +148,16 @@ def test_futures_outlive_a_freeze_of_the_scheduler() -> None:
             os.kill(scheduler, signal.SIGCONT)
         assert client.gather(futures) == [n * n for n in range(8)]
         assert pool.submit(double(21)).result(timeout=120) == 42
+
+
+def test_a_thread_that_begins_too_late_is_an_error_of_the_connection(
+    gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OSError: another try may have more luck. The thread ends when it begins at last."""
+    monkeypatch.setattr(dask_loop, "START_SECONDS", 0.01)
+    before = loops()
+    with pytest.raises(OSError, match="has not begun"):
+        connected()
+    assert loops() - before
+    gate.set()
+    wait_until(lambda: not loops() - before, "the late thread to end")

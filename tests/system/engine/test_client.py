@@ -79,19 +79,6 @@ def test_a_thread_that_begins_late_is_waited_for(gate: threading.Event) -> None:
     loop.stop()
 
 
-def test_a_thread_that_begins_too_late_is_an_error_of_the_connection(
-    gate: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """OSError: another try may have more luck. The thread ends when it begins at last."""
-    monkeypatch.setattr(dask_loop, "START_SECONDS", 0.01)
-    before = loops()
-    with pytest.raises(OSError, match="has not begun"):
-        connected()
-    assert loops() - before
-    gate.set()
-    wait_until(lambda: not loops() - before, "the late thread to end")
-
-
 def test_no_room_for_another_thread_is_an_error_of_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refused(threading.Thread):
         def start(self) -> None:

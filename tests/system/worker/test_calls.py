@@ -54,7 +54,7 @@ class Head:
         return await self.stack.enter_async_context(self.new_worker())
 
     async def until(self, condition: Callable[[], object], what: str) -> None:
-        deadline = time.monotonic() + 50
+        deadline = time.monotonic() + 120
         while not condition():
             assert time.monotonic() < deadline, f"waited for {what}"
             await asyncio.sleep(0.005)
@@ -86,7 +86,7 @@ def with_head(test: Callable[[Head], Any], abandoned_seconds: float = FOR_EVER, 
     """Run a test in an event loop of its own with a head."""
 
     async def main() -> None:
-        async with asyncio.timeout(60), _head(CallMemory(abandoned_seconds, limit_bytes)) as head:
+        async with asyncio.timeout(150), _head(CallMemory(abandoned_seconds, limit_bytes)) as head:
             await test(head)
         # a connection that Dask still makes would stay open if its task were cancelled
         if others := asyncio.all_tasks() - {asyncio.current_task()}:

@@ -160,7 +160,7 @@ def test_a_frozen_keeper_keeps_its_children(mark: str, no_groups: None) -> None:
     for pid in keepers:
         os.kill(pid, signal.SIGSTOP)
     watchdog.kill_instance(instance.id)  # once: processes above the others are spared while those exist
-    wait_until(lambda: set(watchdog.members(instance.id)) == set(keepers), "all but the keepers to be dead", 20)
+    wait_until(lambda: set(watchdog.members(instance.id)) == set(keepers), "all but the keepers to be dead")
     assert sky.Local().terminate([instance.id]) == {instance.id: EMPTY_TREE}
     assert running(mark) == []
     assert listed(instance) == []

@@ -105,7 +105,7 @@ class Run:
         self._thread = threading.Thread(target=lambda: slot.run(batch, self.news.extend), daemon=True)
         self._thread.start()
 
-    def endings(self, seconds: float = 30.0) -> dict[str, OutcomeKind]:
+    def endings(self, seconds: float = 120.0) -> dict[str, OutcomeKind]:
         """Wait for the end; return how each call ended."""
         self._thread.join(seconds)
         assert not self._thread.is_alive(), f"after {seconds} s there is only {self.news}"

@@ -365,10 +365,32 @@ def test_a_fetch_under_way_outlives_a_pool_that_is_given_up(arrives: bool) -> No
         pool.dispatcher.fetched("a", Parcel(b"value"), RESULT)
     else:
         pool.dispatcher.not_fetched("a", RESULT, OSError("cut"), is_cut=True)
-    assert (pool.finished(), list(pool.errors())) == ((["a"], []) if arrives else ([], ["a"]))
+    ended = [(end.call_id, end.node, end.instance_id, end.outcome.parcel) for end in pool.take(do.Finish)]
+    assert ended == ([("a", 0, machine_id(0), Parcel(b"value"))] if arrives else [])
+    assert list(pool.errors()) == ([] if arrives else ["a"])
 
 
 # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("is_gathered", [False, True])
+def test_what_a_call_ran_is_metered_once(is_gathered: bool) -> None:
+    """By its report, which may be repeated, or by the result of its task. A call that is handed back did not run."""
+    pool = Pool(workers=["0-0"])
+    (sent,) = pool.submit(entry("a"))
+    outcomes = {"a": value("a")}
+    for number in (2, 1, 2):
+        if is_gathered:
+            pool.dispatcher.task_ended(pool.epoch, sent.number, is_finished=True, reason="")
+            pool.dispatcher.gathered(pool.epoch, sent.number, outcomes, 0, machine_id(0), 0.0)
+        else:
+            pool.report(value("a"), origin=f"tls://zero/{sent.key}", number=number)
+    assert pool.take(do.MeterCalls) == [do.MeterCalls(machine_id(0), 1.0)]
+    (sent,) = pool.submit(entry("b"))
+    outcomes = {"b": Outcome("b", OutcomeKind.RETURNED)}
+    pool.dispatcher.task_ended(pool.epoch, sent.number, is_finished=True, reason="")
+    pool.dispatcher.gathered(pool.epoch, sent.number, outcomes, 0, machine_id(0), 0.0)
+    assert (pool.take(do.MeterCalls), len(pool.take(do.Send)), pool.finished()) == ([], 1, ["a"])
 
 
 def test_all_calls_are_counted_once() -> None:
