@@ -264,7 +264,7 @@ def test_a_detached_pool_can_be_attached_to() -> None:
 def rented_pool(fleet: Fleet, mirror: Mirror) -> Iterator[sky.ComputePool]:
     """Two machines of a cloud."""
     cloud = Cloud(fleet, prepare=mirror.configure)
-    with shared(sky.ComputePool(provider=cloud.provider(), nodes=2, display="quiet", provision_timeout=90)) as pool:
+    with shared(sky.ComputePool(provider=cloud.provider(), nodes=2, display="quiet", provision_timeout=180)) as pool:
         yield pool
     cloud.close()
 
