@@ -50,7 +50,7 @@ def test_a_pool_over_ssh_is_joined_adopted_kept_warm_and_ended(
     known.write_text("".join(f"{host.known_hosts_line}\n" for host in hosts))
     reach = {"key": str(hosts[0].key_path), "known_hosts": str(known)}
     settings = {"hosts": {"addresses": [host.ip for host in hosts], **reach}, "nodes": 2, "keep_warm": 120}
-    settings |= {"lease_seconds": 10, "provision_timeout": 150}
+    settings |= {"lease_seconds": 30, "provision_timeout": 150}
 
     def elsewhere(home: str) -> Program:
         (tmp_path / home).mkdir()
