@@ -142,6 +142,17 @@ def test_only_the_first_gpus_are_changed_and_a_mode_that_was_on_stays_on(tmp_pat
     assert machine.gpus.partitions == [[], [], [], ["7g.80gb"]]
 
 
+def test_a_second_run_starts_again(machine: Machine) -> None:
+    """The partitions of the first run are removed, and the first recorded mode is kept."""
+    machine.partition(HALVES)
+    first = machine.partitions
+    assert machine.partition(MIXED)[0] == 0
+    assert machine.gpus.partitions == [list(MIXED)] * 2
+    assert not set(first) & set(machine.partitions)
+    machine.give_back()
+    assert machine.is_whole()
+
+
 def test_partitions_of_another_user_are_not_changed(machine: Machine) -> None:
     """The message names the GPU and the commands that free it, and the first GPU is restored."""
     machine.gpus.set(1, current="Enabled", pending="Enabled")

@@ -136,6 +136,26 @@ async def test_a_task_that_is_cancelled_while_the_pool_opens_undoes_that(
     assert pool.done == ["open", "terminate"] + ["opened", "hand over", "closed"] * is_opened
 
 
+@in_a_loop
+async def test_a_task_that_is_cancelled_when_the_pool_has_just_opened_closes_it(pool: ScriptedPool) -> None:
+    """The thread has handed the pool over, and the task has not gone on. One that is cancelled before opens nothing."""
+    pool.may_close.set()
+    task = asyncio.create_task(use(pool))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert pool.done == []
+    task = asyncio.create_task(use(pool))
+    await until(lambda: pool.done == ["open"])
+    pool.may_open.set()
+    wait_until(lambda: not changing(), "the thread to end")  # the loop does not turn
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert pool.done == ["open", "opened", "hand over", "closed"]
+
+
 def test_a_loop_that_ends_while_the_pool_opens_leaves_the_undoing_to_the_thread(pool: ScriptedPool) -> None:
     async def begin() -> Coroutine[Any, Any, str]:
         using = use(pool)
@@ -284,6 +304,25 @@ async def test_every_spelling_gives_results(pool: ScriptedPool) -> None:
     assert await pool.arun(sky.gather()) == ()
 
 
+@in_a_loop
+async def test_the_first_error_stops_the_others(pool: ScriptedPool) -> None:
+    """At once. Results that cannot be loaded here are no such error: the others are waited for, and kept in it."""
+    with pytest.raises(ZeroDivisionError):
+        call = pool.arun(add(1, 2) & add(3, 4))
+        await with_futures(pool, call, lambda: pool.futures[1].set_exception(ZeroDivisionError()))
+    assert pool.stopped == ["0"]
+
+    def end() -> None:
+        pool.futures[0].set_exception(sky.ResultNotLoaded("no torch", data=b"N."))
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()  # the loop turns until all are there
+        pool.futures[1].set_result(7)
+
+    loop, pool.futures = asyncio.get_running_loop(), []
+    with pytest.raises(sky.ResultNotLoaded, match="1 of 2 results") as caught:
+        await with_futures(pool, pool.arun(add(1, 2) & add(3, 4)), end)
+    assert caught.value.load() == (None, 7)
+
+
 # ── groups ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -291,6 +330,25 @@ async def test_every_spelling_gives_results(pool: ScriptedPool) -> None:
 @sky.distributed.torch()
 def train() -> int:
     return 1
+
+
+@in_a_loop
+async def test_a_group_that_has_lost_a_node_runs_again(pool: ScriptedPool) -> None:
+    """As a whole, when all workers are there, as with `@ pool`."""
+
+    def end() -> None:
+        first = pool.futures
+        first[1].set_exception(sky.NodeLost("node 1"))
+        wait_until(lambda: pool.names[-1] == "_be_there" and pool.futures is not first, "the workers to be asked")
+        second = pool.futures
+        for future in second:
+            future.set_result(None)
+        wait_until(lambda: pool.names[2:] == ["train"] and pool.futures is not second, "the group to run again")
+        for future in pool.futures:
+            future.set_result(int(future.call_id))
+
+    assert await with_futures(pool, train() @ pool.aio, end) == (0, 1)
+    assert pool.done == ["attempt 2"]
 
 
 @pytest.mark.parametrize("is_submitted", [True, False], ids=["while it runs", "while it is submitted"])

@@ -1,6 +1,7 @@
 """Generators that stream, on a real pool: `for item in fn() >> pool`, `async for`, and how they end."""
 
 import asyncio
+import collections
 import os
 import signal
 from collections.abc import AsyncGenerator, Generator
@@ -109,6 +110,13 @@ def test_the_error_comes_after_the_items_before_it(pool: sky.ComputePool, how: s
     assert taken == list(range(20))
     if isinstance(caught.value, sky.CallCrashed):
         assert caught.value.output == ("about to go",)
+
+
+def test_a_deadline_of_a_stream_comes_after_the_items_before_it(pool: sky.ComputePool, log: Path) -> None:
+    items = count(10**9, str(log)).timeout(1) >> pool
+    assert next(items) == 0
+    with pytest.raises(sky.CallTimedOut):
+        collections.deque(items, maxlen=0)
 
 
 def test_asynchronous_consumers(pool: sky.ComputePool, log: Path) -> None:

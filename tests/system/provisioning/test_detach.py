@@ -96,3 +96,17 @@ def test_after_a_failed_detach_nodes_get_their_former_lease(
     assert lost.lease == bare.lease == "99999\n"  # one does not answer, the former lease of the other is unknown
     assert read_lease(tmp_path / "node") == pytest.approx(now + max(before or 0.0, 120.0), abs=60.0)
     assert not (tmp_path / "node" / DETACHED).exists()
+
+
+def test_all_nodes_are_asked_before_any_gets_another_lease() -> None:
+    class Silent(SSHTransport):
+        def read(self, name: str) -> str:
+            raise Unreachable("no answer")
+
+    there = SSHTransport("700\n")
+    with (
+        pytest.raises(Unreachable),
+        detached_nodes(machines_of([there, Silent("800\n", is_connected=False)]), 1000.0, 120.0),
+    ):
+        pytest.fail("it is not to be detached")
+    assert there.lease == "700\n"

@@ -208,3 +208,17 @@ def test_processes_of_this_machine_are_looked_for_each_time(now: list[float]) ->
         pool.startup.check()
     with pytest.raises(BootstrapFailed, match="i-2: it is gone"):
         pool.startup.check()
+
+
+def test_a_machine_may_be_lost_while_the_head_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new scheduler does not come up, and the opening does not wait for it."""
+    pool = Opening(is_here=True)
+    pool.reached = False
+
+    def connect() -> None:
+        pool.all[0].is_silent, pool.all[0].head = True, None
+        pool.listed = [{"i-0", "i-1"}]
+
+    monkeypatch.setattr(pool, "connect", connect)
+    with pytest.raises(BootstrapFailed, match="i-2: it is gone"):
+        pool.prepare()

@@ -195,6 +195,13 @@ def test_leases_that_cannot_be_extended_end_the_nodes(
     assert "120 s after it was left at the latest: no answer" in caplog.text
 
 
+def test_a_process_that_has_given_the_pool_up_still_ends_its_attachment() -> None:
+    use = Use(is_used=True)
+    use.is_let_go = True
+    leave_named(Left(use), use)  # type: ignore[arg-type]
+    assert use.steps == ["stop", "leave", "left"]
+
+
 class Replaced(Session):
     """The session of an opener that is the steward when it looks, and is not when it leaves its machines."""
 

@@ -14,6 +14,7 @@ import skyward_core as sky
 from skyward_core.pool.current_session import _left
 from skyward_core.serialization import sources
 from skyward_core.session.clock import Clock
+from skyward_core.session.session import Session
 from tests.pool.local import double, one_node
 
 SPEC = sky.PoolSpec.of(provider=sky.Local(), display="quiet")
@@ -97,6 +98,28 @@ def test_a_step_of_the_clock_that_fails_is_logged_once_and_prevents_no_other() -
         for step in clock.due(now):
             clock.take(step, ended)
     assert done == ["ERROR", "money", "money", "money", "reaper", "ERROR", "stop: condemned"]
+
+
+def test_the_clock_of_an_open_pool_looks_after_lease_money_work_and_reaper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost lease comes first. Looks inside: the steps are those that a session gives to its clock."""
+    opened = Session(SPEC, [sky.Local()], None)
+    done: list[str] = []
+
+    def does(name: str) -> Any:
+        return lambda *_: done.append(name)
+
+    monkeypatch.setattr(opened._renewal, "raise_if_lost", does("lease"))
+    monkeypatch.setattr(opened._reaper, "restart_if_gone", does("reaper"))
+    monkeypatch.setattr(opened, "emit", does("cost"))
+    limits: Any = SimpleNamespace(check_money=does("money"), check_work=does("work"))
+    parts: tuple[Any, Any] = SimpleNamespace(note=does("note")), SimpleNamespace(look=does("size"))
+    clock = opened._clock(limits, *parts)
+    clock._seldom_at = 0.0
+    for now in (1.0, 5.0):
+        for step in clock.due(now):
+            clock.take(step, opened._ended)
+    look = ["lease", "money", "work", "size"]
+    assert done == [*look, *look, "reaper", "note", "cost"]
 
 
 @pytest.mark.parametrize(("process", "stopped"), [(os.getpid(), 1), (os.getpid() + 1, 0)], ids=["the opener", "a fork"])

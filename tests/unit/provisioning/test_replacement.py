@@ -284,3 +284,17 @@ def test_a_machine_that_is_abandoned_when_it_has_joined_is_no_node(world: World)
     world.replacement.add(2, lambda: True)
     world.replacement.abandon_coming()
     assert (world.ended, world.nodes.all) == ([], {1: world.old, 2: world.new})
+
+
+def test_a_machine_that_is_to_be_a_new_node_is_abandoned_while_it_starts(world: World) -> None:
+    """It may take minutes until it answers. Its connection is closed, so that what waits for it ends at once."""
+
+    def start(script: str, timeout: float) -> None:
+        world.replacement.abandon_coming()
+        raise Unreachable("the connection was closed")
+
+    world.new.start = start  # type: ignore[method-assign]
+    with pytest.raises(Unreachable):
+        world.replacement.add(2, lambda: True)
+    assert world.log == ["new for 2", "no other offer for 2", "new disconnected", "no offer for 2"]
+    assert (world.ended, world.nodes.all) == (["new"], {1: world.old})

@@ -1,17 +1,22 @@
 """Whether a process keeps a named pool, how it adopts one, how its stewardship ends at a limit, and who may scale."""
 
 import logging
+import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, override
 
 import pytest
 
 import skyward_core as sky
-from skyward_core.errors import LedgerError, NodeLost
+from skyward_core.errors import LedgerError, NodeLost, SkywardError
 from skyward_core.ledger.names_policy import NotSteward
+from skyward_core.session import stewardship as stewardship_module
 from skyward_core.session import successor as successor_module
+from skyward_core.session.named_session import NamedSession
 from skyward_core.session.pool_size import PoolSize
+from skyward_core.session.state import Claims, SessionState
 from skyward_core.session.steward_guard import StewardGuard
+from skyward_core.session.stewardship import Stewardship
 from skyward_core.session.successor import Successor
 from tests.session.threads import Threads
 
@@ -70,6 +75,14 @@ def test_a_steward_that_was_replaced_may_not_act_until_it_begins_anew(rows: Rows
     assert not rows.guard.lose()
     rows.guard.begin(4, rows.seconds)
     assert (rows.guard.is_certain, rows.guard.is_lost, rows.guard.epoch) == (True, False, 4)
+
+
+def test_a_process_that_never_was_the_steward_may_not_act() -> None:
+    """It does not ask, either."""
+    rows = Rows()
+    with pytest.raises(NotSteward):
+        rows.guard.check()
+    assert (rows.renewals, rows.guard.is_certain, rows.guard.is_lost) == (0, False, False)
 
 
 def test_a_steward_that_cannot_ask_does_not_act(rows: Rows) -> None:
@@ -170,6 +183,58 @@ def test_a_pool_that_another_process_keeps_now_is_kept_no_more(client: Client, w
     assert client.steps == ["take", "start", "lose"]
     client.successor.close()
     assert client.steps == ["take", "start", "lose", "resign"]
+
+
+class Keeping(Stewardship):
+    """A stewardship without machines; `steps` is what it does, in order."""
+
+    def __init__(self, steps: list[str]) -> None:
+        self._ending, self._ended = threading.RLock(), threading.Event()
+        self._pool_id, self._log = "sky-1", lambda *_: None
+        self._emitter: Any = SimpleNamespace(emit=lambda _: None)
+        self._recovery: Any = SimpleNamespace(stop=lambda: None)
+        self._use: Any = SimpleNamespace(
+            begin_to_end=lambda: steps.append("closing"), resign=lambda: steps.append("resign")
+        )
+        self._attached: Any = SimpleNamespace(cluster=object(), end=lambda *_: steps.append("end the machines"))
+        self._on_end = lambda *_: steps.append("let the session go")
+
+
+def test_the_session_learns_of_a_limit_before_the_machines_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its calls are repeated on nodes that end, and raise NodeLost instead of the error of the limit."""
+    monkeypatch.setattr(stewardship_module, "note_all", lambda *_: None)
+    steps: list[str] = []
+    Keeping(steps).stop("the money is used up")
+    assert steps == ["closing", "let the session go", "end the machines", "resign"]
+
+
+class Opener(NamedSession):
+    """A session that does nothing when it is stopped."""
+
+    def __init__(self, steps: list[str], state: SessionState) -> None:
+        self._claims = Claims()
+        self._claims.state = state
+        self._steps = steps
+        self.guard: Any = SimpleNamespace(check=lambda: None)
+        self._use: Any = SimpleNamespace(
+            begin_to_end=lambda: steps.append("closing"), resign=lambda: steps.append("resign")
+        )
+
+    @override
+    def stop(self, reason: str, error: SkywardError | None = None) -> None:
+        self._steps.append(f"ours: {self._claims.claim_stop(reason, error)}")
+
+
+@pytest.mark.parametrize(
+    ("state", "is_ours"), [(SessionState.OPEN, True), (SessionState.DETACHING, False), (SessionState.LEAVING, False)]
+)
+def test_a_session_that_leaves_at_its_limit_stays_the_steward_until_it_has_left(
+    state: SessionState, is_ours: bool
+) -> None:
+    """Its leave, in another thread, decides whether the pool goes on: `closing` without a steward would end it."""
+    steps: list[str] = []
+    Opener(steps, state)._stop_at_limit("the money is used up", None)
+    assert steps == ["closing", f"ours: {is_ours}", *["resign"] * is_ours]
 
 
 SPEC = sky.PoolSpec.of(provider=sky.Local(), nodes=(1, 3))
