@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 
-from skyward_core.worker import processes
 from skyward_core.worker import slot as slots
 from skyward_core.worker.runner_factory import RunnerExit
 from skyward_core.worker.slot import News, Slot
@@ -197,25 +196,6 @@ def test_a_call_that_ends_just_before_it_is_stopped_spares_the_next_one(
     end.touch()
     assert run.endings() == {"first": OutcomeKind.RESULT, "next": OutcomeKind.RESULT}
     assert slot.pid == pid
-
-
-def test_a_runner_that_dies_while_it_is_stopped_is_replaced(
-    slot: Slot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another process kills it between the two signals: its call has ended by that."""
-    started, pid, really = tmp_path / "started", slot.pid, processes.stop
-
-    def stop(victim: int) -> None:
-        really(victim)
-        os.kill(victim, signal.SIGKILL)
-
-    monkeypatch.setattr(slots, "stop", stop)
-    run = Run(slot, batch_of(wanted=waits_for(tmp_path / "never", started), neighbour="pass"))
-    wait_until(started.exists, "the call to begin")
-    slot.cancel("wanted")
-    endings = run.endings()
-    assert endings["wanted"] in {OutcomeKind.CRASH, OutcomeKind.CANCELLED}
-    assert (endings["neighbour"], slot.pid != pid) == (OutcomeKind.RESULT, True)
 
 
 # ── calls taken back ─────────────────────────────────────────────────────────────────────────────────────────────────
