@@ -10,6 +10,7 @@ import pytest
 
 from skyward_core.worker import slot as slots
 from skyward_core.worker.slot import Slot
+from skyward_core.worker.wire import OutcomeKind
 from tests.conftest import wait_until
 from tests.system.worker.test_slot import (  # noqa: F401 - fixtures
     Run,
@@ -26,7 +27,7 @@ CHILD_OF_A_SESSION = "subprocess.Popen(['setsid', 'sh', '-c', 'sleep 1000 & wait
 
 
 @pytest.mark.parametrize("start", [CHILD, SESSION, CHILD_OF_A_SESSION], ids=["child", "session", "child of a session"])
-@pytest.mark.parametrize("how", ["cancelled", "deadline", "deadline, signal ignored"])
+@pytest.mark.parametrize("how", ["cancelled", "cancelled, signal ignored", "deadline", "deadline, signal ignored"])
 def test_processes_that_a_call_has_started_end_with_a_call_that_is_stopped(
     slot: Slot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, start: str
 ) -> None:
@@ -41,9 +42,9 @@ def test_processes_that_a_call_has_started_end_with_a_call_that_is_stopped(
     runner = psutil.Process(slot.pid)
     wait_until(lambda: "sleep" in [process.name() for process in runner.children(recursive=True)], "the sleeper")
     sleepers = [process for process in runner.children(recursive=True) if process.name() == "sleep"]
-    if how == "cancelled":
+    if "cancelled" in how:
         slot.cancel("wanted")
-    run.endings()
+    assert run.endings() == {"wanted": OutcomeKind.CANCELLED if "cancelled" in how else OutcomeKind.TIMED_OUT}
     wait_until(lambda: not any(has_not_ended(process) for process in sleepers), "the sleeper to end")
 
 

@@ -329,7 +329,11 @@ def test_it_is_the_same_client_as_long_as_it_is_open() -> None:
     client = cluster.holder.get()
     cluster.refusal = NodeLost("out of reach")
     assert cluster.holder.get() is client
+    client.status = "connecting"
+    with pytest.raises(NodeLost, match="out of reach"):
+        cluster.holder.get()
     cluster.refusal = None
+    assert cluster.holder.get() is client
     cluster.end(client)  # type: ignore[arg-type]
     assert cluster.holder.get() is cluster.made[1]
     assert cluster.states == [("tls://a", "closed"), ("tls://a", "running")]

@@ -112,6 +112,13 @@ def test_results_longer_and_shorter_than_the_argument_come_back_whole(pool: sky.
     assert np.array_equal(call(array) >> pool, call.local(array))
 
 
+def test_a_result_partly_new_and_partly_the_argument_comes_back(pool: sky.ComputePool) -> None:
+    array = np.arange(300_000, dtype=float)
+    same, more = twice(array) >> pool
+    assert np.array_equal(same, array)
+    assert np.array_equal(more, array[10:] + 1)
+
+
 @pytest.mark.parametrize("arguments", [wire.KEEPS_NO_DESCRIPTOR, {}], ids=["as here", "as on Python 3.12"])
 def test_values_in_use_need_no_file_descriptor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]

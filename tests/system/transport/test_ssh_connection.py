@@ -386,6 +386,16 @@ def test_a_missing_file_cannot_be_fetched(connection, tmp_path):
     assert connection.fetch("five") == b"five!"
 
 
+def test_a_command_that_waits_for_a_busy_shell_ends_at_its_deadline(connection, tmp_path):
+    with connection.shell() as shell, ThreadPoolExecutor(1) as threads:
+        busy = threads.submit(shell.run, "touch busy; until [ -e go ]; do sleep 0.01; done", timeout_seconds=60)
+        wait_until((tmp_path / "busy").exists, "the other command")
+        with pytest.raises(CommandTimedOut, match="busy"):
+            shell.run("true", timeout_seconds=0.05)
+        (tmp_path / "go").touch()
+        assert busy.result(60).exit_code == 0
+
+
 def test_a_wrong_key_is_refused_at_once(endpoint, server, tmp_path):
     """It is not tried again, unless the endpoint says that the machine is new. A missing key makes no connection."""
     with SSHConnection(endpoint.model_copy(update={"key": "/nonexistent/id"})) as connection:

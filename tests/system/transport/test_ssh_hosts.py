@@ -118,6 +118,20 @@ def test_a_value_stays_on_the_host_if_the_connection_dies_during_its_transfer(ho
         assert connection.run("stat -c %s /dev/shm/value").output == f"{40 * MIB}\n"
 
 
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(connection, host, monkeypatch):
+    """Fewer bytes than announced are not returned as the file, which stays."""
+
+    def shrinking(size: int) -> memoryview:
+        (host.root / "dev/shm/file").write_bytes(b"")
+        return memoryview(bytearray(size))
+
+    connection.put(bytes(40 * MIB), "/dev/shm/file")
+    monkeypatch.setattr(ssh_channels, "memory", shrinking)
+    with pytest.raises(CommandFailed, match="changed"):
+        connection.fetch("/dev/shm/file", remove=True)
+    assert connection.run("ls /dev/shm").output == "file\n"
+
+
 def test_an_incomplete_transfer_leaves_the_old_file(connection, host, monkeypatch):
     pieces = ssh_channels.pieces
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,21 @@ def test_a_host_whose_guard_has_not_started_is_waited_for(lead, cloud, monkeypat
     way = lead()
     with pytest.raises(CommandFailed, match=r"the guard of .* has not started"):
         way.transport.join(timeout_seconds=1)
+
+
+def test_closing_ends_a_start_that_waits_and_leaves_the_host_alone(lead):
+    way = lead()
+    wait_until((way.directory / "guard").exists, "the guard")
+    (way.directory / "guard").unlink()
+    with ThreadPoolExecutor(1) as threads:
+        start = threads.submit(run_script, way, "true")
+        wait_until(lambda: way.transport.is_connected, "the connection")
+        way.transport.close()
+        with pytest.raises(Unreachable):
+            start.result(60)
+    assert way.host.is_up
+    with pytest.raises(Unreachable):
+        way.transport.write("late", "")
 
 
 @pytest.mark.nightly

@@ -139,10 +139,12 @@ def test_messages_outlive_a_connection() -> None:
         first._send_to_scheduler(following.acknowledge())
         await head.until(lambda: not head.calls._topics[TOPIC].nbytes, "memory to be given back")
         await head.lose(first)
+        assert list(head.calls._absent) == [first.id]
         for message in (b"3", b"4"):
             head.scheduler.log_event(TOPIC, message)
         follow(await head.client(), following)
         await head.until(lambda: len(heard) == 4, "what was missed")
+        assert not head.calls._absent, "it would be abandoned later, although it is there"
         head.scheduler.log_event(TOPIC, b"5")
         await head.until(lambda: len(heard) == 5, "live messages")
         assert heard == [b"1", large, b"3", b"4", b"5"]

@@ -15,7 +15,7 @@ from skyward_core.errors import NodeLost
 from skyward_core.serialization import exceptions
 from skyward_core.worker import runner_factory
 from skyward_core.worker.runner_factory import Forked, RunnerExit, RunnerFactory
-from skyward_core.worker.slot import Slot
+from skyward_core.worker.slot import News, Slot
 from skyward_core.worker.wire import Outcome, OutcomeKind, Parcel
 from tests.conftest import wait_until
 from tests.system.worker.test_slot import Run, Runners, batch_of, runners, slot  # noqa: F401 - fixtures
@@ -69,6 +69,8 @@ def test_a_runner_that_starts_late_is_ended_and_not_given_to_the_next_request(
 def test_a_runner_that_starts_late_takes_no_call(runners: Runners, tmp_path: Path) -> None:
     """Each runner has its own queue: a runner that its slot has abandoned finds the queue closed, and ends, whatever
     the slot does then.
+
+    The crash before it is reported. No late message that stops its client stops the client's next batch.
     """
     late = list[int]()
     really = runners.fork
@@ -82,11 +84,17 @@ def test_a_runner_that_starts_late_takes_no_call(runners: Runners, tmp_path: Pat
         assert Run(slot, batch_of(first="pass")).endings() == {"first": OutcomeKind.RESULT}
         runners.fork = too_late  # type: ignore[method-assign]
         descriptors = len(os.listdir("/proc/self/fd"))
+        news = list[News]()
+        batch = batch_of(crash="import os; os._exit(3)", second="pass")._replace(topic="skyward-client")
         with pytest.raises(ConnectionError):
-            slot.run(batch_of(crash="import os; os._exit(3)", second="pass"), lambda news: None)
+            slot.run(batch, news.extend)
+        endings = [(item.call_id, item.kind, item.exit_code) for item in news if isinstance(item, Outcome)]
+        assert endings == [("crash", OutcomeKind.CRASH, 3)]
         assert runners.exit_of(late[0]) == RunnerExit(late[0], 0)
         runners.fork = really  # type: ignore[method-assign]
-        assert Run(slot, batch_of(third="pass")).endings() == {"third": OutcomeKind.RESULT}
+        slot.cancel("skyward-client")
+        third = batch_of(third="pass")._replace(topic="skyward-client")
+        assert Run(slot, third).endings() == {"third": OutcomeKind.RESULT}
         assert len(os.listdir("/proc/self/fd")) == descriptors
     finally:
         slot.close()

@@ -168,6 +168,36 @@ def test_a_call_that_did_not_use_the_memory_is_spared(
         slot.close()
 
 
+@pytest.mark.parametrize("how", ["cancelled", "deadline"])
+def test_a_call_that_ends_just_before_it_is_stopped_spares_the_next_one(
+    slot: Slot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """When the slot takes the queue back, the first call has ended, its outcome is unread, and the next one runs.
+
+    Looks inside: nothing else happens between the two.
+    """
+    started, go, begun, end = (tmp_path / name for name in ("started", "go", "begun", "end"))
+    pid, really, clock = slot.pid, slots._BatchRun._take_back, MovedClock()
+    monkeypatch.setattr(slots, "time", clock)
+
+    def take_back(run: Any) -> Any:
+        if not go.exists():
+            go.touch()
+            wait_until(begun.exists, "the next call to begin")
+        return really(run)
+
+    monkeypatch.setattr(slots._BatchRun, "_take_back", take_back)
+    batch = batch_of(first=waits_for(go, started), next=waits_for(end, begun))
+    run = Run(slot, limited(batch, "first", 300.0) if how == "deadline" else batch)
+    wait_until(started.exists, "the first call to begin")
+    clock.moved_seconds = 400.0 if how == "deadline" else 0.0
+    slot.cancel("first" if how == "cancelled" else "unknown")
+    wait_until(lambda: any(isinstance(news, Outcome) for news in run.news), "the outcome of the first call")
+    end.touch()
+    assert run.endings() == {"first": OutcomeKind.RESULT, "next": OutcomeKind.RESULT}
+    assert slot.pid == pid
+
+
 # ── calls taken back ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -266,6 +296,22 @@ def test_a_call_is_ended_at_its_deadline_and_those_behind_it_run(slot: Slot, tmp
     outcome = next(news for news in run.news if isinstance(news, Outcome) and news.call_id == "late")
     assert (outcome.text, outcome.output) == ("300.0", ("begun",))
     assert 400 < outcome.seconds < 500
+    assert slot.pid != pid
+
+
+@pytest.mark.parametrize("answer", ["1 / 0", "raise SystemExit", "returns"])
+def test_a_call_that_handles_the_signal_of_its_deadline_is_late_all_the_same(
+    slot: Slot, tmp_path: Path, clock: MovedClock, answer: str
+) -> None:
+    """What it returns or raises then is dropped, and its runner ends."""
+    started, go, pid = tmp_path / "started", tmp_path / "go", slot.pid
+    handler = f"open({str(go)!r}, 'w').close()" if answer == "returns" else f"exec({answer!r})"
+    text = f"import signal; signal.signal(signal.SIGTERM, lambda *_: {handler})\n{waits_for(go, started)}"
+    run = Run(slot, limited(batch_of(late=text, neighbour="pass"), "late", 300.0))
+    wait_until(started.exists, "the call to begin")
+    clock.moved_seconds = 400.0
+    slot.cancel("unknown")
+    assert run.endings() == {"late": OutcomeKind.TIMED_OUT, "neighbour": OutcomeKind.RESULT}
     assert slot.pid != pid
 
 

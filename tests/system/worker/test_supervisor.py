@@ -341,6 +341,45 @@ def test_with_new_settings_during_forks_the_last_settings_count(start: Start) ->
     assert machine.await_file("done") == "yes"
 
 
+def test_max_lifetime_counts_from_the_start_whatever_settings_come(start: Start) -> None:
+    """Those of the same generation change nothing, unreadable ones are logged. The address of an old head goes."""
+    machine = start(max_lifetime_seconds=500.0)
+    machine.await_ready()
+    pids = machine.await_pids(3, "supervisor, worker, runner")
+    machine.tell(timeout_seconds=1.0)
+    machine.await_looks()
+    write_atomically(machine.directory / "settings.json", '{"generation": 2}')
+    machine.await_looks()
+    machine.set_clock(START + 499)
+    machine.await_looks()
+    assert set(machine.pids()) == pids
+    assert machine.text("log").count("the new settings cannot be read: KeyError") == 1
+    (machine.directory / "head.json").write_text("old")
+    machine.tell(generation=3, timeout_seconds=HOUR)
+    machine.await_ready()
+    assert (machine.is_alive, machine.text("head.json")) == (True, "")
+    machine.set_clock(START + 500)
+    assert machine.await_end() == "alive for 500 s (max_lifetime)"
+
+
+def test_a_signal_for_a_child_that_was_just_forked_ends_the_child_only(start: Start) -> None:
+    """The supervisor ends the node on SIGTERM: the child must not inherit that handler."""
+    machine = start(DRIVER + EARLY_SIGNAL)
+    machine.await_ready()
+    assert machine.is_alive
+    assert "worker 0 died with -15" in machine.text("log")
+
+
+EARLY_SIGNAL = """
+def die_with_parent(parent, really=supervisor.die_with_parent):
+    really(parent)
+    if not (directory / "early").exists():
+        (directory / "early").touch()
+        os.kill(os.getpid(), signal.SIGTERM)
+supervisor.die_with_parent = die_with_parent
+"""
+
+
 def test_processes_older_than_the_supervisor_stay(start: Start) -> None:
     """Those that the startup script has left running, such as the guard: when the node restarts, and when it ends."""
     before = "import subprocess; guard = subprocess.Popen(['sleep', '1000']); open('guard', 'w').write(str(guard.pid))"

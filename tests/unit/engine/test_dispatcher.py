@@ -165,6 +165,20 @@ def test_a_call_that_its_worker_keeps_ends_with_its_report() -> None:
         assert pool.take(do.ReleaseRetainedCalls) == [do.ReleaseRetainedCalls(pool.epoch, ("a",))]
 
 
+def test_the_next_loss_of_a_head_makes_kept_calls_unknown_again() -> None:
+    """A worker that joins the third head a little late still has its call."""
+    pool, sent = lost_head()
+    pool.news(kept(sent.key))
+    pool.dispatcher.restarted([node_of(8, 0, 1, 1), pool.nodes[1]], lambda _: True, 0.0)
+    pool.workers = {}
+    pool.connect(is_known=False)
+    assert pool.errors() == {}
+    pool.news(WorkerJoined("1-0", ADDRESSES["1-0"]))
+    pool.news(kept(sent.key))
+    pool.report(value("a"), node=1, origin=f"tls://one/{sent.key}", number=1)
+    assert pool.finished() == ["a"]
+
+
 def test_a_report_before_the_announcement_does_not_count() -> None:
     """An earlier one may have come before the next head knew this client. Both follow the announcement."""
     pool, sent = lost_head()
@@ -308,6 +322,21 @@ def test_a_late_leave_does_not_remove_the_successor() -> None:
     assert (pool.dispatcher.members.workers["1-0"], pool.take(do.Left)) == ("tls://new", [])
 
 
+def test_messages_of_an_earlier_connection_do_not_count() -> None:
+    pool = Pool()
+    (sent,) = pool.submit(entry("a"))
+    first, dispatcher = pool.epoch, pool.dispatcher
+    pool.connect(tasks={sent.key: "processing"})
+    heard = dispatcher.heard
+    dispatcher.task_ended(first, sent.number, is_finished=False, reason="gone")
+    dispatcher.report(first, Report(0, machine_id(0), (value("a"),)), 0.0)
+    dispatcher.pool_news(first, WorkerLeft("1-0", ADDRESSES["1-0"]), 0.0)
+    assert (pool.errors(), pool.finished(), dispatcher.heard) == ({}, [], heard)
+    assert "1-0" in dispatcher.members.workers
+    pool.report(value("a"))
+    assert pool.finished() == ["a"]
+
+
 # ── items of streams ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -325,6 +354,14 @@ def test_a_streaming_call_is_alone_in_its_batch() -> None:
         sent += pool.take(do.Send)
     streams = [action.batch.calls for action in sent if any(call.ahead for call in action.batch.calls)]
     assert [len(calls) for calls in streams] == [1] * 4
+
+
+def test_a_second_copy_of_an_item_does_not_count() -> None:
+    pool = Pool()
+    pool.submit(replace(STREAMING, items=0))
+    for numbers in ((0, 1), (1, 2)):
+        pool.report(*(Item("a", number, Parcel(b"item")) for number in numbers))
+    assert [action.number for action in pool.take(do.DeliverItem)] == [0, 1, 2]
 
 
 def test_a_report_that_cannot_be_read_may_have_had_items() -> None:
@@ -351,6 +388,20 @@ def test_a_fetch_is_repeated_until_its_deadline() -> None:
         pool.tick(now, is_reachable=is_reachable)
         assert len(pool.take(do.Fetch)) == fetches
     assert (list(pool.errors()), pool.removed()) == (["a"], ["x"])
+
+
+def test_a_late_message_about_an_earlier_fetch_does_not_count() -> None:
+    """The result was lost, and the call has run again."""
+    pool, again = Pool(1, workers=["0-0"]), f"/dev/shm/{machine_id(0)}/y"
+    pool.submit(entry("a"))
+    pool.report(value("a", RESULT))
+    pool.dispatcher.not_fetched("a", RESULT, OSError("gone"), is_cut=False)
+    assert len(pool.take(do.Send)) == 1
+    pool.report(value("a", again))
+    pool.dispatcher.not_fetched("a", RESULT, OSError("late"), is_cut=False)
+    assert pool.errors() == {}
+    pool.dispatcher.fetched("a", Parcel(b"value"), again)
+    assert pool.finished() == ["a"]
 
 
 @pytest.mark.parametrize("arrives", [True, False])

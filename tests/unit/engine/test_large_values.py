@@ -9,9 +9,10 @@ from skyward_core.engine.members import Members
 from skyward_core.engine.outbox import Entry, Shipment
 from skyward_core.engine.placement import freest
 from skyward_core.engine.shipments import Out, Phase
+from skyward_core.worker.retained_batches import WorkerKept
 from skyward_core.worker.shared_values import SharedValue
 from skyward_core.worker.wire import INLINE_BYTES, Batch, Call, Parcel
-from tests.engine.dispatcher_pool import ADDRESSES, SMALL, TOPIC, Pool, entry
+from tests.engine.dispatcher_pool import ADDRESSES, SMALL, TOPIC, Pool, entry, value
 from tests.engine.model import LARGE, node_of
 
 KEY_END = "-ours"
@@ -114,6 +115,21 @@ def test_a_node_that_stays_has_its_functions_after_a_change_of_head() -> None:
     pool.dispatcher.restarted(pool.nodes, lambda _: True, 0.0)
     pool.connect(is_known=False)
     assert len(pool.submit(large("2", "f"))) == 1
+
+
+def test_a_value_that_a_kept_call_needs_stays_on_its_node() -> None:
+    """The call goes on in its worker while the head is lost."""
+    pool, shared = Pool(), SharedValue(LARGE)
+    pool.submit(using(shared, "a"))
+    pool.upload(*pool.take(do.Upload))
+    (sent,) = pool.take(do.Send)
+    pool.dispatcher.restarted(pool.nodes, lambda _: True, 0.0)
+    pool.connect(is_known=False)
+    pool.news(WorkerKept("0-0", ADDRESSES["0-0"], ("a",), keys=(sent.key,)))
+    pool.dispatcher.release_shared(shared.name)
+    assert pool.removed() == []
+    pool.report(value("a"), origin=f"tls://zero/{sent.key}", number=1)
+    assert pool.removed() == [shared.name]
 
 
 def test_a_node_that_replaces_another_one_gets_a_scattered_value() -> None:

@@ -332,7 +332,7 @@ def test_a_single_node_that_is_lost_is_replaced(comes: bool) -> None:
 
 
 def test_without_any_node_for_long_all_calls_raise(world: World) -> None:
-    """The head's scheduler lives, and its worker does not come back: later the head is lost too."""
+    """The head's scheduler lives, and its worker does not come back: later the head is lost too. Then nothing is rented."""
     world.has_capacity = False
     world.kill(1)
     world.kill(2)
@@ -341,6 +341,9 @@ def test_without_any_node_for_long_all_calls_raise(world: World) -> None:
     assert None not in {rank for rank, _ in world.cluster.given_up}
     world.go_on(HEAD_WORKERS_SECONDS + 2 * LONGEST_PAUSE_SECONDS)
     assert [type(error) for rank, error in world.cluster.given_up if rank is None] == [NodeLost]
+    tries, world.has_capacity = (len(world.machines.replaced), world.machines.restarts), True
+    world.go_on(600, step=10)
+    assert (len(world.machines.replaced), world.machines.restarts) == tries
 
 
 def test_an_unfinished_replacement_does_not_become_the_head(world: World) -> None:

@@ -99,6 +99,22 @@ def test_each_process_of_calls_has_a_group_with_the_limit(kernel: FakeKernel, gr
     assert call_groups.enter(group / "gone") is False
 
 
+def test_a_group_that_cannot_be_made_or_removed_stops_no_process(kernel: FakeKernel, group: Path) -> None:
+    """The next process tries again. What a call has left outlives its runner: its group goes when it is empty."""
+    groups = bounded()
+    kernel.put(group / "cgroup.subtree_control", "")
+    assert groups.make() is None
+    kernel.put(group / "cgroup.subtree_control", "memory")
+    first, second = groups.make(), groups.make()
+    assert first is not None
+    assert second is not None
+    (first / "left").mkdir()  # a folder that is not empty cannot be removed, as in the kernel
+    assert (groups.end(first), first.exists()) == (False, True)
+    (first / "left").rmdir()
+    groups.end(second)
+    assert [path.name for path in group.iterdir()] == ["node"]
+
+
 @pytest.mark.parametrize(
     ("events", "expected"), [("oom_kill 0", False), ("oom 3\noom_kill 2\noom_group_kill 1", True), ("", False)]
 )

@@ -122,6 +122,17 @@ def test_a_symlink_that_appears_after_the_check_is_not_followed(
             pass
 
 
+@pytest.mark.parametrize("target", ["link", "../link", "missing"])
+def test_what_is_no_folder_is_refused(tmp_path: Path, target: str) -> None:
+    """A file; a link to nothing or to itself."""
+    (tmp_path / "file").touch()
+    with pytest.raises(NotPrivate, match="is no folder"):
+        make_private(tmp_path / "file")
+    (made(tmp_path / "d") / "link").symlink_to(target)
+    with pytest.raises(OSError):
+        check_private(tmp_path / "d" / "link" / "x")
+
+
 @pytest.mark.parametrize("between", ["theirs", "missing"])
 def test_a_path_that_goes_through_a_folder_of_another_user_is_refused(tmp_path: Path, between: str) -> None:
     """`theirs/../mine` is `mine` until the other user replaces `theirs` by a symlink: then it is a folder beside the

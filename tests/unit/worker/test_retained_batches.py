@@ -58,6 +58,9 @@ def test_another_head_gets_all_that_was_not_released() -> None:
         ("topic", "process/k1", number) for number in (1, 2, 3)
     ]
     assert second.reports[:2] == first.reports
+    kept.detach()
+    kept.attach("2-0", "tls://c", "pool", (third := Wire()).send)
+    assert (third.kept, third.reports) == (second.kept, second.reports), "the third head too"
 
 
 def test_items_are_sent_and_not_kept() -> None:

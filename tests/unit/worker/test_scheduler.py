@@ -20,7 +20,7 @@ from skyward_core.worker.detached_calls import BUSY_TIMES, detached_key
 from skyward_core.worker.pool_scheduler import SILENCE_CHECK_SECONDS, SILENT_SECONDS, SilentWorkers
 from skyward_core.worker.scheduler_messages import POOL_TOPIC, PoolRanks, Resumed
 from skyward_core.worker.topic import Topic
-from skyward_core.worker.topic_seconds import MOST_TOPICS, RECENT_SECONDS, TopicSeconds
+from skyward_core.worker.topic_seconds import MOST_TOPICS, RECENT_SECONDS, TopicSeconds, added_up
 from tests.conftest import examples
 from tests.worker.fake_scheduler import FOR_EVER, TOPIC, FakeScheduler, Wire
 from tests.worker.following import Following
@@ -300,6 +300,10 @@ def test_detached_calls_are_no_clients() -> None:
     times.add(detached_key("train/1"), 1.0)
     times.add("", 1.0)
     assert times.recent(running=detached_key("train/1")) == {}
+
+
+def test_the_slots_of_a_worker_add_up() -> None:
+    assert added_up([{"a": 1.0}, {}, {"a": 2.0, "b": 3.0}]) == {"a": 3.0, "b": 3.0}
 
 
 # ── a client that connects again and again ───────────────────────────────────────────────────────────────────────────

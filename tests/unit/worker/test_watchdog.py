@@ -216,6 +216,9 @@ def test_without_any_sign_of_life_the_lease_of_the_start_expires(tmp_path: Path)
     node = Node(tmp_path, owner=None, lease_seconds=120)
     (tmp_path / "lease").write_text("soon")
     assert "lease_seconds" in (node.at(1120) or "")
+    (tmp_path / "lease").unlink()
+    (tmp_path / "lease").mkdir()
+    assert "lease_seconds" in (node.at(1120) or "")
 
 
 def test_a_client_process_replaces_the_lease(tmp_path: Path) -> None:
