@@ -78,6 +78,21 @@ def test_a_sweep_leaves_a_living_pool_while_a_callback_blocks(
     assert [event.line for event in sink.recorded.of(sky.LogLine)] == ["line 1", "line 2"]
 
 
+def test_an_attached_client_keeps_the_lease_while_a_callback_blocks(sink: BlockedByLines) -> None:
+    opener = sky.ComputePool(provider=sky.Local(), display="quiet", lease_seconds=LEASE_SECONDS).open()
+    lease = opener.detach(lease_seconds=2 * LEASE_SECONDS)
+    try:
+        with sky.ComputePool.attach(lease, on_event=sink, lease_seconds=2 * LEASE_SECONDS) as pool:
+            assert prints(1) >> pool == 2
+            assert sink.is_in.wait(60)
+            since = datetime.now(UTC)
+            wait_until(lambda: lives_on(lease.pool_id, since), "the lease to be renewed while the callback blocks", 20)
+            assert prints(2) >> pool == 4
+            sink.may_go_on.set()
+    finally:
+        sky.release(lease.pool_id)
+
+
 def test_results_do_not_wait_for_a_callback_that_blocks(sink: BlockedByLines) -> None:
     with pool_with(sink) as pool:
         assert prints(1) >> pool == 2

@@ -3,6 +3,7 @@
 import itertools
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -285,6 +286,19 @@ def test_late_notes_replace_filled_in_seconds(ledger: Ledger, clock: Clock) -> N
         assert seconds_of(ledger) == [{Bucket.LAUNCHING: 60, Bucket.RUNNING_CALLS: 500, Bucket.IDLE: 40}]
 
 
+def test_notes_of_many_threads_lose_no_second(ledger: Ledger) -> None:
+    """Each has a part of the whole. (Warm time would change the idle time.)"""
+    intent, buckets = intend(ledger), [bucket for bucket in Bucket if bucket is not Bucket.WARM]
+
+    def note(bucket: Bucket) -> None:
+        for total in range(1, 11):
+            ledger.note_all({intent.id: {bucket: total}})
+
+    with ThreadPoolExecutor(len(buckets)) as threads:
+        list(threads.map(note, buckets))
+    assert seconds_of(ledger) == [dict.fromkeys(buckets, 10)]
+
+
 @pytest.mark.parametrize(
     ("seconds", "price", "expected_usd"),
     [
@@ -305,7 +319,9 @@ def test_late_notes_replace_filled_in_seconds(ledger: Ledger, clock: Clock) -> N
 def test_a_resource_is_billed_as_its_provider_counts(
     ledger: Ledger, seconds: float, price: Price, expected_usd: str
 ) -> None:
-    intent = ledger.bind(intend(ledger, price=price), "i-1")
+    intent = intend(ledger, price=price)
+    assert [row.cost_usd for row in ledger.cost_rows()] == [0], "it was never created, and has no minimum"
+    ledger.bind(intent, "i-1")
     ledger.note_all({intent.id: {Bucket.RUNNING_CALLS: seconds}})
     (row,) = ledger.cost_rows()
     assert (row.key, row.resources, row.cost_usd) == ("p", 1, USD(expected_usd))

@@ -14,11 +14,12 @@ from pydantic import PrivateAttr
 import skyward_core as sky
 from skyward_core.cleanup.policy import Action
 from skyward_core.cleanup.release import release
+from skyward_core.cleanup.survey import ProviderListing, owner_states
 from skyward_core.cleanup.sweep import sweep
 from skyward_core.errors import CredentialsError
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.machines.owner import Owner
-from tests.cleanup.pools import DEAD, ELSEWHERE, CloudProvider, Time, World
+from skyward_core.machines.owner import Owner, OwnerState
+from tests.cleanup.pools import CLOUD, DEAD, ELSEWHERE, HERE, CloudProvider, Time, World, entry, machine, owner_tags
 from tests.ledger.fixtures import open_pool, resource_request
 
 POOL = "sky-1"
@@ -152,3 +153,12 @@ def test_a_dead_pool_is_ended_when_the_key_was_changed(tmp_path: Path) -> None:
         assert entry is not None
         assert entry.condemned_at is not None
         assert [type(failure.error) for failure in report.failures] == [CredentialsError]
+
+
+def test_the_states_of_all_owners_are_known() -> None:
+    """Those of pools, of pools of other accounts, and of machines by their tags."""
+    tagged = machine("fake-0", "sky-9", tags=owner_tags(ELSEWHERE))
+    others = {"sky-2": (entry("sky-2", HERE), "another account")}
+    states = owner_states(ProviderListing(CLOUD, "ours", [tagged], {"sky-1": entry()}, other_accounts=others))
+    assert (states[DEAD], states[HERE]) == (OwnerState.DEAD, OwnerState.ALIVE)
+    assert [state for owner, state in states.items() if owner.host == "elsewhere"] == [OwnerState.UNKNOWN]
