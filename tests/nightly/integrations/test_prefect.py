@@ -24,6 +24,7 @@ from tests.integrations.prefect_server import (
     database_text,
     deployment_named,
     events_of,
+    is_alive,
     logs,
     processes_of,
     runner,
@@ -187,6 +188,24 @@ def test_on_unfinished_and_max_workers(events: list[Any], tmp_path: Path) -> Non
     for wrong in ({"max_workers": 0}, {"on_unfinished": "hope"}, {"idle_timeout": 0}):
         with pytest.raises(sky.BadRequest, match=next(iter(wrong))):
             runner(events, **wrong)
+
+
+def test_a_flow_that_is_tried_again_at_once_stops_the_calls_of_the_first_attempt(
+    events: list[Any], tmp_path: Path
+) -> None:
+    """Without a delay Prefect has set Running again when it leaves the runner."""
+    bodies: list[int] = []
+
+    @flow(task_runner=runner(events), retries=1)
+    def second_time_lucky() -> bool:
+        bodies.append(1)
+        if len(bodies) == 1:
+            hang.submit(tmp_path / "pid")
+            wait_for((tmp_path / "pid").exists)
+            raise LookupError("the first attempt")
+        return is_alive(int((tmp_path / "pid").read_text()))
+
+    assert second_time_lucky() is False
 
 
 def test_the_end_of_a_flow_does_not_wait_long_for_a_slow_api(

@@ -255,15 +255,16 @@ def workers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Workers]
 
 
 @pytest.mark.parametrize("workers", ["plain"], indirect=True)
-def test_a_killed_task_ends_its_pool(workers: Workers) -> None:
-    """SIGTERM to the task's process group while the function runs: `execute` raises, and all nodes are gone."""
+@pytest.mark.parametrize("moment", [pytest.param("launching 2 x local", marks=pytest.mark.nightly), "] line 1"])
+def test_a_killed_task_ends_its_pool(workers: Workers, moment: str) -> None:
+    """SIGTERM to the task's process group while machines start, or the function runs: all nodes are gone."""
     process = workers.start(1)
-    read_until(process, "] line 1")
+    read_until(process, moment)
     os.killpg(process.pid, signal.SIGTERM)
     said, _ = process.communicate(timeout=120)
     assert left_by(process.pid) == []
     assert "raised AirflowException: the task was asked to stop" in said
-    assert pushed(said)["cost_usd"] > 0
+    assert pushed(said)["cost_usd"] > 0 or "launching" in moment
     assert process.returncode == 0
 
 

@@ -171,18 +171,27 @@ def test_two_assets_share_one_pool_and_each_has_its_lines_cost_and_time(instance
     assert sum(metadata_of(result, key)[COST_USD].value for key in ("talkative", "spread")) <= bill
 
 
-@dg.asset
-def interrupted(context: dg.AssetExecutionContext, compute: SkywardResource):
-    with compute.pool(context) as pool:
-        assert pool.is_active
-        assert any(environ.get("SKYWARD_POOL_ID") == pool.lease.pool_id for _, environ in tagged_processes())
-        raise dg.DagsterExecutionInterruptedError
+@pytest.mark.parametrize("error", [dg.DagsterExecutionInterruptedError, LookupError])
+def test_an_error_in_the_step_closes_the_pool(error, instance, new_processes, monkeypatch):
+    """Dagster's exception for a terminated run is no Exception: such a step hands its machines to the reaper before
+    anything that may hang. A step that fails does not, because others may use the pool after it.
+    """
+    order = []
+    for name in ("terminate_now", "close"):
+        method = getattr(sky.ComputePool, name)
+        noted = lambda pool, name=name, method=method: (pool.is_active and order.append(name), method(pool))[1]
+        monkeypatch.setattr(sky.ComputePool, name, noted)
 
+    @dg.asset
+    def interrupted(context: dg.AssetExecutionContext, compute: SkywardResource):
+        with compute.pool(context) as pool:
+            assert pool.is_active
+            assert any(environ.get("SKYWARD_POOL_ID") == pool.lease.pool_id for _, environ in tagged_processes())
+            raise error
 
-def test_an_interrupt_in_the_step_closes_the_pool(instance, new_processes):
-    """Dagster's exception for a terminated run is no Exception."""
-    with pytest.raises(dg.DagsterExecutionInterruptedError):
+    with pytest.raises(error):
         materialize([interrupted], resource(), instance)
+    assert order == (["terminate_now", "close"] if error is dg.DagsterExecutionInterruptedError else ["close"])
     assert new_processes() == []
 
 

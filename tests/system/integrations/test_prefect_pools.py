@@ -93,6 +93,49 @@ def test_a_flow_that_ends_while_an_idle_end_begins_ends_its_pools(
     assert [pool.ends for pool in rented] == [1]
 
 
+def test_a_pool_that_was_long_in_opening_is_not_idle_when_it_is_open(
+    pools: FlowPools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(Pool, "open", lambda _pool: gate.wait(60))
+    life = pools.request(SPEC)
+    life.idle_since -= 1000
+    gate.set()
+    life.opened.result(60)
+    pools.end_idle()
+    assert pools.request(SPEC) is life
+
+
+def test_an_opening_whose_thread_cannot_start_does_not_hold_up_the_end(
+    pools: FlowPools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="start new thread"):
+            pools.request(SPEC)
+    assert pools.request(SPEC).opened.result(60)
+
+
+@pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt])
+def test_a_flow_that_is_stopped_leaves_all_machines_to_their_reapers_first(
+    error: type[BaseException], rented: list[Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first pool is closed: after a signal its process may be killed before a provider has answered."""
+    order: list[str] = []
+    for name in ("terminate_now", "hand_over"):
+        monkeypatch.setattr(Pool, name, lambda _pool, name=name: order.append(name))
+    with pytest.raises(error), SkywardTaskRunner().duplicate() as runner:
+        assert runner.live is not None
+        for spec in (SPEC, SPEC.with_(nodes=2)):
+            runner.live.calls().pools.request(spec).opened.result(60)
+        raise error
+    assert order == ["terminate_now"] * (2 if error is KeyboardInterrupt else 0) + ["hand_over"] * 2
+    assert len(rented) == 2
+
+
 @on_skyward()
 def plain() -> int:
     return 1

@@ -202,6 +202,8 @@ def test_a_node_sees_paths_and_proxies_but_no_secrets(pool_id: str, monkeypatch:
     assert seen.items() >= (kept | {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"]}).items()
     assert not set(dropped) & set(seen)
     assert "/secret" not in seen.values()
+    for folder in (folder_of(instance), Path(memory_directory(instance.id))):
+        assert folder.stat().st_mode & 0o077 == 0, "of this user only"
 
 
 CLIENT = """

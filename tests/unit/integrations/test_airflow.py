@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import sys
+import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,9 @@ import pytest
 
 if (AIRFLOW := importlib.util.find_spec("airflow")) is None:
     pytest.skip("Airflow is not installed", allow_module_level=True)
+
+from airflow.sdk.exceptions import AirflowRuntimeError, ErrorType
+from airflow.sdk.execution_time.comms import ErrorResponse
 
 import skyward_core as sky
 from airflow_provider_skyward import deferred_attempt, durable_attempt, get_provider_info, stop_order
@@ -414,6 +418,56 @@ def test_a_task_that_is_not_followed_any_more_ends_its_pool_and_pushes_its_bill(
     assert world.done == ["release sky-old"]
     assert world.pushed["skyward_cost"]["is_final"]
     assert world.states[STATE_KEY]["phase"] == Phase.ENDED
+
+
+@pytest.mark.parametrize("step", ["start", "finish"])
+def test_a_worker_whose_supervisor_is_dead_leaves_the_pool_to_the_next_try(
+    world: World, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Its requests to Airflow fail a moment before it has another parent. Looks inside: the steps that make them."""
+    parents = iter([7, 7, 7, 1])
+    monkeypatch.setattr(durable_attempt, "os", SimpleNamespace(getppid=lambda: next(parents, 1)))
+    monkeypatch.setattr(durable_attempt, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: None))
+
+    def fails(*_: Any) -> Any:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    attempt = world.attempt()
+    for name in ("_started", "_results"):
+        monkeypatch.setattr(attempt, name, fails)
+    with pytest.raises(BrokenPipeError):
+        if step == "start":
+            attempt.start(sky.PoolSpec.of(provider="local"), [nothing()])
+        else:
+            attempt.finish(1, None, "")
+    assert attempt.is_orphan
+    assert world.done == ["attach sky-old"]
+
+
+@pytest.mark.parametrize(("status", "is_away"), [(None, True), (503, True), (404, False)])
+def test_an_outage_of_the_api_server_ends_no_call(
+    world: World, monkeypatch: pytest.MonkeyPatch, status: int | None, is_away: bool
+) -> None:
+    """Which lines are in the log cannot be stored then. A refusal is another error."""
+    monkeypatch.setattr(durable_attempt, "CURSOR_SECONDS", -1.0)
+    states = iter(["running", "running", "ended"])
+
+    class Call:
+        attempts = ()
+        state = property(lambda _: next(states))
+        log_from = staticmethod(lambda cursor: (["a line"], cursor + 1))
+        result = staticmethod(lambda _: 42)
+
+    def refuse(*_: Any) -> None:
+        raise AirflowRuntimeError(ErrorResponse(error=ErrorType.API_SERVER_ERROR, detail={"status_code": status}))
+
+    attempt: Any = world.attempt()
+    attempt._generation, attempt._states = OLD, SimpleNamespace(set=refuse)
+    if is_away:
+        assert attempt._results([Call()]) == [42]
+    else:
+        with pytest.raises(AirflowRuntimeError):
+            attempt._results([Call()])
 
 
 def test_a_kill_before_the_pool_is_reached_orders_its_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,15 @@
 """The Prefect plugin without a server: the runner as a value, blocks, `prefect_context=True`, and the report's pages."""
 
+import logging
 import math
 import pickle
 import sys
+from concurrent.futures import Future
+from contextlib import nullcontext
+from contextvars import copy_context
+from types import SimpleNamespace
 from typing import Any
+from uuid import UUID, uuid4
 
 import cloudpickle
 import pytest
@@ -14,11 +20,13 @@ pytest.importorskip("prefect")
 from prefect import flow, get_run_logger, runtime, task
 from prefect.blocks.core import Block
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_KEY, PREFECT_API_URL, temporary_settings
+from prefect.states import Cancelling, Running
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.testing.standard_test_suites import BlockStandardTestSuite
 
 import skyward_core as sky
-from prefect_skyward import SkywardTaskRunner, blocks, on_skyward, refuse_old_prefect
+from prefect_skyward import SkywardTaskRunner, blocks, cancellation, on_skyward, refuse_old_prefect
+from prefect_skyward.nested_runs import has_died, left_by
 from prefect_skyward.node_objects import NO_API, packing, portable, without_prefect_s_api
 from prefect_skyward.prefect_context import (
     in_prefect_s_context,
@@ -29,6 +37,7 @@ from prefect_skyward.prefect_context import (
 from prefect_skyward.report import notices, pages
 from prefect_skyward.report.pages import RunState
 from prefect_skyward.report.pool_state import PoolState, SharedPool
+from prefect_skyward.ui import RunLog
 from skyward_core.events.series import MOST_POINTS, Series
 from skyward_core.serialization import sources
 
@@ -308,6 +317,80 @@ def test_prefect_s_objects_travel_as_themselves_in_its_context_only() -> None:
         assert type(portable(SkywardTaskRunner(provider=sky.Local()))) is ThreadPoolTaskRunner
     with pytest.raises(sky.BadRequest, match="prefect_context=True"):
         portable(runtime).flow_run
+
+
+def test_a_function_of_a_group_stays_one_in_prefect_s_context() -> None:
+    def train() -> None: ...
+
+    train.forms_group = True  # type: ignore[attr-defined]
+    assert in_prefect_s_context(train).forms_group  # type: ignore[attr-defined]
+
+
+def test_task_runs_below_a_call_whose_process_has_died_are_found() -> None:
+    """Also those below them. A function that raises has ended its own; those of other calls are left alone."""
+
+    def run(parent: UUID) -> Any:
+        return SimpleNamespace(id=uuid4(), task_inputs={"__parents__": [SimpleNamespace(id=parent)]})
+
+    def ended(error: Exception | None) -> Future[Any]:
+        future = Future[Any]()
+        future.set_exception(error) if error is not None else future.set_result(1)
+        return future
+
+    ends = [None, ValueError("x"), sky.CallCrashed("x"), sky.NodeLost("x")]
+    assert [has_died(ended(error)) for error in ends] == [False, False, True, True]
+    dead, stopped, other = uuid4(), uuid4(), uuid4()
+    child = run(dead)
+    grandchild, of_stopped = run(child.id), run(stopped)
+    runs = [grandchild, child, of_stopped, run(other), SimpleNamespace(id=uuid4(), task_inputs={})]
+    assert left_by({str(dead): False, str(stopped): True}, runs) == {
+        child.id: False,
+        grandchild.id: False,
+        of_stopped.id: True,
+    }
+
+
+# ── cancellation ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_subflow_ends_with_the_flow_run_around_it_and_an_api_that_does_not_answer_cancels_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor does another state; the next answer is read. The thread's loop runs here, without its pauses."""
+    inner, outer, between = UUID(int=1), UUID(int=2), UUID(int=3)
+    answers: list[Any] = [ConnectionError("503"), [Running(), Running()], [Running(), Cancelling()]]
+    asked: list[set[UUID]] = []
+    acted: list[int] = []
+    final: list[Any] = []
+
+    class Client:
+        def read_flow_run(self, run: UUID) -> Any:
+            return SimpleNamespace(id=run, state=Running(), parent_task_run_id=between if run == inner else None)
+
+        def read_task_run(self, run: UUID) -> Any:
+            return SimpleNamespace(flow_run_id={between: outer}[run])
+
+        def read_flow_runs(self, *, flow_run_filter: Any) -> Any:
+            asked.append(set(flow_run_filter.id.any_))
+            if isinstance(answer := answers[len(asked) - 1], Exception):
+                raise answer
+            return [SimpleNamespace(state=state) for state in answer]
+
+        def set_flow_run_state(self, run: UUID, state: Any, force: bool) -> None:
+            final.append((run, state.name, force))
+
+    threads = SimpleNamespace(
+        Event=lambda: SimpleNamespace(wait=lambda _: False, is_set=lambda: False),
+        Thread=lambda target, **_: SimpleNamespace(start=target),
+    )
+    context = SimpleNamespace(get_or_create=lambda: nullcontext(SimpleNamespace(client=Client())))
+    monkeypatch.setattr(cancellation, "threading", threads)
+    monkeypatch.setattr(cancellation, "SyncClientContext", context)
+    log = RunLog(logging.getLogger("a flow run"), copy_context())
+    watch = cancellation.Cancellation(inner, log, lambda: acted.append(len(asked)))
+    assert (asked, acted) == ([{inner, outer}] * 3, [3])
+    watch.settle()
+    assert final == [(inner, "Cancelled", True)]
 
 
 # ── the report ───────────────────────────────────────────────────────────────────────────────────────────────────────
