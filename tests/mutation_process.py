@@ -49,6 +49,15 @@ class Mutants:
         self._names, self._seconds_longer, self._report = names, seconds_longer, report
         self._last = PASSED
 
+    @pytest.hookimpl
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Leave out PostgreSQL: its server runs as another user, who may not enter the folder of this process."""
+        items[:] = [
+            item
+            for item in items
+            if "postgresql" not in item.name and "postgresql_server" not in getattr(item, "fixturenames", ())
+        ]
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Run the tests without a mutant, then those that reach its function with each mutant."""

@@ -126,6 +126,18 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield address
 
 
+def served_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server for this file only, for tests that write automations or disturb the server; yields the address of its API.
+
+    On SQLite, Prefect's server (3.7.7) may stop answering for ever when an automation is created or deleted:
+    `update_cache_after_commit` (server/events/models/automations.py) blocks the event loop until it has the lock of the
+    automations, and `reconcile_automations`, which holds it, needs the loop.
+    """
+    address = session_server.address_in(tmp_path_factory.mktemp("prefect") / "server", os.getpid())
+    with temporary_settings({PREFECT_API_URL: address}):
+        yield address
+
+
 def database_text(tmp_path_factory: pytest.TempPathFactory) -> str:
     """All that the server's database has in plain text."""
     files = sorted(session_server.folder(tmp_path_factory).glob(f"{session_server.DATABASE}*"))

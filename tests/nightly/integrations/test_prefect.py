@@ -4,9 +4,6 @@ import asyncio
 import logging
 import os
 import pickle
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +19,6 @@ from tests.integrations import prefect_server  # noqa: I001 - before Prefect
 from tests.integrations.prefect_server import (
     artifacts,
     database_text,
-    deployment_named,
     events_of,
     is_alive,
     logs,
@@ -32,7 +28,6 @@ from tests.integrations.prefect_server import (
 )
 from tests.system.integrations.test_prefect import Gated, add, events, hang  # noqa: F401 - a fixture
 from tests.system.integrations.test_prefect_steps import here, where
-from tests.system.integrations.test_prefect_money import received  # noqa: F401 - a fixture
 
 from prefect import flow, get_run_logger, task
 from prefect.blocks.system import Secret
@@ -44,7 +39,6 @@ from pydantic import PrivateAttr
 
 import skyward_core as sky
 from prefect_skyward import SkywardTaskRunner, on_skyward, skyward_options
-from prefect_skyward.automations import GUARD_NAME, deploy_budget_guard, deploy_budget_notification
 from prefect_skyward.report import run_report
 from prefect_skyward.report.pages import usd
 from prefect_skyward.report.run_report import RunReport
@@ -634,59 +628,3 @@ def test_a_pool_without_calls_reports_that_its_money_is_used_up(monkeypatch: pyt
     (event,) = events_of(ids[0], "skyward.budget.exceeded")
     assert event["payload"]["limit_usd"] == 20
     assert "max_cost" in event["payload"]["reason"]
-
-
-SERVED = """
-import time
-from decimal import Decimal
-from prefect import flow, task
-from prefect_skyward import SkywardTaskRunner
-import skyward_core as sky
-import skyward_core.ledger.budgets as budgets
-
-# a short test: it begins at once, and is warned long before the end
-budgets.FIRST_MINUTE_SECONDS, budgets.WARNING_SHARE = 1.0, Decimal("0.3")
-
-@task
-def hang() -> None:
-    time.sleep(600)
-
-@flow(name="guarded", task_runner=SkywardTaskRunner(provider=sky.Local(price_per_hour=3600.0), max_cost=40))
-def guarded() -> None:
-    hang.submit().result()
-
-if __name__ == "__main__":
-    guarded.serve("guarded", print_starting_message=False, limit=1, pause_on_shutdown=False)
-"""
-
-
-def test_the_budget_guard_cancels_a_run_at_80_percent_of_its_budget(
-    api: str, tmp_path: Path, received: list[dict[str, Any]]
-) -> None:
-    deploy_budget_guard(flows=["other"])
-    guard = deploy_budget_guard(flows=["guarded"])
-    deploy_budget_notification("custom-webhook/alerts")
-    with get_client(sync_client=True) as client:
-        assert [one.id for one in client.read_automations_by_name(GUARD_NAME)] == [guard.id]
-    (tmp_path / "served.py").write_text(SERVED)
-    environ = {**os.environ, "PREFECT_API_URL": api}
-    with (
-        subprocess.Popen([sys.executable, "served.py"], cwd=tmp_path, env=environ) as server,
-        get_client(sync_client=True) as client,
-    ):
-        try:
-            deployment = wait_for(lambda: deployment_named("guarded"), 60)
-            run = client.create_flow_run_from_deployment(deployment.id)
-            wait_for(lambda: client.read_flow_run(run.id).state.name == "Cancelled", 120)
-            states = client.read_flow_run_states(run.id)
-        finally:
-            server.send_signal(signal.SIGINT)
-            server.wait(timeout=60)
-    assert any(f"Cancelled by Automation {guard.id}" in (state.message or "") for state in states)
-    (warning,) = wait_for(lambda: events_of(run.id, "skyward.budget.warning"))
-    assert warning["payload"]["limit_usd"] == 40
-    assert 0.3 <= warning["payload"]["share"] < 1
-    assert {related["prefect.resource.role"] for related in warning["related"]} >= {"flow-run", "flow", "deployment"}
-    assert wait_for(lambda: [one for one in received if "skyward.budget.warning" in one["subject"]])
-    costs = sky.cost_of(sky.Work(system="prefect", workflow="guarded", run=str(run.id)))
-    assert 12 <= sum(costs.values()) < 40

@@ -42,7 +42,7 @@ pytestmark = [
     pytest.mark.timeout(600),  # the first test waits for servers, the worker and END_SECONDS
     pytest.mark.filterwarnings("default"),  # Prefect's own warnings are not our faults
 ]
-api = pytest.fixture(scope="module", autouse=True)(prefect_server.served)
+api = pytest.fixture(scope="module", autouse=True)(prefect_server.served_alone)
 END_SECONDS = 180.0
 """For a state that Prefect sets: 78 s were seen on a busy machine."""
 WORK_POOL = "kill-processes"

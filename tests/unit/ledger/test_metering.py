@@ -68,12 +68,13 @@ def test_the_final_bill_is_returned_once(clock: MeterClock, meter: Meter) -> Non
     """It is over all machines ever rented, with the savings of spot. A pool without machines costs nothing."""
     meter.start(machine("a", 3.0, on_demand=9.0, is_spot=True), clock())
     meter.start(machine("b", 2.0), clock())
+    meter.start(machine("c", 2.0), clock())
     clock.go(1800)
     meter.end("b")
     clock.go(1800)
     end_all(meter)
     clock.go(60)
-    assert meter.final() == CostFinal(4.0, 3660.0, 5.0, 1, 1, 6.0, {"launching": 4.0})
+    assert meter.final() == CostFinal(6.0, 3660.0, 7.0, 1, 2, 6.0, {"launching": 6.0})
     assert meter.final() is None
     assert meter.final() is None
     assert Meter(clock).final() == CostFinal(0.0, 0.0, 0.0, 0, 0, 0.0)

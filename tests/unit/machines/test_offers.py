@@ -17,6 +17,7 @@ from skyward_core.machines.offers import (
     Extra,
     Offer,
     Requirements,
+    architecture_beside,
     by_month,
     describe,
     matches,
@@ -191,3 +192,12 @@ def test_the_runtime_pins_have_wheels_for_both_architectures() -> None:
             fits = any("-none-any" in file for file in files) or any(version in file or "abi3" in file for file in arm)
             assert fits, f"{name} has no wheel for {version} on aarch64"
     assert len(found) > 10
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "architecture"), [("GH200", "arm64"), ("GB200", "arm64"), ("H100", "x86_64"), (None, "x86_64")]
+)
+def test_a_cloud_that_reports_no_processor_has_arm64_beside_grace_chips_only(
+    accelerator: str | None, architecture: str
+) -> None:
+    assert architecture_beside(accelerator) == architecture
