@@ -27,6 +27,7 @@ import uvloop
 
 import skyward_core as sky
 from skyward_core.worker import watchdog
+from tests.waiting import pauses
 
 SETTLE_SECONDS = 30.0
 """Time limit for what a test has closed to disappear; only a test that leaks waits this long."""
@@ -377,28 +378,6 @@ def examples(many: int) -> int:
 
 
 # ── waiting, and a pool to share ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def pauses(shortest: float) -> Iterator[None]:
-    """Yield before each look at a condition, after a pause of four times the time that the last look has taken.
-
-    So a wait leaves the processors to other tests, also if its condition asks a server or lists all processes. A pause
-    takes 0.2 s at most.
-    """
-    while True:
-        began = time.monotonic()
-        yield
-        time.sleep(min(max(shortest, 4 * (time.monotonic() - began)), 0.2))
-
-
-def wait_until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
-    """Wait until the condition holds; on a timeout fail with its name."""
-    deadline = time.monotonic() + seconds
-    for _ in pauses(0.01):
-        if condition():
-            return
-        if time.monotonic() > deadline:
-            pytest.fail(f"waited {seconds} s for {what}")
 
 
 def signal_members(instance_id: str, number: int) -> None:

@@ -34,62 +34,28 @@ PR_SET_CHILD_SUBREAPER = 36
 SECONDS_LONGER = 10.0
 """A test may take so much longer with a mutant than five times its time without."""
 
+HISTORIES = ("system/engine/test_simulation.py::test_histories[0]",)
+LIFECYCLE = ("system/provisioning/test_lifecycle.py", "system/provisioning/test_selection.py")
+LEDGER = tuple(f"system/ledger/test_{name}.py" for name in ("ledger", "names", "prune", "budgets", "run_accounts"))
 DISPATCHER = (
-    "unit/engine/test_dispatcher.py",
-    "unit/engine/test_outbox.py",
-    "unit/engine/test_large_values.py",
-    "unit/engine/test_members.py",
-    "system/engine/test_simulation.py::test_histories[0]",
+    *("call_events", "calls", "connection_state", "dispatcher", "fetches", "function_files", "items", "kept_calls"),
+    *("losses", "members", "outbox", "placement", "roster", "shipments"),
 )
-SWEEP = tuple(f"unit/cleanup/test_{name}.py" for name in ("policy", "release", "sweep", "other_accounts"))
-LIFECYCLE = (
-    "system/provisioning/test_lifecycle.py",
-    "unit/provisioning/test_candidates.py",
-    "system/provisioning/test_selection.py",
-)
-JOURNAL = ("unit/ledger/test_journal.py", "system/ledger/test_prune.py")
 OTHERS = {
-    **{f"cleanup/{name}": SWEEP for name in ("policy", "pool_record", "provider_work", "survey", "sweep")},
-    "engine/broadcast_ranks": ("unit/engine/test_members.py",),
-    "engine/call_events": DISPATCHER,
-    "engine/calls": DISPATCHER,
-    "engine/connection_state": ("unit/engine/test_connection.py", *DISPATCHER),
-    "engine/dispatcher": DISPATCHER,
-    "engine/elastic_ranks": ("unit/engine/test_elastic.py",),
-    "engine/fetches": DISPATCHER,
-    "engine/function_files": DISPATCHER,
-    "engine/item_futures": ("unit/engine/test_results.py",),
-    "engine/items": DISPATCHER,
-    "engine/kept_calls": DISPATCHER,
-    "engine/load_reports": ("unit/engine/test_connection.py",),
-    "engine/losses": DISPATCHER,
-    "engine/members": ("unit/engine/test_recovery.py", *DISPATCHER),
-    "engine/membership": ("unit/engine/test_recovery.py",),
-    "engine/outbox": DISPATCHER,
-    "engine/node_draining": ("unit/engine/test_members.py",),
-    "engine/own_time": ("unit/engine/test_connection.py",),
-    "engine/placement": DISPATCHER,
-    "engine/recovery": ("unit/engine/test_elastic.py", "unit/worker/test_preemption_notice.py"),
-    "engine/roster": DISPATCHER,
-    "engine/scaling": ("unit/engine/test_elastic.py",),
-    "engine/shipments": DISPATCHER,
-    "worker/calls": ("unit/worker/test_scheduler.py",),
-    "worker/client_loads": ("unit/worker/test_scheduler.py",),
-    "worker/coordination": ("unit/worker/test_scheduler.py",),
-    "worker/metrics": ("unit/worker/test_gpus.py",),
-    "worker/topic_seconds": ("unit/worker/test_scheduler.py",),
-    "cleanup/release": (*SWEEP, "unit/cli/test_commands.py"),
-    "ledger/accounts": ("unit/ledger/test_budgets.py", "system/ledger/test_ledger.py"),
-    "ledger/bills": ("system/ledger/test_ledger.py", "unit/ledger/test_receipt.py", *JOURNAL),
-    **{f"ledger/{name}": JOURNAL for name in ("journal", "metering", "receipt")},
-    **{f"ledger/{name}": ("system/ledger/test_ledger.py", *JOURNAL) for name in ("intents", "pools")},
+    **{f"engine/{name}": HISTORIES for name in DISPATCHER},
+    "engine/recovery": ("unit/worker/test_preemption_notice.py",),
+    "cleanup/release": ("unit/cli/test_commands.py",),
+    **{
+        f"ledger/{name}": LEDGER
+        for name in ("accounts", "bills", "intents", "journal", "metering", "names", "names_policy", "pools", "receipt")
+    },
     "machines/offers": ("unit/provisioning/test_candidates.py",),
     **{
         f"provisioning/{name}": LIFECYCLE
         for name in ("rental", "replacement", "selection", "startup", "teardown", "termination")
     },
 }
-"""Tests of a module in other files than the mirrored one: files of tests/ that test several modules together."""
+"""Tests of a module beside those that `tests_of` finds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +104,17 @@ def summary(outcomes: Sequence[Outcome]) -> str:
 
 
 def tests_of(module: str) -> list[str]:
-    """Return the tests of a module: the file that mirrors it, and those of `OTHERS`."""
+    """Return the tests of a module: the unit tests of its package, the system tests that mirror it, and `OTHERS`.
+
+    A test that does not reach a function costs nothing but one run without a fault.
+    """
     path = Path(module).with_suffix("")
     place = path.relative_to(path.parts[0])
-    mirrored = f"unit/{place.parent}/test_{place.name}.py".replace("/./", "/")
-    names = dict.fromkeys((mirrored, *OTHERS.get(str(place), ())))
+    unit = f"unit/{place.parent}" if place.parent != Path() else f"unit/test_{place.name}.py"
+    names = dict.fromkeys((unit, f"system/{place.parent}/test_{place.name}.py", *OTHERS.get(str(place), ())))
     if found := [f"tests/{name}" for name in names if (ROOT / "tests" / name.partition("::")[0]).exists()]:
         return found
-    raise SystemExit(f"{module} has no tests/{mirrored}: name its tests in tests/mutation.py, or with --tests")
+    raise SystemExit(f"{module} has no tests: name them in tests/mutation.py, or with --tests")
 
 
 class Failed(Exception):

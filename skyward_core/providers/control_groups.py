@@ -13,6 +13,7 @@ import contextlib
 import os
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -98,11 +99,11 @@ def all_groups() -> list[ControlGroup]:
     return found
 
 
-def remove_abandoned() -> None:
+def remove_abandoned(clock: Callable[[], float] = time.time) -> None:
     """Remove the empty groups of nodes that have ended while no process was there to remove them."""
     for group in all_groups():
         with contextlib.suppress(OSError):
-            if not group.is_populated and time.time() - group.path.stat().st_ctime > ABANDONED_SECONDS:
+            if not group.is_populated and clock() - group.path.stat().st_ctime > ABANDONED_SECONDS:
                 group.remove()
 
 

@@ -264,10 +264,12 @@ class SSHTransport:
         """Connect, wait for the node's guard, then renew its lease and follow its log. Return the lines that LOOK
         printed.
 
-        `guard_seconds`: how long to wait for the guard; None: until the time-out.
+        `guard_seconds`: how long to wait for the guard of a machine that has been prepared; None: the machine is new.
+        A new one may refuse our key for a while, and may take the whole time-out for its guard.
         """
         deadline = self._opening_until = time.monotonic() + timeout_seconds
-        self._connection.connect(timeout_seconds, auth_grace_seconds=min(AUTH_GRACE_SECONDS, timeout_seconds))
+        grace = min(AUTH_GRACE_SECONDS, timeout_seconds) if guard_seconds is None else 0.0
+        self._connection.connect(timeout_seconds, auth_grace_seconds=grace)
         self._begin(self._keep)
         self._again(self._connection.check_forwarding, deadline)  # before anything is installed
         patience = deadline if guard_seconds is None else min(deadline, time.monotonic() + guard_seconds)

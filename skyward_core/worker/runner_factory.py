@@ -71,7 +71,7 @@ class RunnerFactory:
         self._requests = threading.Lock()
         threading.Thread(target=self._listen, name="skyward-runner-factory", daemon=True).start()
 
-    def fork(self, descriptors: list[int], mark: bytes) -> int:
+    def fork(self, descriptors: list[int], mark: bytes, timeout_seconds: float = FORK_SECONDS) -> int:
         """Let the supervisor fork a runner with these descriptors (calls, outcomes, stdout, stderr); return its pid.
 
         Raises ConnectionError without one.
@@ -82,10 +82,10 @@ class RunnerFactory:
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
             self._control.sendmsg([self._request.to_bytes(REQUEST_BYTES) + mark], rights)
             with self._changed:
-                self._changed.wait_for(lambda: self._forked, timeout=FORK_SECONDS)
+                self._changed.wait_for(lambda: self._forked, timeout=timeout_seconds)
                 self._is_awaited = False
                 if not self._forked:
-                    raise ConnectionError(f"the node's supervisor did not start a process within {FORK_SECONDS:g} s")
+                    raise ConnectionError(f"the node's supervisor did not start a process within {timeout_seconds:g} s")
                 return self._forked
 
     def exit_of(self, pid: int, timeout_seconds: float = 10.0) -> RunnerExit | None:

@@ -63,11 +63,16 @@ class Slot:
     """Runs batches, one at a time. It owns the runner and the descriptors to it; `close` ends both."""
 
     def __init__(
-        self, factory: RunnerFactory, value_directories: tuple[str, ...], memory_limit_bytes: int | None = None
+        self,
+        factory: RunnerFactory,
+        value_directories: tuple[str, ...],
+        memory_limit_bytes: int | None = None,
+        patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:
         self.factory = factory
         self.value_directories = value_directories
         self.memory_limit_bytes = memory_limit_bytes
+        self.patience_seconds = patience_seconds
         self.send: socket.socket | None = None
         self.take: socket.socket | None = None
         """The two ends of this runner's queue.
@@ -215,7 +220,7 @@ class Slot:
         """Run the calls of a batch in their order, and pass their reports to `report` in order; return
         when each call has an outcome.
 
-        Calls behind one that runs longer than PATIENCE_SECONDS get the outcome RETURNED, unless they have begun.
+        Calls behind one that runs longer than `patience_seconds` get the outcome RETURNED, unless they have begun.
         """
         self._topic = batch.topic
         with self.lock:
@@ -404,7 +409,7 @@ class _BatchRun:
         if self.slot.kill_at is not None or self.slot.memory_limit_bytes is not None:
             seconds = MEMORY_CHECK_SECONDS
         else:
-            seconds = PATIENCE_SECONDS if len(self._sent) > 1 or self._waiting else LOOK_SECONDS
+            seconds = self.slot.patience_seconds if len(self._sent) > 1 or self._waiting else LOOK_SECONDS
         return seconds if self._is_runner_doomed else min(seconds, max(0.0, self._seconds_left))
 
     def _receive(self, *, is_runner_gone: bool = False) -> None:
@@ -578,7 +583,10 @@ class _BatchRun:
             stray.send(sig)
 
     def _check_patience(self) -> None:
-        if time.monotonic() - self._progress_at < PATIENCE_SECONDS or len(self._sent) + len(self._waiting) < 2:
+        if (
+            time.monotonic() - self._progress_at < self.slot.patience_seconds
+            or len(self._sent) + len(self._waiting) < 2
+        ):
             return
         back = [*self._take_back(), *self._waiting]
         self._waiting.clear()

@@ -11,12 +11,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+
+from tests.waiting import wait_until
 
 HEARTBEAT_SECONDS = 20
 """After which the scheduler counts a silent worker as dead; Airflow's default is 300."""
@@ -48,17 +50,6 @@ SETTINGS = {
 }
 
 TRIES = 5
-LONGEST_SECONDS = 240.0
-"""How long a test waits for one thing; only a fault, or a machine with ten other test processes, takes so long."""
-
-
-def wait_for[T](what: Callable[[], T], words: str, seconds: float = LONGEST_SECONDS) -> T:
-    """Return what the function returns, once that is true. Each request takes the api-server some 50 ms."""
-    deadline = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < deadline, f"waited {seconds} s for {words}"
-        time.sleep(0.5)
-    return found
 
 
 def free_ports(count: int) -> list[int]:
@@ -135,7 +126,7 @@ class AirflowServer:
             subprocess.run([*_airflow(), "db", "migrate"], env=self.environ, check=True, capture_output=True)
             for name in COMPONENTS:
                 self.start(name)
-            wait_for(self.is_healthy, "a healthy Airflow")
+            wait_until(self.is_healthy, "a healthy Airflow")
             token = self._http.get("/auth/token").json()["access_token"]
             self._http.headers["Authorization"] = f"Bearer {token}"
         except BaseException:
@@ -204,7 +195,7 @@ class AirflowServer:
         def is_there() -> bool:
             return self._http.get(f"/api/v2/dags/{dag_id}").status_code == 200
 
-        wait_for(is_there, f"the DAG {dag_id}")
+        wait_until(is_there, f"the DAG {dag_id}")
         run = self.ask("POST", f"/api/v2/dags/{dag_id}/dagRuns", json={"logical_date": None, "conf": conf})
         return DagRun(self, dag_id, run["dag_run_id"])
 
@@ -231,8 +222,8 @@ class DagRun:
             return task if task["state"] in wanted else None
 
         try:
-            task = wait_for(found, f"{task_id} to be {wanted}")
-        except AssertionError as error:
+            task = wait_until(found, f"{task_id} to be {wanted}")
+        except TimeoutError as error:
             error.add_note(f"it is {self.task(task_id, map_index)['state']}\n{self.log(task_id, map_index)}")
             raise
         assert task is not None

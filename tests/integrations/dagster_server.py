@@ -7,9 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from dagster_skyward.metadata import COST_USD, OTHER_COST_USD
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.worker.watchdog import INSTANCE_TAG, POOL_TAG, tagged_processes
+from tests.waiting import wait_until
 
 CONFIG = """
 telemetry: {enabled: false}
@@ -47,15 +47,6 @@ LOCATIONS = """query { workspaceOrError { ... on Workspace { locationEntries { n
   __typename ... on PythonError { message } } } } } }"""
 
 
-def wait_for[T](what: Callable[[], T], why: str, seconds: float = 120.0) -> T:
-    """Return what the function returns, once that is true."""
-    deadline = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {why}"
-        time.sleep(0.2)
-    return found
-
-
 @dataclass
 class Run:
     """One run of the server."""
@@ -82,8 +73,8 @@ class Run:
             self._cursor, has_more = found["cursor"], found["hasMore"]
         return self._events
 
-    def await_end(self, seconds: float = 180.0) -> str:
-        wait_for(lambda: self.status in ENDED, f"the end of {self.id}; its log ends in {self.last()}", seconds)
+    def await_end(self) -> str:
+        wait_until(lambda: self.status in ENDED, f"the end of {self.id}; its log ends in {self.last()}")
         return self.status
 
     def last(self) -> list[str]:
@@ -96,7 +87,7 @@ class Run:
             answer = self.server.ask(TERMINATE, run=self.id, policy=policy)["terminateRun"]
             return answer["__typename"] == "TerminateRunSuccess"
 
-        wait_for(accepted, f"the server to terminate {self.id}")
+        wait_until(accepted, f"the server to terminate {self.id}")
 
 
 @dataclass
@@ -161,7 +152,7 @@ def served(folder: Path, definitions: str, **environ: str) -> Iterator[DagsterSe
         )
     server = DagsterServer(folder, f"http://127.0.0.1:{port}", process)
     try:
-        wait_for(lambda: _is_ready(server), "dagster dev", 300)
+        wait_until(lambda: _is_ready(server), "dagster dev")
         yield server
     finally:
         process.send_signal(signal.SIGINT)

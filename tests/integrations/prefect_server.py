@@ -7,7 +7,6 @@ import queue
 import shutil
 import tempfile
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -53,7 +52,6 @@ from prefect.settings import PREFECT_API_URL, temporary_settings  # noqa: E402
 import skyward_core as sky  # noqa: E402
 from prefect_skyward import SkywardTaskRunner  # noqa: E402
 from skyward_core.worker.watchdog import POOL_TAG, tagged_processes  # noqa: E402
-from tests.conftest import pauses  # noqa: E402
 
 
 def _close_forgotten_clients() -> None:
@@ -74,15 +72,6 @@ def _close_forgotten_clients() -> None:
 _close_forgotten_clients()
 
 type InFlow = Callable[[Callable[[], Any]], Any]
-
-
-def wait_for(what: Callable[[], Any], seconds: float = 90.0) -> Any:
-    """Return what the function returns, once that is true."""
-    deadline = time.monotonic() + seconds
-    for _ in pauses(0.05):
-        if found := what():
-            return found
-        assert time.monotonic() < deadline, "waited in vain"
 
 
 def asked(path: str, body: dict[str, Any]) -> Any:

@@ -22,7 +22,7 @@ from skyward_core.ledger.names_policy import Claim, Rent
 from skyward_core.ledger.rows import Bucket, CostBy, Intent, PoolEntry, Price, ResourceKind, ResourceRequest
 from skyward_core.machines.owner import Owner
 from skyward_core.work import NO_WORK, Work
-from tests.conftest import wait_until
+from tests.waiting import wait_until
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
 LATER = NOON + timedelta(hours=1)

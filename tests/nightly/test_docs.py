@@ -12,11 +12,12 @@ import pytest
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
 
-from tests.conftest import processes_by_tag, wait_until
+from tests.conftest import processes_by_tag
 from tests.system.test_docs import ROOT
 from tests.testbed import Fleet
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror
+from tests.waiting import wait_until
 
 
 @pytest.mark.timeout(300)

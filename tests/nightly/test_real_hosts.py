@@ -22,7 +22,7 @@ from skyward_core.events.events import (
 )
 from skyward_core.providers import host_connections
 from skyward_core.provisioning import rental
-from tests.conftest import RecordedEvents, slowness, wait_until
+from tests.conftest import RecordedEvents, slowness
 from tests.real_hosts import (  # noqa: F401 - fixtures
     RAN,
     client,
@@ -42,6 +42,7 @@ from tests.testbed import Fleet, Host
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror
 from tests.testbed.rental import Cloud
+from tests.waiting import wait_until
 
 CALLS, FEWER_CALLS = 200, 90
 LEASE_SECONDS, GUARD_SECONDS = 8, 10

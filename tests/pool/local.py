@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from tests.conftest import RecordedEvents, shared, wait_until
+from tests.conftest import RecordedEvents, shared
+from tests.waiting import wait_until
 
 
 @sky.compute

@@ -19,7 +19,7 @@ from skyward_core.ledger import budgets
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.names_policy import NamedPool
 from skyward_core.worker.watchdog import INSTANCE_TAG, kill_instance, members
-from tests.conftest import wait_until
+from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from tests.conftest import wait_until
 from tests.testbed import Fleet, Host
+from tests.waiting import wait_until
 
 RESTART = "#!/bin/sh\nexec kill -HUP 1\n"
 """Replaces systemctl and pkill on hosts, because their first process is sshd. It makes sshd read its keys again."""

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import processes_by_tag, wait_until
+from tests.conftest import processes_by_tag
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 CALLS = 300

@@ -26,9 +26,10 @@ from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.metering import Meter
 from skyward_core.ledger.receipt import receipt
 from skyward_core.worker.masking import MASK, Mask, spellings
-from tests.conftest import RecordedEvents, content_of, processes_by_tag, shared, wait_until
+from tests.conftest import RecordedEvents, content_of, processes_by_tag, shared
 from tests.fakes import FakeProvider
 from tests.unit.test_secret import both_envs
+from tests.waiting import wait_until
 
 
 @given(st.text(min_size=4, max_size=30), st.text(max_size=20), st.text(max_size=20))

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from tests.conftest import wait_until
+from tests.waiting import wait_until
 
 ALICE, BOB = 61_001, 61_002
 """Alice attacks, Bob opens pools."""

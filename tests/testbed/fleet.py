@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.testbed import sweeping
-from tests.testbed.command import run, wait_until
+from tests.testbed.command import run
 from tests.testbed.host import Host, write_host_key
 from tests.testbed.network import FIRST_HOST, LAST_HOST, Network
 from tests.testbed.preflight import NAMESPACES
+from tests.waiting import wait_until
 
 INIT = Path(__file__).with_name("init.sh")
 REPOSITORY = Path(__file__).parents[2]

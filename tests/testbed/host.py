@@ -7,8 +7,9 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.testbed.command import run, wait_until
+from tests.testbed.command import run
 from tests.testbed.network import Network
+from tests.waiting import wait_until
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import wait_until
 from tests.system.accelerators.test_mig import DISABLED, HALVES, WHOLE, Machine, machine  # noqa: F401 - a fixture
+from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -7,7 +7,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.events.events import InstanceLost
-from tests.conftest import RecordedEvents, members, wait_until
+from tests.conftest import RecordedEvents, members
 from tests.system.accelerators.test_mig_hosts import (  # noqa: F401 - fixtures
     as_before,
     gpus,
@@ -17,6 +17,7 @@ from tests.system.accelerators.test_mig_hosts import (  # noqa: F401 - fixtures
     seen,
 )
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
+from tests.waiting import wait_until
 
 MIXED = sky.Accelerator.NVIDIA.H100(count=2, mig=["1g.10gb", "1g.10gb", "2g.20gb", "3g.40gb"])
 LEASE_SECONDS = 5

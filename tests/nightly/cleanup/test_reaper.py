@@ -13,7 +13,6 @@ import pytest
 from skyward_core.cleanup import reaper as reaper_module
 from skyward_core.cleanup.reaper import ReaperInput
 from tests.cleanup.reaping_provider import SECRET, FolderProvider, Pool
-from tests.conftest import wait_until
 from tests.system.cleanup.test_reaper import (  # noqa: F401 - fixtures
     DRIVER,
     ROOT,
@@ -25,6 +24,7 @@ from tests.system.cleanup.test_reaper import (  # noqa: F401 - fixtures
     pool,
     start,
 )
+from tests.waiting import wait_until
 
 
 def test_machines_end_although_a_fork_keeps_the_pipe_open(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from playwright.sync_api import Page
 import skyward_core as sky
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Attempt
-from tests.conftest import wait_until
 from tests.testbed.browser import chromium_page
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(200)]
 ROOT = Path(__file__).parents[3]

@@ -14,13 +14,14 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.events.events import CallReported, CallRetrying, InstanceLost
-from tests.conftest import RecordedEvents, wait_until
+from tests.conftest import RecordedEvents
 from tests.distributed.fixtures import ONE_THREAD
 from tests.testbed import Fleet
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror
 from tests.testbed.rental import Cloud
 from tests.testbed.wheel import wheel_that_shows
+from tests.waiting import wait_until
 
 PACKAGES = Path(sysconfig.get_path("purelib"))
 STEPS, INTERVAL, STOPPED_AT = 60, 10, 27

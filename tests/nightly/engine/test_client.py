@@ -15,8 +15,9 @@ import pytest
 import skyward_core as sky
 from skyward_core.engine import dask_loop
 from skyward_core.engine.results import Callbacks
-from tests.conftest import RecordedEvents, wait_until
+from tests.conftest import RecordedEvents
 from tests.system.engine.test_client import connected, gate, loops  # noqa: F401 - fixtures
+from tests.waiting import wait_until
 
 
 def test_a_callback_that_fails_stops_no_other(caplog: pytest.LogCaptureFixture) -> None:

@@ -18,7 +18,8 @@ from skyward_core.engine.connection import SchedulerConnection
 from skyward_core.errors import BudgetExceeded, ConnectionLost
 from skyward_core.session.attached import Attached
 from skyward_core.worker.wire import Parcel
-from tests.conftest import members, wait_until
+from tests.conftest import members
+from tests.waiting import wait_until
 
 
 @pytest.fixture

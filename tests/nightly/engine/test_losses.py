@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from tests.conftest import RecordedEvents, processes_by_tag, slowness, wait_until
+from tests.conftest import RecordedEvents, processes_by_tag, slowness
 from tests.system.engine.test_losses import (
-    LOSS_SECONDS,
     await_replacement,
     double,
     kill,
@@ -24,6 +23,7 @@ from tests.system.engine.test_losses import (
     supervisor_of,
     wait_for_go,
 )
+from tests.waiting import WAIT_SECONDS, wait_until
 
 
 def signal_all(instance_id: str, number: signal.Signals) -> int:
@@ -57,7 +57,7 @@ def test_the_only_node_of_a_pool_is_replaced(tmp_path: Path) -> None:
             "one machine is 0.01 USD per second: the lost one must not be counted any more"
         )
         (tmp_path / "go").touch()
-        assert future.result(timeout=LOSS_SECONDS) == 0
+        assert future.result(timeout=WAIT_SECONDS) == 0
     (final,) = recorded.of(sky.CostFinal)
     assert final.ondemand_count == 2
     assert 0.0 < final.total_cost < 0.015 * final.total_seconds + 0.02
@@ -95,7 +95,7 @@ def test_the_only_node_of_a_pool_is_replaced_by_another_type_if_its_own_is_sold_
         kill(supervisor_of(tmp_path, 0))
         wait_until(lambda: len(recorded.of(sky.PoolReady)) == 2, "the cluster to be up")
         (tmp_path / "go").touch()
-        assert future.result(timeout=LOSS_SECONDS) == 0
+        assert future.result(timeout=WAIT_SECONDS) == 0
     assert sold == {"rare": 1, "common": 1}
 
 
@@ -129,7 +129,7 @@ def test_a_broadcast_waits_for_the_replacement_of_a_lost_node(
         if retries:
             assert supervisor_of(tmp_path, 1) != supervisors[1]
             (tmp_path / "go").touch()
-        thread.join(LOSS_SECONDS)
+        thread.join(WAIT_SECONDS)
         assert not thread.is_alive()
         (result,) = results
         assert result == (0, 1) if retries else isinstance(result, sky.NodeLost)
@@ -156,7 +156,7 @@ def test_closing_in_the_middle_of_a_replacement_leaves_nothing(tmp_path: Path, v
         supervisors = [supervisor_of(tmp_path, node) for node in range(2)]
         pool_id = pool.lease.pool_id
         kill(supervisors[victim])
-        wait_until(kinds[moment], f"the moment ({moment})", LOSS_SECONDS)
+        wait_until(kinds[moment], f"the moment ({moment})")
     for future in futures:
         assert isinstance(future.exception(timeout=0), sky.PoolClosed)
     assert [tag for _, tag in processes_by_tag("SKYWARD_POOL_ID") if tag == pool_id] == []
@@ -178,7 +178,7 @@ def test_a_frozen_node_is_noticed(tmp_path: Path, victim: int) -> None:
         # A head has half the lease in addition: it may only be slow, and losing it loses all calls in flight.
         wait_until(lambda: recorded.of(sky.CallRetrying), "the loss to be noticed", (20 if victim else 55) * slowness())
         (tmp_path / "go").touch()
-        assert {future.result(timeout=LOSS_SECONDS) for future in futures} <= {0, 1}
+        assert {future.result(timeout=WAIT_SECONDS) for future in futures} <= {0, 1}
         await_replacement(recorded)
     assert [event.node for event in recorded.of(sky.InstanceLost)] == [victim]
 
@@ -196,7 +196,7 @@ def test_a_frozen_worker_of_the_head_is_restarted(tmp_path: Path) -> None:
         os.kill(listener(supervisor, int(address.rpartition(":")[2])), signal.SIGSTOP)
         future = pool.submit(double(4))
         wait_until(lambda: recorded.of(sky.Error), "the event", 20 * slowness())
-        assert future.result(timeout=LOSS_SECONDS) == 8
+        assert future.result(timeout=WAIT_SECONDS) == 8
     assert (recorded.of(sky.InstanceLost), recorded.of(sky.ClusterRestarting)) == ([], [])
 
 
@@ -225,7 +225,7 @@ def test_all_nodes_lost_at_once_are_replaced(tmp_path: Path) -> None:
             kill(pid)
         (tmp_path / "go").touch()
         assert {future.result(timeout=60) for future in futures} <= {0, 1}
-        wait_until(lambda: len(recorded.of(sky.InstanceLost)) == 2, "the events of both losses", LOSS_SECONDS)
+        wait_until(lambda: len(recorded.of(sky.InstanceLost)) == 2, "the events of both losses")
         wait_until(lambda: pool.instance_count == 2 and len(node_pid() @ pool) == 2, "both replacements", 60)
     ids = [event.instance_id for event in recorded.of(sky.InstanceLost)]
     assert len(ids) == len(set(ids))
@@ -237,10 +237,10 @@ def test_a_replacement_that_dies_before_it_joins_is_replaced(tmp_path: Path) -> 
     with open_pool(recorded) as pool:
         pids = dict(node_pid() @ pool)
         kill(pids[1])
-        wait_until(lambda: len(recorded.of(sky.InstanceProvisioned)) == 3, "the replacement to be rented", LOSS_SECONDS)
+        wait_until(lambda: len(recorded.of(sky.InstanceProvisioned)) == 3, "the replacement to be rented")
         second = recorded.of(sky.InstanceProvisioned)[2].instance_id
         wait_until(lambda: not signal_all(second, signal.SIGKILL), "all of it to be killed")
-        wait_until(lambda: len(recorded.of(sky.InstanceProvisioned)) == 4, "another replacement", LOSS_SECONDS)
-        wait_until(lambda: len(node_pid() @ pool) == 2, "the node to join", LOSS_SECONDS)
+        wait_until(lambda: len(recorded.of(sky.InstanceProvisioned)) == 4, "another replacement")
+        wait_until(lambda: len(node_pid() @ pool) == 2, "the node to join")
     assert len(recorded.of(sky.Error)) == 1
     assert len(recorded.of(sky.InstanceLost)) == 1

@@ -13,7 +13,8 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.ledger.ledger import Ledger, default_url
-from tests.conftest import RecordedEvents, wait_until
+from tests.conftest import RecordedEvents
+from tests.waiting import wait_until
 
 LEASE_SECONDS = 5.0
 

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 import skyward_core as sky
-from tests.conftest import RecordedEvents, wait_until
+from tests.conftest import RecordedEvents
 from tests.system.image.test_volume_hosts import KEYS, SECRET, Service, service
 from tests.testbed import Fleet
 from tests.testbed.fixtures import fleet, mirror
 from tests.testbed.mirror import Mirror
+from tests.waiting import wait_until
 
 __all__ = ["fleet", "mirror", "service"]
 

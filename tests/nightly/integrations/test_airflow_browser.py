@@ -14,8 +14,9 @@ from playwright.sync_api import Page
 if importlib.util.find_spec("airflow") is None:
     pytest.skip("Airflow is not installed", allow_module_level=True)
 
-from tests.integrations.airflow_server import DAGS, AirflowServer, wait_for
+from tests.integrations.airflow_server import DAGS, AirflowServer
 from tests.integrations.pictures import page, shown, take  # noqa: F401 - a fixture
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(600)]
 
@@ -31,7 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AirflowServer]:
 def test_the_pages_of_a_task_and_of_its_run(page: Page, server: AirflowServer, tmp_path: Path) -> None:
     """While the task runs, its page has the links, and the tab the present rate."""
     run = server.trigger("attended", folder=str(tmp_path))
-    wait_for(lambda: run.links()["Receipt"], "links of the running task")
+    wait_until(lambda: run.links()["Receipt"], "links of the running task")
     address = f"{server.url}/dags/attended/runs/{run.run_id}"
     page.goto(f"{address}/tasks/work/details")
     shown(page, "Extra Links", "Receipt")

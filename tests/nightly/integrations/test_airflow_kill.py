@@ -15,9 +15,10 @@ if importlib.util.find_spec("airflow") is None:
     pytest.skip("Airflow is not installed", allow_module_level=True)
 
 import skyward_core as sky
-from tests.conftest import slowness, wait_until
+from tests.conftest import slowness
 from tests.integrations import airflow_host
 from tests.integrations.airflow_host import ROOT, Airflow, Workers, left_by, pushed, read_until, returned
+from tests.waiting import wait_until
 
 airflow = pytest.fixture(scope="module")(airflow_host.served)
 pytestmark = pytest.mark.timeout(400)

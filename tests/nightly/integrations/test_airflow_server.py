@@ -17,7 +17,8 @@ if importlib.util.find_spec("airflow") is None:
 
 import skyward_core as sky
 from skyward_core.worker.watchdog import POOL_TAG, tagged_processes
-from tests.integrations.airflow_server import DAGS, AirflowServer, DagRun, wait_for
+from tests.integrations.airflow_server import DAGS, AirflowServer, DagRun
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(900)]
 FINAL = ("success", "failed")
@@ -47,7 +48,7 @@ class Job:
 
     def begun(self, count: int = 1) -> None:
         """Wait until the function runs for the time `count`."""
-        wait_for(lambda: len(self.runs) >= count, f"run {count} of the function")
+        wait_until(lambda: len(self.runs) >= count, f"run {count} of the function")
 
     def go(self) -> None:
         """Let the function end."""
@@ -59,8 +60,8 @@ class Job:
 
     def ended(self, pools: int) -> float:
         """Wait until no machine is left; return the cost of these pools, which the tab has too."""
-        wait_for(lambda: self.machines() == [], "the end of the machines")
-        wait_for(lambda: all(pool["ended_at"] for pool in self.receipts()), "the end in the ledger")
+        wait_until(lambda: self.machines() == [], "the end of the machines")
+        wait_until(lambda: all(pool["ended_at"] for pool in self.receipts()), "the end in the ledger")
         found = self.receipts()
         assert len(found) == pools
         assert len(self.runs) == len(set(self.runs)), f"a generation has run twice: {self.runs}"
@@ -111,7 +112,7 @@ def test_a_task_runs_and_a_deferred_one_too(start: Any) -> None:
         assert found["Skyward"] == page
         assert found["Receipt"].startswith(f"{job.server.url}/skyward/dags/{job.run.dag_id}/task?")
         assert found["Cloud console"] is None  # `Local` has none
-    wait_for(lambda: "[node 0] line 3" in deferred.run.log(), "lines that the trigger writes")
+    wait_until(lambda: "[node 0] line 3" in deferred.run.log(), "lines that the trigger writes")
     for job in (attended, deferred):
         job.go()
         job.run.wait("success")
@@ -155,12 +156,12 @@ def test_a_deferred_task_that_a_user_marks_or_clears_leaves_nothing(start: Any) 
 def test_the_next_try_adopts_the_call_of_a_worker_that_was_killed(start: Any, who: str) -> None:
     job = start("durable")
     job.begun()
-    wait_for(lambda: "[node 0] line 1" in job.run.log(), "the log")
+    wait_until(lambda: "[node 0] line 1" in job.run.log(), "the log")
     pid = job.run.task()["pid"]
     os.kill(pid if who == "task" else parent_of(pid), signal.SIGKILL)
-    wait_for(lambda: job.run.task()["try_number"] == 2, "the next try")
+    wait_until(lambda: job.run.task()["try_number"] == 2, "the next try")
     job.run.wait("running")
-    wait_for(lambda: "adopted the call that try 1 has begun" in job.run.log(), "the adoption")
+    wait_until(lambda: "adopted the call that try 1 has begun" in job.run.log(), "the adoption")
     job.go()
     assert job.run.wait(FINAL)["state"] == "success"
     assert job.runs == ["1"]
@@ -172,12 +173,12 @@ def test_a_deferred_task_outlives_its_triggerer_and_its_scheduler(start: Any, se
     job = start("deferred")
     job.begun()
     job.run.wait("deferred")
-    wait_for(lambda: "[node 0] line 1" in job.run.log(), "lines that the trigger writes")
+    wait_until(lambda: "[node 0] line 1" in job.run.log(), "lines that the trigger writes")
     for name in ("triggerer", "scheduler"):
         server.kill(name)
         server.start(name)
     before = job.run.log().count("[node 0] line")
-    wait_for(lambda: job.run.log().count("[node 0] line") > before + 5, "lines that the next trigger writes")
+    wait_until(lambda: job.run.log().count("[node 0] line") > before + 5, "lines that the next trigger writes")
     job.go()
     assert job.run.wait(FINAL)["state"] == "success"
     assert job.runs == ["1"]
@@ -219,7 +220,7 @@ def test_a_running_and_a_deferred_task_outlive_the_api_server(tmp_path: Path) ->
         begun_by = [job.runs for job in jobs]
         server.kill("api-server")
         server.start("api-server")
-        wait_for(server.is_healthy, "a healthy Airflow")
+        wait_until(server.is_healthy, "a healthy Airflow")
         for job, (attempt,) in zip(jobs, begun_by, strict=True):
             job.go()
             assert job.run.wait(FINAL)["state"] == "success"

@@ -12,9 +12,8 @@ import pytest
 from joblib import Parallel, delayed
 
 import skyward_core as sky
-from tests.conftest import RecordedEvents, shared, wait_until
+from tests.conftest import RecordedEvents, shared
 from tests.system.integrations.test_backend import (  # noqa: F401 - fixtures
-    MOST_SECONDS,
     RECORDED,
     SLOTS,
     active,
@@ -27,6 +26,7 @@ from tests.system.integrations.test_backend import (  # noqa: F401 - fixtures
     score_when_allowed,
     search,
 )
+from tests.waiting import WAIT_SECONDS, wait_until
 
 pytestmark = [pytest.mark.timeout(600)]
 FROZEN_SECONDS = 20.0
@@ -38,7 +38,7 @@ def test_the_scheduler_is_frozen_during_a_search(
     """Sleeps: the freeze has to last, longer than the engine waits for the answer to a ping."""
     scheduler: Any = pool.dask_client().run_on_scheduler(os.getpid)
     found = in_background(lambda: search(digits, functools.partial(score_when_allowed, str(tmp_path))), pool)
-    wait_until(lambda: len(list(tmp_path.glob("runs-*"))) == SLOTS, "fits in every slot", MOST_SECONDS)
+    wait_until(lambda: len(list(tmp_path.glob("runs-*"))) == SLOTS, "fits in every slot")
     os.kill(scheduler, signal.SIGSTOP)
     try:
         (tmp_path / "go").touch()
@@ -47,7 +47,7 @@ def test_the_scheduler_is_frozen_during_a_search(
     finally:
         os.kill(scheduler, signal.SIGCONT)
     with joblib.parallel_config(backend="threading"):
-        assert_equal_searches(found.result(MOST_SECONDS), search(digits))
+        assert_equal_searches(found.result(WAIT_SECONDS), search(digits))
 
 
 def test_n_jobs_limits_what_runs_at_once(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_n_jobs_limits_what_runs_at_once(tmp_path: Path) -> None:
     with shared(one) as pool, sky.joblib_backend(pool):
         parallel = Parallel(n_jobs=2, batch_size=1, return_as="generator")
         found = parallel(delayed(length_when_allowed)(str(tmp_path), [0.0]) for _ in range(8))
-        wait_until(lambda: len(list(tmp_path.glob("runs-*"))) == 2, "two tasks", MOST_SECONDS)
+        wait_until(lambda: len(list(tmp_path.glob("runs-*"))) == 2, "two tasks")
         wait_until(lambda: recorded.of(sky.CallProgress)[-1].submitted == 2, "the progress")
         assert parallel.n_dispatched_batches == 4
         (tmp_path / "go").touch()

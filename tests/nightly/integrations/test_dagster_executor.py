@@ -16,10 +16,9 @@ dg = pytest.importorskip("dagster")
 
 import skyward_core as sky  # noqa: E402
 from dagster_skyward.configuration import plain  # noqa: E402
-from tests.conftest import processes_by_tag, signal_members, wait_until  # noqa: E402
+from tests.conftest import processes_by_tag, signal_members  # noqa: E402
 from tests.real_hosts import owned_by  # noqa: E402
 from tests.system.integrations.test_dagster_executor import (  # noqa: E402, F401 - fixtures
-    DEADLINE_SECONDS,
     assert_nothing_is_left,
     events,
     executed,
@@ -34,6 +33,7 @@ from tests.testbed import Fleet, Host  # noqa: E402
 from tests.testbed.fixtures import fleet, mirror  # noqa: E402, F401 - fixtures
 from tests.testbed.mirror import Mirror  # noqa: E402
 from tests.testbed.wheel import wheel_that_shows  # noqa: E402
+from tests.waiting import WAIT_SECONDS, wait_until  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(400)]
 REPOSITORY = Path(__file__).parents[3]
@@ -59,10 +59,10 @@ def test_a_step_whose_node_is_lost_is_tried_again_on_another(project: Path) -> N
     """The engine does not repeat the call; Dagster's retry policy does, in the same pool."""
     with started(project, "moves") as process:
         try:
-            wait_until(lambda: bool(notes(project)), "the step to begin", DEADLINE_SECONDS)
+            wait_until(lambda: bool(notes(project)), "the step to begin")
             ((_, pool, instance, _),) = notes(project)
             signal_members(instance, signal.SIGKILL)
-            output, _ = process.communicate(timeout=DEADLINE_SECONDS)
+            output, _ = process.communicate(timeout=WAIT_SECONDS)
         finally:
             process.kill()
     run, log = run_of(project)
@@ -79,12 +79,12 @@ def test_a_run_that_is_ended_ends_its_steps_and_its_pool(project: Path, sig: sig
     """A terminated run interrupts its steps, which clean up. A killed one cannot: its nodes end all the same."""
     with started(project, "never_ends") as process:
         try:
-            wait_until(lambda: bool(notes(project)), "the step to begin", DEADLINE_SECONDS)
+            wait_until(lambda: bool(notes(project)), "the step to begin")
             if sig is signal.SIGTERM:  # what the UI does: without a request Dagster takes the signal for a failure
                 with dg.DagsterInstance.from_config(str(project)) as instance:
                     instance.report_run_canceling(run_of(project)[0])
             process.send_signal(sig)
-            output, _ = process.communicate(timeout=DEADLINE_SECONDS)
+            output, _ = process.communicate(timeout=WAIT_SECONDS)
         finally:
             process.kill()
     assert_nothing_is_left(project)

@@ -19,7 +19,8 @@ from dagster_skyward.settlement import REPORTED, STATE_TAG  # noqa: E402
 from dagster_skyward.step_report import NODES_TABLE  # noqa: E402
 from skyward_core.ledger.ledger import Ledger  # noqa: E402
 from tests.conftest import signal_members  # noqa: E402
-from tests.integrations.dagster_server import DagsterServer, Run, costs_in_events, metadata_of, served, wait_for  # noqa: E402
+from tests.integrations.dagster_server import DagsterServer, Run, costs_in_events, metadata_of, served  # noqa: E402
+from tests.waiting import wait_until  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.filterwarnings("default::DeprecationWarning")]
 
@@ -113,7 +114,7 @@ def runs(server: DagsterServer) -> dict[str, Run]:
 
 
 def await_payload(server: DagsterServer, name: str) -> None:
-    wait_for((server.folder / f"{name}.runs").exists, f"the payload of {name}", 240)
+    wait_until((server.folder / f"{name}.runs").exists, f"the payload of {name}", 240)
 
 
 def let_go(server: DagsterServer, name: str) -> None:
@@ -128,8 +129,8 @@ def processes(server: DagsterServer, name: str, run: Run) -> tuple[int, int]:
 
 def assert_all_is_ended_and_reported(server: DagsterServer, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """No machine lives, and the run's events have the same costs as the ledger, by step."""
-    wait_for(lambda: not server.machines(run), f"the machines of {run.id} to end: {server.machines(run)}")
-    wait_for(lambda: run.tags.get(STATE_TAG) == REPORTED, f"the costs of {run.id} to be reported; {run.last()}")
+    wait_until(lambda: not server.machines(run), f"the machines of {run.id} to end: {server.machines(run)}")
+    wait_until(lambda: run.tags.get(STATE_TAG) == REPORTED, f"the costs of {run.id} to be reported; {run.last()}")
     monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{server.folder}/ledger.db")
     parts = {
         part.work.task: round(part.cost_usd * 1_000_000)
@@ -145,7 +146,7 @@ def test_a_run_that_is_terminated_while_its_pool_opens(
 ) -> None:
     """The machine is stopped as a process, so that its preparation does not end before the termination."""
     run = runs["provisioning_job"]
-    for machine in wait_for(lambda: server.machines(run), "a machine of the run", 240):
+    for machine in wait_until(lambda: server.machines(run), "a machine of the run", 240):
         signal_members(machine, signal.SIGSTOP)
     run.terminate()
     assert run.await_end() == "CANCELED"
@@ -187,10 +188,10 @@ def test_a_run_whose_process_is_killed_is_tried_again(
     await_payload(server, "run")
     step, parent = processes(server, "run", run)
     os.kill(parent, signal.SIGKILL)
-    wait_for(lambda: not os.path.exists(f"/proc/{step}"), "the end of the step's process")
+    wait_until(lambda: not os.path.exists(f"/proc/{step}"), "the end of the step's process")
     let_go(server, "run")  # for the second try
     assert run.await_end() == "FAILURE"
-    again = wait_for(
+    again = wait_until(
         lambda: next((one for one in server.runs("run_job") if one["parentRunId"] == run.id), None), "the second try"
     )
     second = Run(server, again["runId"])
@@ -210,7 +211,7 @@ def test_five_steps_share_a_pool_and_show_what_they_do(
         observed = [event for event in run.events() if event["__typename"] == "ObservationEvent"]
         return [event for event in observed if RUNNING_COST_USD in metadata_of(event)]
 
-    first = wait_for(live, "an observation of a step that runs")[0]
+    first = wait_until(live, "an observation of a step that runs")[0]
     assert run.status == "STARTED"
     assert metadata_of(first)[RUNNING_COST_USD]["floatValue"] >= 0
     let_go(server, "four")

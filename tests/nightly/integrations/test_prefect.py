@@ -16,16 +16,8 @@ import pytest
 pytest.importorskip("prefect")
 
 from tests.integrations import prefect_server  # noqa: I001 - before Prefect
-from tests.integrations.prefect_server import (
-    artifacts,
-    database_text,
-    events_of,
-    is_alive,
-    logs,
-    processes_of,
-    runner,
-    wait_for,
-)
+from tests.integrations.prefect_server import artifacts, database_text, events_of, is_alive, logs, processes_of, runner
+from tests.waiting import wait_until
 from tests.system.integrations.test_prefect import Gated, add, events, hang  # noqa: F401 - a fixture
 from tests.system.integrations.test_prefect_steps import here, where
 
@@ -45,7 +37,7 @@ from prefect_skyward.report.run_report import RunReport
 from prefect_skyward.ui import RunLog
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.rows import CostBy
-from tests.conftest import wait_until
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.filterwarnings("default")]  # Prefect's own warnings are not our faults
 api = pytest.fixture(scope="module", autouse=True)(prefect_server.served)
@@ -126,7 +118,7 @@ def test_unconfirmed_machines_are_reported(events: list[Any], monkeypatch: pytes
 
     assert left() == 2
     assert pools[0].unconfirmed is not None
-    assert wait_for(lambda: [r for r in logs(ids[0]) if r["level"] == 40 and "NOT CONFIRMED GONE" in r["message"]])
+    assert wait_until(lambda: [r for r in logs(ids[0]) if r["level"] == 40 and "NOT CONFIRMED GONE" in r["message"]])
     (machine,) = pools[0].unconfirmed.ids
     words, page = cost_page(ids[0])
     assert f"| **Not confirmed gone** | {machine}" in page
@@ -155,12 +147,12 @@ def test_on_unfinished_and_max_workers(events: list[Any], tmp_path: Path) -> Non
     @flow(task_runner=runner(events, on_unfinished="cancel"))
     def hasty() -> None:
         futures.append(hang.submit(tmp_path / "hasty"))
-        wait_for((tmp_path / "hasty").exists)
+        wait_until((tmp_path / "hasty").exists)
 
     @flow(task_runner=runner(events, on_unfinished="wait", max_workers=1, nodes=2))
     def failing() -> None:
         futures.extend(wait_for_go.submit(tmp_path / name) for name in ("one", "two"))
-        wait_for((tmp_path / "one").exists)
+        wait_until((tmp_path / "one").exists)
         assert not (tmp_path / "two").exists()
         threading.Timer(0.5, go.touch).start()
         raise LookupError("the flow is wrong")
@@ -169,7 +161,7 @@ def test_on_unfinished_and_max_workers(events: list[Any], tmp_path: Path) -> Non
     def patient() -> None:
         go.unlink()
         futures.append(wait_for_go.submit(tmp_path / "three"))
-        wait_for((tmp_path / "three").exists)
+        wait_until((tmp_path / "three").exists)
         threading.Timer(0.5, go.touch).start()
 
     hasty()
@@ -195,7 +187,7 @@ def test_a_flow_that_is_tried_again_at_once_stops_the_calls_of_the_first_attempt
         bodies.append(1)
         if len(bodies) == 1:
             hang.submit(tmp_path / "pid")
-            wait_for((tmp_path / "pid").exists)
+            wait_until((tmp_path / "pid").exists)
             raise LookupError("the first attempt")
         return is_alive(int((tmp_path / "pid").read_text()))
 
@@ -298,7 +290,7 @@ def test_every_log_line_of_300_tasks_on_two_nodes_is_in_the_api_once_at_its_leve
     ]
     assert {node for _, node in nodes.values()} == {0, 1}
     assert len(expected) == 1800
-    assert sorted(wait_for(lambda: len(lines := found()) >= len(expected) and lines)) == sorted(expected)
+    assert sorted(wait_until(lambda: len(lines := found()) >= len(expected) and lines)) == sorted(expected)
 
 
 @task
@@ -351,7 +343,7 @@ def test_secrets_come_from_blocks_when_the_pool_opens(
     read, flow_run_id = reading()
     values = ["block-0123456789", "env-0123456789", "part-0123456789"]
     assert read == [value[::-1] for value in values]
-    messages = wait_for(lambda: [text for record in logs(flow_run_id) if "they are" in (text := record["message"])])
+    messages = wait_until(lambda: [text for record in logs(flow_run_id) if "they are" in (text := record["message"])])
     assert "they are *** *** ***" in messages[0]
     spoken = [
         database_text(tmp_path_factory),
@@ -421,8 +413,8 @@ def test_beside_another_runner_a_pool_is_kept_for_the_flow_run(tmp_path: Path) -
     places, flow_run_id = asyncio.run(plain())
     ((pool, name),) = set(places)
     assert name == "beside"
-    wait_for(lambda: processes_of({pool}) == [])
-    found = wait_for(lambda: [r for r in logs(flow_run_id) if "done: " in r["message"]])
+    wait_until(lambda: processes_of({pool}) == [])
+    found = wait_until(lambda: [r for r in logs(flow_run_id) if "done: " in r["message"]])
     assert found
     lines = [r for r in logs(flow_run_id) if r["message"] == "[node 0] beside"]
     assert len({r["task_run_id"] for r in lines}) == len(lines) == 4
@@ -435,14 +427,14 @@ def test_a_failing_flow_beside_another_runner_ends_its_pool(tmp_path: Path) -> N
     @flow(retries=1)
     def broken() -> None:
         if pools:
-            wait_for(lambda: processes_of(set(pools)) == [])
+            wait_until(lambda: processes_of(set(pools)) == [])
         pools.append(beside()[0])
         raise LookupError("the flow itself is wrong")
 
     with pytest.raises(LookupError):
         broken()
     assert len(set(pools)) == 2
-    wait_for(lambda: processes_of(set(pools)) == [])
+    wait_until(lambda: processes_of(set(pools)) == [])
 
 
 def test_without_a_flow_the_pool_lives_for_one_call() -> None:
@@ -478,7 +470,7 @@ def test_a_flow_run_that_finds_a_pool_warm_has_its_share_of_the_cost() -> None:
         assert "share of pool warm-gpu" in words
         assert "share of pool `warm-gpu`" in page
         assert {"skyward-machines", "skyward-nodes"} <= {one["key"] for one in artifacts(run)}
-        (final,) = wait_for(lambda: [one for one in events_of(run) if one["event"] == "skyward.cost.final"])
+        (final,) = wait_until(lambda: [one for one in events_of(run) if one["event"] == "skyward.cost.final"])
         assert final["payload"]["share_of"] == "warm-gpu"
         assert final["payload"]["has_opened"] is (run == first)
         with get_client(sync_client=True) as client:
@@ -622,7 +614,7 @@ def test_a_pool_without_calls_reports_that_its_money_is_used_up(monkeypatch: pyt
     def idle() -> None:
         ids.append(current_run.id)
         add.submit(1, 1).result()
-        wait_for(lambda: events_of(ids[0], "skyward.budget.exceeded"))
+        wait_until(lambda: events_of(ids[0], "skyward.budget.exceeded"))
 
     idle()
     (event,) = events_of(ids[0], "skyward.budget.exceeded")

@@ -15,7 +15,8 @@ import pytest
 
 pytest.importorskip("prefect")
 from tests.integrations import prefect_server  # isort: skip
-from tests.integrations.prefect_server import deployment_named, events_of, wait_for
+from tests.integrations.prefect_server import deployment_named, events_of
+from tests.waiting import wait_until
 
 from prefect import flow, task  # isort: skip
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
@@ -71,7 +72,7 @@ def test_a_notification_says_that_the_money_is_used_up(received: list[dict[str, 
         add.submit(1, 1).result()
 
     assert poor(return_state=True).is_failed()
-    notes = wait_for(lambda: [one for one in received if one["subject"].startswith("Skyward: without money, ")])
+    notes = wait_until(lambda: [one for one in received if one["subject"].startswith("Skyward: without money, ")])
     (note,) = [one for one in notes if "skyward.budget.exceeded" in one["subject"]]
     assert "0.0001" in note["body"]
 
@@ -115,18 +116,18 @@ def test_the_budget_guard_cancels_a_run_at_80_percent_of_its_budget(
         get_client(sync_client=True) as client,
     ):
         try:
-            deployment = wait_for(lambda: deployment_named("guarded"), 60)
+            deployment = wait_until(lambda: deployment_named("guarded"), 60)
             run = client.create_flow_run_from_deployment(deployment.id)
-            wait_for(lambda: client.read_flow_run(run.id).state.name == "Cancelled", 120)
+            wait_until(lambda: client.read_flow_run(run.id).state.name == "Cancelled", 120)
             states = client.read_flow_run_states(run.id)
         finally:
             server.send_signal(signal.SIGINT)
             server.wait(timeout=60)
     assert any(f"Cancelled by Automation {guard.id}" in (state.message or "") for state in states)
-    (warning,) = wait_for(lambda: events_of(run.id, "skyward.budget.warning"))
+    (warning,) = wait_until(lambda: events_of(run.id, "skyward.budget.warning"))
     assert warning["payload"]["limit_usd"] == 40
     assert 0.3 <= warning["payload"]["share"] < 1
     assert {related["prefect.resource.role"] for related in warning["related"]} >= {"flow-run", "flow", "deployment"}
-    assert wait_for(lambda: [one for one in received if "skyward.budget.warning" in one["subject"]])
+    assert wait_until(lambda: [one for one in received if "skyward.budget.warning" in one["subject"]])
     costs = sky.cost_of(sky.Work(system="prefect", workflow="guarded", run=str(run.id)))
     assert 12 <= sum(costs.values()) < 40

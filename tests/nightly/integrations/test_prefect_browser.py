@@ -19,9 +19,9 @@ from urllib.request import Request, urlopen
 import pytest
 from playwright.sync_api import Page
 
-from tests.conftest import wait_until
 from tests.integrations import session_server
 from tests.integrations.pictures import page, shown, take  # noqa: F401 - a fixture
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(400)]
 ROOT = Path(__file__).parents[3]

@@ -15,7 +15,8 @@ import pytest
 pytest.importorskip("prefect")
 
 from tests.integrations import prefect_server  # noqa: I001 - before Prefect
-from tests.integrations.prefect_server import artifacts, asked, logs, runner, wait_for
+from tests.integrations.prefect_server import artifacts, asked, logs, runner
+from tests.waiting import wait_until
 
 from prefect import flow, get_run_logger, runtime, task
 from prefect.settings import PREFECT_API_KEY, temporary_settings
@@ -115,16 +116,16 @@ def test_prefect_works_in_a_function_on_a_node(events: list[Any], tmp_path: Path
     assert after == before
     assert [one["task_run_id"] for one in artifacts(flow_run_id) if one["key"] == "from-a-node"] == [task_run_id]
 
-    runs = wait_for(lambda: len(all_runs := runs_of(flow_run_id)) == 9 and all_runs)
+    runs = wait_until(lambda: len(all_runs := runs_of(flow_run_id)) == 9 and all_runs)
     nested = {
         id
         for id, run in runs.items()
         if [one["id"] for one in run["task_inputs"].get("__parents__", ())] == [task_run_id]
     }
     assert sorted(runs[id]["name"].rpartition("-")[0] for id in nested) == ["double"] * 5 + ["says"]
-    assert wait_for(lambda: all(run["state_name"] == "Completed" for run in runs_of(flow_run_id).values()))
+    assert wait_until(lambda: all(run["state_name"] == "Completed" for run in runs_of(flow_run_id).values()))
 
-    records = wait_for(lambda: has_lines(found := logs(UUID(flow_run_id))) and found)
+    records = wait_until(lambda: has_lines(found := logs(UUID(flow_run_id))) and found)
     own = [
         (one["level"], one["message"])
         for one in records
@@ -183,11 +184,11 @@ def test_nested_task_runs_end_with_their_parent(events: list[Any], tmp_path: Pat
         failed.wait()
         with pytest.raises(ValueError, match="the parent has failed"):
             failed.result()
-        wait_for((tmp_path / "patient").exists)
+        wait_until((tmp_path / "patient").exists)
         assert stopped.state is None or not stopped.state.is_final()
 
     ends()
-    states = wait_for(
+    states = wait_until(
         lambda: (
             len(runs := runs_of(ids[0])) == 4
             and all(run["state_type"] not in ("PENDING", "RUNNING") for run in runs.values())

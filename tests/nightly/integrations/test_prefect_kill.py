@@ -20,7 +20,8 @@ import pytest
 pytest.importorskip("prefect")
 
 from tests.integrations import prefect_server  # noqa: I001 - before Prefect
-from tests.integrations.prefect_server import asked, deployment_named, is_alive, processes_of, wait_for
+from tests.integrations.prefect_server import asked, deployment_named, is_alive, processes_of
+from tests.waiting import wait_until
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
@@ -154,7 +155,7 @@ class Run:
         """Wait until both pools have a machine; in the last phase until both calls run."""
         ends = ("Failed", "Completed", "Crashed")
         # asked once: while a run is provisioning, its machines come and go with each try
-        seen = wait_for(lambda: "begun" if self._has_begun() else (end := self.state) in ends and end, END_SECONDS)
+        seen = wait_until(lambda: "begun" if self._has_begun() else (end := self.state) in ends and end, END_SECONDS)
         assert seen == "begun"
 
     def _has_begun(self) -> bool:
@@ -170,10 +171,10 @@ class Run:
                 client.set_flow_run_state(self.id, Cancelling())
             return True
 
-        wait_for(lambda: unless_locked(ask))
+        wait_until(lambda: unless_locked(ask))
 
     def await_end(self, state: str) -> None:
-        wait_for(lambda: self.state == state, END_SECONDS)
+        wait_until(lambda: self.state == state, END_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,7 @@ def hosts(api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]
             ]
             runs.update(((run.folder.name.partition("-")[0], case), run) for run in begun_now)
             for run in begun_now:  # not all at once: requests to SQLite that waits for its lock take up to a minute
-                wait_for(run.pid_file.exists, END_SECONDS)
+                wait_until(run.pid_file.exists, END_SECONDS)
         try:
             yield Hosts(worker, runs)
         finally:  # a run that a failed test has left outlives a worker that was killed
@@ -255,7 +256,7 @@ def program(*arguments: str, folder: Path, environ: dict[str, str]) -> Generator
 def begun(host: str, case: str, run: Run) -> Run:
     folder = run.folder / f"{host}-{case}"
     folder.mkdir()
-    deployment = wait_for(lambda: deployment_named(f"kill-{host}-{run.phase}"), 90)
+    deployment = wait_until(lambda: deployment_named(f"kill-{host}-{run.phase}"), 90)
     parameters: dict[str, Any] = {"folder": str(folder)}
     if case == "orphaned":
         parameters["asks"] = 1.0
@@ -265,13 +266,13 @@ def begun(host: str, case: str, run: Run) -> Run:
 
 
 def assert_all_is_ended_and_billed(run: Run) -> None:
-    wait_for(lambda: all(receipt["ended_at"] for receipt in run.receipts))
+    wait_until(lambda: all(receipt["ended_at"] for receipt in run.receipts))
     receipts = run.receipts
     pools = {receipt["pool_id"] for receipt in receipts}
     assert len(pools) >= 2
     assert run.machines() == set()
-    wait_for(lambda: processes_of(pools) == [])
-    wait_for(lambda: not is_alive(run.pid))
+    wait_until(lambda: processes_of(pools) == [])
+    wait_until(lambda: not is_alive(run.pid))
     billed = {machine["cloud_id"]: machine for receipt in receipts for machine in receipt["resources"]}
     assert [receipt["left"] for receipt in receipts] == [[] for _ in receipts]
     assert all(machine["cost_usd"] > 0 for machine in billed.values())
@@ -315,7 +316,7 @@ def test_a_cancelled_run_leaves_no_machine_and_its_whole_bill(phase: str, host: 
     run = stopped.runs[host, phase]
     run.await_end("Cancelled")
     assert_all_is_ended_and_billed(run)
-    wait_for(lambda: states_of_task_runs(run) == {"Cancelled"})
+    wait_until(lambda: states_of_task_runs(run) == {"Cancelled"})
 
 
 @pytest.mark.parametrize("host", HOSTS)
@@ -332,7 +333,7 @@ def test_a_run_whose_worker_is_killed_can_be_cancelled(stopped: Hosts) -> None:
     os.kill(stopped.worker.pid, signal.SIGKILL)
     stopped.worker.wait()
     assert is_alive(run.pid)
-    wait_for(lambda: run.state == "Running")
+    wait_until(lambda: run.state == "Running")
     run.cancel()
     run.await_end("Cancelled")
     assert_all_is_ended_and_billed(run)
@@ -357,7 +358,7 @@ def test_a_run_that_no_process_stops_ends_its_calls_and_machines(
     ids: list[UUID] = []
 
     def cancel() -> None:
-        wait_for((tmp_path / "began").exists)
+        wait_until((tmp_path / "began").exists)
         with get_client(sync_client=True) as client:
             client.set_flow_run_state(ids[0], Cancelling())
 
@@ -376,10 +377,10 @@ def test_a_run_that_no_process_stops_ends_its_calls_and_machines(
         patient()
     assert not (tmp_path / "later").exists()
     pool = (tmp_path / "began").read_text()
-    wait_for(lambda: processes_of({pool}) == [])
+    wait_until(lambda: processes_of({pool}) == [])
     with get_client(sync_client=True) as client:
-        wait_for(lambda: client.read_flow_run(ids[0]).state.name == "Cancelled")
-    receipts = wait_for(lambda: [one for one in sky.receipts_of(sky.Work(run=str(ids[0]))) if one["ended_at"]])
+        wait_until(lambda: client.read_flow_run(ids[0]).state.name == "Cancelled")
+    receipts = wait_until(lambda: [one for one in sky.receipts_of(sky.Work(run=str(ids[0]))) if one["ended_at"]])
     assert [(one["pool_id"], one["left"]) for one in receipts] == [(pool, [])]
 
 
@@ -412,6 +413,6 @@ def test_the_crash_guard_ends_a_silent_run_of_the_named_flows() -> None:
     with get_client(sync_client=True) as client:
         assert [one.id for one in client.read_automations_by_name(CRASH_GUARD_NAME)] == [guard.id]
         other, run = silent_run(client, unwatched), silent_run(client, abandoned)
-        wait_for(lambda: client.read_flow_run(run).state.name == "Crashed")
+        wait_until(lambda: client.read_flow_run(run).state.name == "Crashed")
         assert "no heartbeat for 10 s" in client.read_flow_run(run).state.message
         assert client.read_flow_run(other).state.name == "Running"

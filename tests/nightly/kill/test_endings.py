@@ -16,7 +16,7 @@ import pytest
 from skyward_core.errors import LedgerError
 from skyward_core.ledger.ledger import Ledger
 from tests.kill import billed
-from tests.system.kill.test_endings import CALLS, INTERRUPTED, OPEN_SECONDS, Program, program, reaped, tidied  # noqa: F401 - fixtures
+from tests.system.kill.test_endings import CALLS, INTERRUPTED, Program, program, reaped, tidied  # noqa: F401 - fixtures
 
 WAITS = """
 p = pool().open()
@@ -58,7 +58,7 @@ with Broken(provider=Billed(folder=str(HOME / "billed")), display="quiet") as p:
 )
 def test_an_end_by_the_program_itself(program: Program, text: str, status: int, words: str) -> None:
     """However Python leaves the program, the machines end before its process; after `os._exit` the reaper ends them."""
-    assert program.start(text).status(OPEN_SECONDS) == status, program.stderr
+    assert program.start(text).status() == status, program.stderr
     (reaped if status == 3 else tidied)(program)
     assert words in program.stderr
 
@@ -187,7 +187,7 @@ def test_a_ledger_that_cannot_be_used_when_the_pool_opens(program: Program, trou
             Ledger(program.ledger_url).close()
             until_then.enter_context(locked(program))
         program.start(f"{NO_ROOM if trouble == 'full' else WAITS_FOR.format(seconds=0.5)}{OPENS}")
-        assert program.status(OPEN_SECONDS) == 1
+        assert program.status() == 1
     program.wait_for(lambda: not program.living(), "everything to be gone")
     (error,) = [line for line in program.stderr.splitlines() if line.startswith("skyward_core.errors.LedgerError")]
     assert words in error
@@ -265,7 +265,7 @@ with p:
 
 
 def test_forks_of_a_program_that_end(program: Program) -> None:
-    assert program.start(FORKS).status(OPEN_SECONDS) == 0, program.stderr
+    assert program.start(FORKS).status() == 0, program.stderr
     *output, last = program.stdout.splitlines()
     assert any(
         "a fork calls: process" in line and "is a fork of the one that has opened the pool" in line for line in output
@@ -298,7 +298,7 @@ say(json.dumps({{
 
 
 def test_the_money_runs_out(program: Program) -> None:
-    assert program.start(SPENDS.format(max_cost=20)).status(OPEN_SECONDS) == 0, program.stderr
+    assert program.start(SPENDS.format(max_cost=20)).status() == 0, program.stderr
     *refusals, story = program.stdout.splitlines()
     account = json.loads(story)
     assert len(refusals) == 2

@@ -31,8 +31,9 @@ from hypothesis.stateful import (
 from skyward_core.errors import BudgetExceeded, LeaseLost
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Account, Period
-from tests.conftest import examples, wait_until
+from tests.conftest import examples
 from tests.ledger.fixtures import open_pool
+from tests.waiting import wait_until
 
 START = datetime(2026, 11, 30, 22, tzinfo=UTC)  # two hours before a midnight that ends a month too
 # a ledger syncs each commit, and thousands of histories do not need the disk

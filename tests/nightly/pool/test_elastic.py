@@ -14,9 +14,8 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.engine.node_draining import NodeDraining
-from tests.conftest import RecordedEvents, processes_by_tag, signal_members, wait_until
+from tests.conftest import RecordedEvents, processes_by_tag, signal_members
 from tests.system.pool.test_elastic import (  # noqa: F401 - fixtures
-    WAIT_SECONDS,
     _nodes_have_ended,
     held_back,
     noted,
@@ -26,6 +25,7 @@ from tests.system.pool.test_elastic import (  # noqa: F401 - fixtures
     scaled,
     wide_pool,
 )
+from tests.waiting import WAIT_SECONDS, wait_until
 
 pytestmark = [pytest.mark.timeout(300)]
 
@@ -70,7 +70,7 @@ def stored(folder: str, size: int) -> Stored:
 
 
 def shrunk(pool: sky.ComputePool) -> None:
-    wait_until(lambda: pool.instance_count == 1, "the others have left", WAIT_SECONDS)
+    wait_until(lambda: pool.instance_count == 1, "the others have left")
 
 
 def test_scaling_loses_and_repeats_no_call_and_broadcasts_use_the_nodes_that_are_there(
@@ -86,7 +86,7 @@ def test_scaling_loses_and_repeats_no_call_and_broadcasts_use_the_nodes_that_are
     held = tmp_path / "held"
     held.mkdir()
     broadcast = wide_pool.submit_broadcast(held_back(0, str(held)))
-    wait_until(lambda: len(runs(held)) == 3, "the broadcast runs", WAIT_SECONDS)
+    wait_until(lambda: len(runs(held)) == 3, "the broadcast runs")
     assert wide_pool.scale(1, wait_seconds=WAIT_SECONDS) == 1
     assert wide_pool.instance_count == 3
     (held / "go").touch()
@@ -113,7 +113,7 @@ def test_a_node_keeps_a_large_result_until_it_is_forgotten(wide_pool: sky.Comput
 def test_a_node_that_is_killed_while_it_drains_is_not_replaced(wide_pool: sky.ComputePool, tmp_path: Path) -> None:
     assert wide_pool.scale(2, wait_seconds=WAIT_SECONDS) == 2
     calls = wide_pool.submit_all([held_back(number, str(tmp_path)) for number in range(2)])
-    wait_until(lambda: len(runs(tmp_path)) == 2, "both run", WAIT_SECONDS)
+    wait_until(lambda: len(runs(tmp_path)) == 2, "both run")
     assert wide_pool.scale(1, wait_seconds=WAIT_SECONDS) == 1
     signal_members(wide_pool.lease.nodes[1].instance.id, signal.SIGKILL)
     shrunk(wide_pool)
@@ -125,7 +125,7 @@ def test_a_node_that_is_killed_while_it_drains_is_not_replaced(wide_pool: sky.Co
 def test_money_for_one_node_alone_lets_nothing_grow(recorded: RecordedEvents) -> None:
     with pool_of(recorded, provider=sky.Local(price_per_hour=1.0), max_cost=0.25) as pool:
         assert pool.scale(3) == 1
-        wait_until(lambda: recorded.of(sky.Error), "the warning", WAIT_SECONDS)
+        wait_until(lambda: recorded.of(sky.Error), "the warning")
         message = recorded.of(sky.Error)[0].message
         assert "max_cost=0.25 would not last for" in message
         assert "goes on with 1 node" in message
@@ -139,7 +139,7 @@ def test_a_pool_that_is_left_while_it_grows_leaves_no_machine_behind(
 ) -> None:
     pool = pool_of(recorded, lease_seconds=60).open()
     pool.scale(3)
-    wait_until(lambda: recorded.of(sky.InstanceLaunching)[1:], "it grows", WAIT_SECONDS)
+    wait_until(lambda: recorded.of(sky.InstanceLaunching)[1:], "it grows")
     if not is_detached:
         pool.close()
         assert pool.receipt is not None
@@ -171,7 +171,7 @@ with sky.ComputePool(provider=sky.Local(), nodes=(1, 3), display="quiet", on_eve
 def test_a_client_that_is_killed_while_its_pool_grows_leaves_nothing(tmp_path: Path) -> None:
     argv, pipe = [sys.executable, "-c", GROWING], subprocess.PIPE
     with subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, cwd=tmp_path) as process:
-        timer = threading.Timer(WAIT_SECONDS, process.kill)
+        timer = threading.Timer(process.kill)
         timer.start()
         assert process.stdout is not None
         machines = {process.stdout.readline().strip() for _ in range(2)}
@@ -179,7 +179,7 @@ def test_a_client_that_is_killed_while_its_pool_grows_leaves_nothing(tmp_path: P
         timer.cancel()
     assert "" not in machines, "the program has ended"
     ours = lambda: {tag for _, tag in processes_by_tag("SKYWARD_INSTANCE_ID")} & machines
-    wait_until(lambda: not ours(), "all are gone", WAIT_SECONDS)
+    wait_until(lambda: not ours(), "all are gone")
 
 
 def followed(on_event: RecordedEvents | None) -> sky.ComputePool:
@@ -214,31 +214,31 @@ def test_a_process_that_joined_follows_the_nodes_and_its_queue_makes_the_pool_gr
     numbers = list(range(7))
     with followed(recorded) as keeper, followed(None) as joiner:
         calls = joiner.submit_all([held_back(number, str(tmp_path)) for number in range(3)])
-        wait_until(lambda: runs(tmp_path) == [0, 1, 2], "three nodes run the calls of the other process", WAIT_SECONDS)
+        wait_until(lambda: runs(tmp_path) == [0, 1, 2], "three nodes run the calls of the other process")
         assert scaled(recorded) == [(1, 3)]
-        wait_until(lambda: joiner.instance_count == 3, "it knows them", WAIT_SECONDS)
+        wait_until(lambda: joiner.instance_count == 3, "it knows them")
         (tmp_path / "go").touch()
         assert sorted(call.result()[1] for call in calls) == [0, 1, 2]
-        wait_until(lambda: len(place(numbers) @ joiner) == 3, "its broadcasts use them", WAIT_SECONDS)
+        wait_until(lambda: len(place(numbers) @ joiner) == 3, "its broadcasts use them")
         with pytest.raises(sky.BadRequest, match=f"process {os.getpid()} of .* keeps the pool 'followed'"):
             joiner.scale(2)
         keeper.scale(1)
         shrunk(joiner)
         assert place(numbers) @ joiner == ((0, 1, numbers),)
         keeper.scale(2, wait_seconds=WAIT_SECONDS)
-        wait_until(lambda: len(place(numbers) @ joiner) == 2, "another machine has the rank", WAIT_SECONDS)
+        wait_until(lambda: len(place(numbers) @ joiner) == 2, "another machine has the rank")
         results = joiner.submit_all([stored(str(tmp_path), MEGABYTE) for _ in range(2)])
-        wait_until(lambda: (tmp_path / "loading").exists(), "one result is being loaded", WAIT_SECONDS)
-        wait_until(lambda: len(list(tmp_path.glob("stored-*"))) == 2, "both calls have ended", WAIT_SECONDS)
+        wait_until(lambda: (tmp_path / "loading").exists(), "one result is being loaded")
+        wait_until(lambda: len(list(tmp_path.glob("stored-*"))) == 2, "both calls have ended")
         seen.clear()
         keeper.scale(1)
-        wait_until(lambda: len(seen) >= 5, "the node was to leave", WAIT_SECONDS)
+        wait_until(lambda: len(seen) >= 5, "the node was to leave")
         (tmp_path / "load").touch()
         assert 0 not in seen
         assert [call.result() for call in results] == [MEGABYTE] * 2
         shrunk(keeper)
         keeper.close()
-        wait_until(lambda: is_scaled(joiner, 2), "it has taken the pool over, and scales it", WAIT_SECONDS)
+        wait_until(lambda: is_scaled(joiner, 2), "it has taken the pool over, and scales it")
         assert place(numbers) @ joiner == ((0, 2, [0, 2, 4, 6]), (1, 2, [1, 3, 5]))
         assert joiner.scale(1, wait_seconds=WAIT_SECONDS) == 1
         shrunk(joiner)

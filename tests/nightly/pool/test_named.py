@@ -28,7 +28,7 @@ from skyward_core.provisioning.lifecycle import PoolMachines
 from skyward_core.session import bookkeeping, limits, named_use, renewal
 from skyward_core.session.sealed_lease import find_lease
 from skyward_core.worker.watchdog import kill_instance, read_lease, read_paid, uptime
-from tests.conftest import signal_members, wait_until
+from tests.conftest import signal_members
 from tests.pool.named import (  # noqa: F401 - fixtures
     Start,
     assert_nothing_left,
@@ -44,6 +44,7 @@ from tests.pool.named import (  # noqa: F401 - fixtures
     replaced,
     row_of,
 )
+from tests.waiting import wait_until
 
 LEASE_SECONDS = 10
 

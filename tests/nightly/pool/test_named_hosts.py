@@ -11,11 +11,12 @@ import pytest
 import skyward_core as sky
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.names_policy import NameState
-from tests.conftest import processes_by_tag, wait_until
+from tests.conftest import processes_by_tag
 from tests.pool.named import Program, Start, await_steward, machine, machines_of, pool_of, program, row_of  # noqa: F401 - a fixture
 from tests.testbed import Fleet, Host
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror
+from tests.waiting import wait_until
 
 NAME = "over-ssh"
 SECRET = base64.b64encode(b"n" * 32).decode()

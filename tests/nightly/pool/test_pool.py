@@ -27,9 +27,10 @@ from skyward_core.provisioning.lifecycle import PoolMachines
 from skyward_core.session import session
 from skyward_core.worker.slot import TERM_SECONDS
 from skyward_core.worker.watchdog import DETACHED, read_lease, read_paid, uptime
-from tests.conftest import RecordedEvents, wait_until
+from tests.conftest import RecordedEvents
 from tests.fakes import NoCapacityProvider
 from tests.pool.local import _crashing, block, crash, crashing, double, one_node, pid_of, runs  # noqa: F401 - fixtures
+from tests.waiting import wait_until
 
 
 def test_a_call_that_returns_as_it_is_stopped_does_not_stop_the_next() -> None:

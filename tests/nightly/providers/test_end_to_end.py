@@ -11,7 +11,7 @@ import pytest
 import skyward_core as sky
 from skyward_core.providers.base import CREATED_TAG
 from skyward_core.provisioning.guard import guard_script
-from tests.conftest import RecordedEvents, wait_until
+from tests.conftest import RecordedEvents
 from tests.providers import fake_metadata
 from tests.providers.contract import cheapest, tags
 from tests.providers.fake_metadata import instance_action
@@ -20,6 +20,7 @@ from tests.system.providers.test_end_to_end import HostedAWS, Rented, rented  # 
 from tests.testbed import Fleet, Host
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror
+from tests.waiting import wait_until
 
 METADATA = "169.254.169.254"
 NOTICES = "root/notices"

@@ -13,7 +13,6 @@ from skyward_core.accelerators import parse
 from skyward_core.machines.offers import rank
 from skyward_core.providers import hosts
 from skyward_core.provisioning.guard import guard_script
-from tests.conftest import wait_until
 from tests.system.providers.test_hosts import (  # noqa: F401 - a fixture
     ANY,
     CACHE_ONLY,
@@ -28,6 +27,7 @@ from tests.system.providers.test_hosts import (  # noqa: F401 - a fixture
     start_in,
 )
 from tests.testbed.fixtures import fleet  # noqa: F401 - a fixture
+from tests.waiting import wait_until
 
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 

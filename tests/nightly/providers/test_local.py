@@ -10,7 +10,6 @@ import pytest
 import skyward_core as sky
 from skyward_core.paths import existing, state_places
 from skyward_core.worker import watchdog
-from tests.conftest import wait_until
 from tests.system.providers.test_local import (  # noqa: F401 - fixtures
     client,
     folder_of,
@@ -18,6 +17,7 @@ from tests.system.providers.test_local import (  # noqa: F401 - fixtures
     left_of,
     pool_id,
 )
+from tests.waiting import wait_until
 
 
 def kill_keepers(instance_id: str) -> None:

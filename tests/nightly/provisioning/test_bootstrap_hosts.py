@@ -14,7 +14,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.transport.ssh_connection import SSHConnection
-from tests.conftest import RecordedEvents, members, wait_until
+from tests.conftest import RecordedEvents, members
 from tests.real_hosts import owned_by, tagged
 from tests.system.provisioning.test_bootstrap_hosts import (  # noqa: F401 - fixtures
     cloud,
@@ -27,6 +27,7 @@ from tests.system.provisioning.test_bootstrap_hosts import (  # noqa: F401 - fix
 from tests.testbed import Host
 from tests.testbed.fixtures import PURE_PACKAGE, fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.rental import Cloud
+from tests.waiting import wait_until
 
 MIB = 1 << 20
 

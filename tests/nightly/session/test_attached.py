@@ -17,10 +17,10 @@ import pytest
 import skyward_core as sky
 from skyward_core.machines.instances import Lease
 from skyward_core.worker.watchdog import kill_instance, members
-from tests.conftest import wait_until
 from tests.system.session.test_attached import doubled, living, rank, rented_pool, runs_until  # noqa: F401 - a fixture
 from tests.testbed import Fleet
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
+from tests.waiting import wait_until
 
 LEASE_SECONDS = 10
 REPOSITORY = Path(__file__).parents[3]

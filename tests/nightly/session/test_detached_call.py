@@ -16,9 +16,10 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.ledger.ledger import Ledger, default_url
-from tests.conftest import shared, wait_until
+from tests.conftest import shared
 from tests.pool.local import double
 from tests.system.session.test_attached import held_bytes
+from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[3]
 MEGABYTES = 20 << 20

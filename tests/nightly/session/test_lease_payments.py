@@ -8,7 +8,8 @@ import skyward_core as sky
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.projection import projection_of
 from skyward_core.ledger.rows import Account, Period
-from tests.conftest import RecordedEvents, wait_until
+from tests.conftest import RecordedEvents
+from tests.waiting import wait_until
 
 TEAM = "lease-payments"
 

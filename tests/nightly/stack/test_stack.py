@@ -14,10 +14,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integrations.airflow_server import free_ports, wait_for
+from tests.integrations.airflow_server import free_ports
 from tests.stack.__main__ import READY
 from tests.stack.compose import ROOT, read, read_env, variables_of
 from tests.stack.native import check_ports
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(900)]
 
@@ -93,7 +94,7 @@ def wait_until_ready(process: subprocess.Popen[str]) -> None:
 def cost_in_airflow(url: str) -> float:
     with httpx.Client(base_url=url, timeout=60) as http:
         http.headers["Authorization"] = f"Bearer {http.get('/auth/token').json()['access_token']}"
-        wait_for(lambda: http.get("/api/v2/dags/two_nodes_dag").status_code == 200, "the DAG")
+        wait_until(lambda: http.get("/api/v2/dags/two_nodes_dag").status_code == 200, "the DAG")
         run = http.post("/api/v2/dags/two_nodes_dag/dagRuns", json={"logical_date": None}).raise_for_status().json()
         task = f"/api/v2/dags/two_nodes_dag/dagRuns/{run['dag_run_id']}/taskInstances/squares"
 
@@ -101,7 +102,7 @@ def cost_in_airflow(url: str) -> float:
             state = http.get(task).json()["state"]
             return state if state in {"success", "failed", "up_for_retry"} else None
 
-        state = wait_for(end, "the task")
+        state = wait_until(end, "the task")
         assert state == "success", http.get(f"{task}/logs/1", headers={"Accept": "application/x-ndjson"}).text[-4000:]
         assert value(http, task, "return_value") == [1, 4, 9, 16]
         return value(http, task, "skyward_cost")["cost_usd"]
@@ -126,7 +127,7 @@ def cost_in_prefect(url: str) -> float:
             )
             return found if is_final and found["end_time"] else None
 
-        found = wait_for(ended, "the flow run")
+        found = wait_until(ended, "the flow run")
         logs = http.post("/logs/filter", json={"logs": {"flow_run_id": {"any_": [run]}}}).json()
         assert found["state"]["type"] == "COMPLETED", "\n".join(line["message"] for line in logs)
         return float(found["labels"]["skyward.cost_usd"])
@@ -152,7 +153,7 @@ def cost_in_dagster(url: str) -> float:
             status = ask(STATUS, run=run)["runOrError"]["status"]
             return status if status in {"SUCCESS", "FAILURE", "CANCELED"} else None
 
-        assert wait_for(end, "the run") == "SUCCESS"
+        assert wait_until(end, "the run") == "SUCCESS"
         (made,) = ask(COST)["assetNodes"][0]["assetMaterializations"]
         return {entry["label"]: entry.get("floatValue") for entry in made["metadataEntries"]}["skyward/cost_usd"]
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import wait_until
 from tests.testbed import Fleet, Host, leftovers
 from tests.testbed.fixtures import fleet  # noqa: F401 - a fixture
+from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[3]
 

@@ -10,13 +10,13 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.worker import keeper, watchdog
-from tests.conftest import wait_until
 from tests.system.worker.test_keeper import (  # noqa: F401 - fixtures
     EMPTY_GROUP,
     EMPTY_TREE,
     mark,
     running,
 )
+from tests.waiting import wait_until
 
 # ── in a pool ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

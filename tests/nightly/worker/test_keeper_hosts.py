@@ -15,10 +15,10 @@ import pytest
 import skyward_core as sky
 from skyward_core.providers.termination_shell import PROOFS
 from skyward_core.worker import keeper
-from tests.conftest import wait_until
 from tests.testbed import Fleet, Host
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror
+from tests.waiting import wait_until
 
 LEASE_SECONDS = 8
 

@@ -3,13 +3,14 @@ before the machine is gone.
 """
 
 import skyward_core as sky
-from tests.conftest import RecordedEvents, wait_until
+from tests.conftest import RecordedEvents
 from tests.providers.fake_metadata import FakeMetadata
 from tests.system.worker.test_preemption_notice import (  # noqa: F401 - fixtures
     noticed,
     service,
     square,
 )
+from tests.waiting import wait_until
 
 
 def test_a_service_that_hangs_delays_no_node(noticed: FakeMetadata) -> None:

@@ -11,7 +11,6 @@ import pytest
 from skyward_core.worker import slot as slots
 from skyward_core.worker.slot import Slot
 from skyward_core.worker.wire import OutcomeKind
-from tests.conftest import wait_until
 from tests.system.worker.test_slot import (  # noqa: F401 - fixtures
     Run,
     batch_of,
@@ -20,6 +19,7 @@ from tests.system.worker.test_slot import (  # noqa: F401 - fixtures
     slot,
     waits_for,
 )
+from tests.waiting import wait_until
 
 CHILD = "subprocess.Popen(['sleep', '1000'])"
 SESSION = "subprocess.Popen(['setsid', 'sleep', '1000'])"

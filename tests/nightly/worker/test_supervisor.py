@@ -11,7 +11,6 @@ from pathlib import Path
 from skyward_core.worker.retained_batches import WorkerFree
 from skyward_core.worker.watchdog import uptime, write_lease
 from skyward_core.worker.wire import OutcomeKind
-from tests.conftest import wait_until
 from tests.system.worker.test_supervisor import (  # noqa: F401 - fixtures
     DRIVER,
     HOUR,
@@ -23,15 +22,15 @@ from tests.system.worker.test_supervisor import (  # noqa: F401 - fixtures
     start,
     two_nodes,
 )
+from tests.waiting import wait_until
 
 ROUNDS = """
 import random, threading
-from skyward_core.worker import slot as slots
 from skyward_core.worker.wire import Outcome
 
 def run_worker(directory, settings, index, control):
-    slots.PATIENCE_SECONDS = 60.0  # a worker that waits for a processor is no long call
-    slot = Slot(RunnerFactory(control), settings.value_directories)
+    # a worker that waits for a processor is no long call
+    slot = Slot(RunnerFactory(control), settings.value_directories, patience_seconds=60.0)
     first, wrong, stopped, random_moments = slot.pid, [], 0, random.Random(11)
     nap = Parcel(pickle.dumps(((0.0003,), {})))
     for number in range(400):

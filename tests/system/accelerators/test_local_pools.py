@@ -11,8 +11,9 @@ import pytest
 
 import skyward_core as sky
 from skyward_core import accelerators
-from tests.conftest import RecordedEvents, wait_until
+from tests.conftest import RecordedEvents
 from tests.unit.accelerators.test_simulated import gpus  # noqa: F401 - a fixture
+from tests.waiting import wait_until
 
 
 def test_the_import_loads_few_modules():
@@ -76,7 +77,7 @@ class NeuronBox(sky.Local):
 def cores(folder: str, calls: int) -> tuple[str, list[int], list[str], str]:
     """Wait until this number of calls run at the same time; return the cores of this one and those of a child."""
     (Path(folder) / str(os.getpid())).touch()
-    wait_until(lambda: len(os.listdir(folder)) >= calls, "the other calls", seconds=120)
+    wait_until(lambda: len(os.listdir(folder)) >= calls, "the other calls")
     code = (
         "import os, skyward_core;"
         " print(os.environ['NEURON_RT_VISIBLE_CORES'], skyward_core.instance_info().neuron_cores)"

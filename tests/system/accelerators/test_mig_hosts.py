@@ -14,11 +14,12 @@ from distributed.diagnostics import nvml
 
 import skyward_core as sky
 from skyward_core.events.events import BootstrapProgress
-from tests.conftest import RecordedEvents, wait_until
+from tests.conftest import RecordedEvents
 from tests.testbed import Fleet, Host
 from tests.testbed.fakegpu import Gpus, install
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror
+from tests.waiting import wait_until
 
 HALVES = sky.Accelerator.NVIDIA.H100(mig="3g.40gb")
 PLACE = "usr/local/bin"

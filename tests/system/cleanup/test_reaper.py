@@ -27,8 +27,8 @@ from skyward_core.ledger.ledger import Ledger
 from skyward_core.machines.owner import Owner
 from skyward_core.serialization.pickling import dumps
 from tests.cleanup.reaping_provider import SECRET, FolderProvider, LockingProvider, Pool, in_an_hour
-from tests.conftest import wait_until
 from tests.ledger.fixtures import open_pool
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
 
@@ -288,9 +288,9 @@ def test_machines_end_while_the_ledger_is_locked(pool: Pool, start: Start) -> No
     locker.execute("BEGIN EXCLUSIVE")
     try:
         start(pool.reaper_input()).terminate_now()
-        wait_until(lambda: not pool.living(), "the machines to end", seconds=60)
+        wait_until(lambda: not pool.living(), "the machines to end")
         locker.execute("ROLLBACK")
-        wait_until(lambda: pool.entry().ended_at is not None, "the entries to be closed", seconds=60)
+        wait_until(lambda: pool.entry().ended_at is not None, "the entries to be closed")
     finally:
         locker.close()
 

@@ -13,7 +13,6 @@ from skyward_core import cli
 from skyward_core.doctor import diagnosis
 from skyward_core.errors import CredentialsError, InstancesLeft
 from skyward_core.machines.offers import Offer
-from skyward_core.provisioning import teardown
 from tests.cleanup.pools import FolderProvider
 from tests.cli.ledger import DEAD, ROOT, Skyward, check_fields, documented, install, record_pools, shell
 
@@ -26,7 +25,7 @@ def test_a_sweep_that_only_fails_reports_nothing_as_ended(skyward: Skyward, monk
         raise InstancesLeft("it stays", ["m"])
 
     monkeypatch.setattr(FolderProvider, "terminate", refuse)
-    monkeypatch.setattr(teardown, "DEADLINE_SECONDS", 0.05)
+    monkeypatch.setattr(FolderProvider, "gone_deadline_seconds", 0.05)
     code, output, _ = skyward.run("sweep --yes")
     assert (code, output.splitlines()[-1]) == (cli.FAILED, "1 failure")
 

@@ -13,7 +13,7 @@ from skyward_core.cli.ui.utilisation import Utilisation
 from skyward_core.errors import LedgerError
 from skyward_core.live.metrics import NodeUse
 from tests.cli.ledger import ROOT, TOKEN, FakeUtilisation, Page, Skyward, record_pools, sample
-from tests.conftest import wait_until
+from tests.waiting import wait_until
 
 PATHS = ["/api/pools", "/api/nodes", "/api/calls", "/api/cost", "/api/receipt?pool=sky-live", "/api/refusals"]
 
@@ -198,7 +198,6 @@ def test_utilisation_follows_open_pools_and_tells_when_the_ledger_is_away(monkey
 
     uses = SimpleNamespace(keep=lambda ids: kept.append([*ids]), of=lambda pool_id: f"{pool_id} is far away")
     monkeypatch.setattr("skyward_core.cli.ui.utilisation.PoolUses", lambda *_, **__: nullcontext(uses))
-    monkeypatch.setattr("skyward_core.cli.ui.utilisation.EVERY_SECONDS", 0.01)
     with Utilisation(SimpleNamespace(pools=listed)) as utilisation:  # type: ignore[arg-type]
         wait_until(lambda: seen("sky-2") == "sky-2 is far away", "the first look")
         pools.remove("sky-2")

@@ -19,7 +19,7 @@ from skyward_core.distributed.training_channel import TrainingJob
 from skyward_core.distributed.training_process import TrainingProcess
 from skyward_core.serialization import pickling
 from skyward_core.worker.keeper import start_of
-from tests.conftest import wait_until
+from tests.waiting import wait_until
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 import skyward_core as sky
-from skyward_core.worker import wire
-from skyward_core.worker.wire import Parcel
-from tests.conftest import shared, wait_until
+from tests.conftest import shared
 from tests.testbed import Fleet
 from tests.testbed.fixtures import fleet, mirror
 from tests.testbed.mirror import Mirror
+from tests.waiting import wait_until
 
 __all__ = ["fleet", "mirror"]
 
@@ -117,23 +116,6 @@ def test_a_result_partly_new_and_partly_the_argument_comes_back(pool: sky.Comput
     same, more = twice(array) >> pool
     assert np.array_equal(same, array)
     assert np.array_equal(more, array[10:] + 1)
-
-
-@pytest.mark.parametrize("arguments", [wire.KEEPS_NO_DESCRIPTOR, {}], ids=["as here", "as on Python 3.12"])
-def test_values_in_use_need_no_file_descriptor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]
-) -> None:
-    """The usual limit is 1,024 descriptors: a map with more large results would fail, and the whole program would have
-    too few.
-    """
-    monkeypatch.setattr(wire, "KEEPS_NO_DESCRIPTOR", arguments)
-    before = len(os.listdir("/proc/self/fd"))
-    parcels = [Parcel(b"", (bytearray(100_000),)).moved_to_file([str(tmp_path)]) for _ in range(50)]
-    held = [parcel.contents()[1] for parcel in parcels]
-    assert len(os.listdir("/proc/self/fd")) == before
-    for parcel, (buffer,) in zip(parcels, held, strict=True):
-        parcel.release()
-        memoryview(buffer)[0] = 7  # writable, and still there
 
 
 @sky.compute

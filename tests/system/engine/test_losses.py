@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from tests.conftest import RecordedEvents, wait_until
+from tests.conftest import RecordedEvents
+from tests.waiting import WAIT_SECONDS, wait_until
 
-LOSS_SECONDS = 120.0
 """How long the recovery from a loss may take on a busy machine, in tests that do not measure it."""
 
 
@@ -82,8 +82,8 @@ def await_replacement(recorded: RecordedEvents, count: int = 1) -> None:
         ids = {event.instance_id for event in recorded.of(sky.InstanceProvisioned)[first:]}
         return len(ids & {event.instance_id for event in recorded.of(sky.BootstrapCompleted)}) >= count
 
-    wait_until(lambda: len(recorded.of(sky.InstanceLost)) >= count, "the event of the loss", LOSS_SECONDS)
-    wait_until(replaced, "the replacement", LOSS_SECONDS)
+    wait_until(lambda: len(recorded.of(sky.InstanceLost)) >= count, "the event of the loss")
+    wait_until(replaced, "the replacement")
 
 
 # ── without retries ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -100,16 +100,16 @@ def test_a_lost_head_loses_only_its_calls(tmp_path: Path) -> None:
         supervisors = [supervisor_of(tmp_path, node) for node in range(2)]
         waiting = [pool.submit(note(str(tmp_path), number)) for number in range(20)]
         kill(supervisors[0])
-        wait_until(lambda: any(future.done() for future in out), "the loss to be noticed", LOSS_SECONDS)
+        wait_until(lambda: any(future.done() for future in out), "the loss to be noticed")
         (lost,) = [future for future in out if future.done()]
         with pytest.raises(sky.NodeLost):
             lost.result()
-        wait_until(lambda: len(recorded.of(sky.PoolReady)) == 2, "the next cluster", LOSS_SECONDS)
+        wait_until(lambda: len(recorded.of(sky.PoolReady)) == 2, "the next cluster")
         (kept,) = [future for future in out if future is not lost]
         assert not kept.done()
         (tmp_path / "go").touch()
-        assert kept.result(timeout=LOSS_SECONDS) == 1
-        assert [future.result(timeout=LOSS_SECONDS) for future in waiting] == list(range(20))
+        assert kept.result(timeout=WAIT_SECONDS) == 1
+        assert [future.result(timeout=WAIT_SECONDS) for future in waiting] == list(range(20))
         assert double(1) >> pool == 2
         assert supervisor_of(tmp_path, 1) == supervisors[1]
     assert executions(tmp_path) == Counter(range(20))
@@ -130,7 +130,7 @@ def test_without_retries_nothing_runs_twice(tmp_path: Path) -> None:
         futures = pool.submit_all([note(str(tmp_path), number, 0.02) for number in range(200)])
         wait_until(lambda: len(executions(tmp_path)) > 20, "some calls to run")
         kill(pids[1])
-        errors = [future.exception(timeout=LOSS_SECONDS) for future in futures]
+        errors = [future.exception(timeout=WAIT_SECONDS) for future in futures]
         await_replacement(recorded)
         assert [node for node, _ in node_pid() @ pool] == [0, 1]
     lost = [error for error in errors if error is not None]
@@ -156,7 +156,7 @@ def test_with_retries_a_loss_loses_no_result(tmp_path: Path, victim: int) -> Non
         futures = pool.submit_all([note(str(tmp_path), number, 0.02) for number in range(200)])
         wait_until(lambda: len(executions(tmp_path)) > 20, "some calls to run")
         kill(pids[victim])
-        assert [future.result(timeout=LOSS_SECONDS) for future in futures] == list(range(200))
+        assert [future.result(timeout=WAIT_SECONDS) for future in futures] == list(range(200))
         retried = {event.call_id: event for event in recorded.of(sky.CallRetrying)}
         assert 0 < len(retried) < 20
         assert {(event.attempt, event.attempts) for event in retried.values()} == {(2, 4)}

@@ -10,8 +10,8 @@ import skyward_core as sky
 from skyward_core.engine.recovery import Recovery
 from skyward_core.errors import PoolClosed
 from skyward_core.machines.instances import Lease
-from tests.conftest import wait_until
 from tests.engine.recovery_world import NODES, FakeMachines, World
+from tests.waiting import wait_until
 
 
 class Blocking(FakeMachines):

@@ -12,7 +12,8 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.compute import PendingCompute
-from tests.conftest import RecordedEvents, shared, wait_until
+from tests.conftest import RecordedEvents, shared
+from tests.waiting import wait_until
 
 
 def not_loaded(call: Callable[[], Any]) -> sky.ResultNotLoaded:

@@ -6,8 +6,8 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.events.notebook import MimeBundle, NotebookDisplay
-from tests.conftest import wait_until
 from tests.unit.events.test_notebook import BILL, READY
+from tests.waiting import wait_until
 
 
 def test_many_events_are_few_outputs() -> None:

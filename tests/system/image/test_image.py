@@ -23,7 +23,7 @@ from skyward_core.image.image import Image, runtime_pins
 from skyward_core.image.volume import S3Volume
 from skyward_core.image.volume_shell import mount_volumes
 from skyward_core.transport import code_upload
-from tests.conftest import wait_until
+from tests.waiting import wait_until
 
 HERE = "{}.{}".format(*sys.version_info)
 DONE = ["phase uv", "phase deps", "done phase=deps"]

@@ -248,7 +248,6 @@ def test_passwords_of_indexes_and_proxies_are_only_for_the_installation(
     assert not keys & (kept_environment() | installing_environment()).keys()
     assert not SECRETS.keys() & kept_environment().keys()
     assert kept_environment().items() >= {**KEPT, "NVIDIA_VISIBLE_DEVICES": "all"}.items()
-    monkeypatch.setattr(bootstrap, "WATCHER", "")
     python = f"#!/bin/bash\\nenv -0 >{tmp_path}/node\\n"
     stub = tmp_path / "uv"
     stub.write_text(f"""#!/bin/bash

@@ -16,9 +16,9 @@ from skyward_core.image import shell
 from skyward_core.image.volume import S3Volume, Volume
 from skyward_core.image.volume_shell import mount_volumes
 from skyward_core.providers.termination_shell import ENDING
-from tests.conftest import wait_until
 from tests.testbed import Fleet, Host
 from tests.testbed.fixtures import fleet  # noqa: F401 - a fixture
+from tests.waiting import wait_until
 
 SECRET = "wJalrXUtnFEMIsecretEXAMPLEKEY"
 KEYS = {"AWS_ACCESS_KEY_ID": "AKIAIOSFODNN7EXAMPLE", "AWS_SECRET_ACCESS_KEY": SECRET}

@@ -15,12 +15,12 @@ import pytest
 from joblib import Parallel, delayed
 
 import skyward_core as sky
-from tests.conftest import RecordedEvents, shared, wait_until
+from tests.conftest import RecordedEvents, shared
+from tests.waiting import WAIT_SECONDS, wait_until
 
 pytestmark = [pytest.mark.timeout(600)]
 
 SLOTS = 4
-MOST_SECONDS = 120.0
 RECORDED = RecordedEvents()
 
 
@@ -96,13 +96,13 @@ def test_a_worker_is_killed_during_a_search(pool: sky.ComputePool, digits: tuple
     """The fits that it had run again elsewhere."""
     client: Any = pool.dask_client()
     found = in_background(lambda: search(digits, functools.partial(score_when_allowed, str(tmp_path))), pool)
-    wait_until(lambda: len(list(tmp_path.glob("runs-*"))) == SLOTS, "fits in every slot", MOST_SECONDS)
+    wait_until(lambda: len(list(tmp_path.glob("runs-*"))) == SLOTS, "fits in every slot")
     workers = client.run(os.getpid)
     os.kill(next(iter(workers.values())), signal.SIGKILL)
-    wait_until(lambda: RECORDED.of(sky.CallRetrying), "the loss", MOST_SECONDS)
+    wait_until(lambda: RECORDED.of(sky.CallRetrying), "the loss")
     (tmp_path / "go").touch()
     with joblib.parallel_config(backend="threading"):
-        assert_equal_searches(found.result(MOST_SECONDS), search(digits))
+        assert_equal_searches(found.result(WAIT_SECONDS), search(digits))
 
 
 def length_when_allowed(folder: str, values: list[float]) -> int:
@@ -117,11 +117,11 @@ def test_large_arguments_outlive_a_worker(pool: sky.ComputePool, tmp_path: Path)
     values = [float(number) for number in range(20_000)]
     parallel = Parallel(n_jobs=-1, return_as="generator", batch_size=1)
     found = parallel(delayed(length_when_allowed)(str(tmp_path), values) for _ in range(2 * SLOTS))
-    wait_until(lambda: len(list(tmp_path.glob("runs-*"))) == SLOTS, "tasks in every slot", MOST_SECONDS)
+    wait_until(lambda: len(list(tmp_path.glob("runs-*"))) == SLOTS, "tasks in every slot")
     before = len(RECORDED.of(sky.CallRetrying))
     for pid in client.run(os.getpid).values():
         os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: len(RECORDED.of(sky.CallRetrying)) > before, "the loss", MOST_SECONDS)
+    wait_until(lambda: len(RECORDED.of(sky.CallRetrying)) > before, "the loss")
     (tmp_path / "go").touch()
     assert list(found) == [20_000] * 2 * SLOTS
 

@@ -17,7 +17,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.worker.watchdog import tagged_processes
-from tests.conftest import wait_until
+from tests.waiting import WAIT_SECONDS, wait_until
 
 dg = pytest.importorskip("dagster")
 from dagster_pipes import PipesContext  # noqa: E402
@@ -33,7 +33,6 @@ from tests.unit.integrations.test_dagster import loaded, project, write  # noqa:
 # Dagster's own: it uses its deprecated names for nested resources
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 PRICE = 36.0
-DEADLINE_SECONDS = 120.0
 
 
 def owned_processes(pid=None):
@@ -253,10 +252,10 @@ def test_a_step_without_its_run_ends_its_pool(tmp_path, how):
         else:
             with dg.DagsterInstance.from_config(str(tmp_path)) as instance:
                 instance.report_run_canceled(instance.get_run_by_id(run_id))
-        wait_until(lambda: owned_processes(step) == [], "the end of the machines", DEADLINE_SECONDS)
-        wait_until(lambda: pools() and pools()[0].entry.ended_at, "the end in the ledger", DEADLINE_SECONDS)
-        run.wait(timeout=DEADLINE_SECONDS)
-        wait_until(lambda: not os.path.exists(f"/proc/{step}"), "the end of the step", DEADLINE_SECONDS)
+        wait_until(lambda: owned_processes(step) == [], "the end of the machines")
+        wait_until(lambda: pools() and pools()[0].entry.ended_at, "the end in the ledger")
+        run.wait(timeout=WAIT_SECONDS)
+        wait_until(lambda: not os.path.exists(f"/proc/{step}"), "the end of the step")
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(run.pid, signal.SIGKILL)

@@ -22,14 +22,13 @@ from dagster_skyward.run_steps import KEEP_TAG, WILL_RETRY_TAG  # noqa: E402
 from dagster_skyward.upkeep import release_after  # noqa: E402
 from skyward_core.ledger.ledger import Ledger, default_url  # noqa: E402
 from skyward_core.worker.watchdog import tagged_processes  # noqa: E402
-from tests.conftest import wait_until  # noqa: E402
+from tests.waiting import wait_until  # noqa: E402
 
 # Dagster's own: it uses its deprecated names for nested resources; and a policy of backfills is beta
 pytestmark = [
     pytest.mark.filterwarnings("default::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*backfill_policy"),
 ]
-DEADLINE_SECONDS = 120.0
 PRICE = 36.0
 
 
@@ -176,7 +175,7 @@ def assert_nothing_is_left(project: Path) -> None:
             ended = all((entry := ledger.pool(pool)) is not None and entry.ended_at is not None for pool in pools)
         return ended and not [pid for pid, environ in tagged_processes() if environ.get("SKYWARD_POOL_ID") in pools]
 
-    wait_until(is_over, f"{pools} to end", DEADLINE_SECONDS)
+    wait_until(is_over, f"{pools} to end")
 
 
 def events(log: list[Any], kind: Any) -> list[str]:

@@ -28,8 +28,8 @@ from tests.integrations.prefect_server import (
     logs,
     processes_of,
     runner,
-    wait_for,
 )
+from tests.waiting import wait_until
 
 from prefect import flow, task
 from prefect.blocks.system import Secret
@@ -141,7 +141,7 @@ def test_machines_are_terminated_before_a_flow_is_tried_again(events: list[Any],
         bodies.append(time.monotonic())
         if len(bodies) == 1:
             hang.submit(tmp_path / "pid")
-            wait_for((tmp_path / "pid").exists)
+            wait_until((tmp_path / "pid").exists)
             raise LookupError("the first attempt")
         assert not is_alive(int((tmp_path / "pid").read_text()))
         return add.submit(1, 2).result()
@@ -149,7 +149,7 @@ def test_machines_are_terminated_before_a_flow_is_tried_again(events: list[Any],
     assert second_time_lucky() == 3
     assert len(finals) == 2
     assert finals[0] < bodies[1] - 1, "the machines were kept through the delay"
-    assert wait_for(lambda: [r for r in logs(ids[0]) if "machines of this attempt are given back" in r["message"]])
+    assert wait_until(lambda: [r for r in logs(ids[0]) if "machines of this attempt are given back" in r["message"]])
 
 
 SERVED = """
@@ -183,15 +183,15 @@ def test_a_cancelled_run_leaves_nothing(api: str, tmp_path: Path) -> None:
         get_client(sync_client=True) as client,
     ):
         try:
-            deployment = wait_for(lambda: deployment_named("patient"), 120)
+            deployment = wait_until(lambda: deployment_named("patient"), 120)
             run = client.create_flow_run_from_deployment(deployment.id, parameters={"path": str(marker)})
-            wait_for(lambda: marker.exists() and marker.read_text(), 120)
+            wait_until(lambda: marker.exists() and marker.read_text(), 120)
             began = json.loads(marker.read_text())
             client.set_flow_run_state(run.id, Cancelling())
-            wait_for(lambda: client.read_flow_run(run.id).state.name == "Cancelled", 120)
-            wait_for(lambda: processes_of({began["pool"]}) == [])
+            wait_until(lambda: client.read_flow_run(run.id).state.name == "Cancelled", 120)
+            wait_until(lambda: processes_of({began["pool"]}) == [])
             assert not is_alive(began["pid"])
-            records = wait_for(lambda: [r["message"] for r in logs(run.id) if "done: " in r["message"]])
+            records = wait_until(lambda: [r["message"] for r in logs(run.id) if "done: " in r["message"]])
             assert records
         finally:
             server.send_signal(signal.SIGINT)
@@ -221,12 +221,12 @@ def test_a_lost_node_fails_its_call_which_prefect_tries_again(tmp_path: Path) ->
     def losing() -> list[int]:
         ids.append(current_run.id)
         futures = wait_for_go.map([0, 1])
-        wait_for(lambda: all((tmp_path / name).exists() for name in "01"))
+        wait_until(lambda: all((tmp_path / name).exists() for name in "01"))
         instance = (tmp_path / "1").read_text()
         signal_members(instance, signal.SIGKILL)
-        wait_for(lambda: failures)
+        wait_until(lambda: failures)
         (tmp_path / "go").touch()
-        (lost,) = wait_for(lambda: events_of(ids[0], "skyward.instance.lost"))
+        (lost,) = wait_until(lambda: events_of(ids[0], "skyward.instance.lost"))
         assert lost["payload"]["instance_id"] == instance
         return futures.result()
 

@@ -21,7 +21,8 @@ pytest.importorskip("prefect")
 from tests.integrations import prefect_server  # isort: skip
 from tests.integrations.bare_node import BARE, importable
 
-from tests.integrations.prefect_server import InFlow, asked, is_alive, logs, wait_for  # isort: skip
+from tests.integrations.prefect_server import InFlow, asked, is_alive, logs  # isort: skip
+from tests.waiting import wait_until  # isort: skip
 
 from prefect import allow_failure, flow, get_run_logger, tags, task, unmapped  # isort: skip
 from prefect.cache_policies import NO_CACHE
@@ -119,7 +120,7 @@ def test_submit_returns_a_future_at_once_or_the_final_state(in_flow: InFlow, tmp
     future, is_final, result, state = in_flow(body)
     assert (is_final, result, future.state.type.value) == (False, "done", "COMPLETED")
     assert (state.is_completed(), state.result()) == (True, 3)
-    (run,) = wait_for(lambda: asked("/task_runs/filter", {"task_runs": {"id": {"any_": [str(future.task_run_id)]}}}))
+    (run,) = wait_until(lambda: asked("/task_runs/filter", {"task_runs": {"id": {"any_": [str(future.task_run_id)]}}}))
     assert run["name"].startswith("wait_for_file-")
 
 
@@ -212,7 +213,7 @@ def test_objects_that_the_function_uses_travel_too(in_flow: InFlow) -> None:
     flow_run_id, moved, *numbers = in_flow(travel)
     assert (moved, numbers) == (Point(21, 42), [15, 1.5])
     assert type(moved) is Point
-    wait_for(
+    wait_until(
         lambda: [
             record
             for record in logs(UUID(flow_run_id))
@@ -360,7 +361,7 @@ def test_retries_are_new_calls(in_flow: InFlow, tmp_path: Path) -> None:
         futures = [third_time_lucky.submit(tmp_path / how, how) for how in ("raise", "crash")]
         values = [future.result() for future in futures]
         with get_client(sync_client=True) as client:
-            wait_for(lambda: [runs_of(client, future.task_run_id) for future in futures] == [2, 2])
+            wait_until(lambda: [runs_of(client, future.task_run_id) for future in futures] == [2, 2])
         return values
 
     assert in_flow(stubborn) == [2, 2]
@@ -429,7 +430,7 @@ def test_work_is_not_repeated_if_its_result_cannot_be_loaded_here(in_flow: InFlo
 
     flow_run_id = in_flow(weighing)
     assert sorted(path.name.partition("-")[0] for path in tmp_path.iterdir()) == ["async", "plain"]
-    wait_for(
+    wait_until(
         lambda: len([r for r in logs(flow_run_id) if r["level"] == 40 and "is not tried again" in r["message"]]) == 2
     )
 
@@ -453,7 +454,7 @@ def test_a_timeout_stops_the_work_on_the_node(in_flow: InFlow, tmp_path: Path) -
             future = sleep.submit(path)
             future.wait()
             assert future.state.name == "TimedOut"
-            wait_for(lambda path=path: not is_alive(int(path.read_text())))
+            wait_until(lambda path=path: not is_alive(int(path.read_text())))
         return add.submit(1, 1).result()
 
     assert in_flow(impatient) == 2
@@ -513,7 +514,7 @@ def test_tags_of_the_flow_s_body_are_those_of_the_task_run(in_flow: InFlow) -> N
         return future
 
     future = in_flow(body)
-    (run,) = wait_for(lambda: asked("/task_runs/filter", {"task_runs": {"id": {"any_": [str(future.task_run_id)]}}}))
+    (run,) = wait_until(lambda: asked("/task_runs/filter", {"task_runs": {"id": {"any_": [str(future.task_run_id)]}}}))
     assert {"outer", "own"} <= set(run["tags"])
 
 
@@ -578,7 +579,7 @@ def test_log_records_of_a_node_keep_their_level_and_their_traceback(in_flow: InF
             if record["task_run_id"] == task_run_id and record["message"].startswith("[node 0] ")
         ]
 
-    found = wait_for(lambda: found if len(found := from_the_node()) >= 4 else None)
+    found = wait_until(lambda: found if len(found := from_the_node()) >= 4 else None)
     assert sorted(found)[0] == (20, "[node 0] only printed")
     assert (30, "[node 0] careful") in found
     assert (40, "[node 0] by the run's logger") in found

@@ -15,7 +15,8 @@ import pytest
 
 pytest.importorskip("prefect")
 from tests.integrations import prefect_server  # isort: skip
-from tests.integrations.prefect_server import artifacts, asked, events_of, messages, wait_for
+from tests.integrations.prefect_server import artifacts, asked, events_of, messages
+from tests.waiting import wait_until
 
 from prefect import flow, task  # isort: skip
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
@@ -157,7 +158,7 @@ def test_nodes_progress_tasks_and_reports_have_artifacts(run: SimpleNamespace) -
 
 def test_events_are_few_and_name_run_and_pool(run: SimpleNamespace) -> None:
     """One when a pool is ready and one with its bill, each related to the flow run and its flow."""
-    found = wait_for(lambda: found if len(found := events_of(run.id)) >= 4 else None)
+    found = wait_until(lambda: found if len(found := events_of(run.id)) >= 4 else None)
     assert [one["event"] for one in found] == ["skyward.pool.ready", "skyward.cost.final"] * 2
     for one, pool_id in zip(found, [pool for pool in run.pool_ids for _ in (0, 1)], strict=True):
         assert one["resource"]["prefect.resource.id"] == f"skyward.pool.{pool_id}"
@@ -174,7 +175,7 @@ def test_labels_of_the_flow_run_have_the_cost_and_the_pool(run: SimpleNamespace)
     assert labels["skyward.cost_usd"] == pytest.approx(run.usd, abs=1e-4)
     assert labels["skyward.pool_id"] == run.pool_ids[1]
     assert (labels["skyward.provider"], labels["skyward.nodes"], labels["skyward.is_final"]) == ("local", 2, True)
-    lines = wait_for(lambda: lines if len(lines := messages(run.id)) > 10 else None)
+    lines = wait_until(lambda: lines if len(lines := messages(run.id)) > 10 else None)
     assert [text for level, text in lines if level >= 30 and "incomplete" in text] == []
     said = "\n".join(text for _, text in lines)
     assert "$72.00 per hour, of 1 candidate; at most $10.00 (max_cost)" in said
@@ -210,12 +211,12 @@ def test_a_run_whose_money_is_used_up_fails_with_the_reason_and_is_not_tried_aga
     assert len(ids) == 1, "the flow was tried again"
     assert not any(isinstance(event, sky.InstanceLaunching) for event in events)
     assert sum(isinstance(event, sky.InfraCreating) for event in events) == 1, "the task was tried again"
-    (event,) = wait_for(lambda: events_of(ids[0], "skyward.budget."))
+    (event,) = wait_until(lambda: events_of(ids[0], "skyward.budget."))
     assert event["event"] == "skyward.budget.exceeded"
     assert event["payload"]["limit_usd"] == 0.0001
     assert "max_cost" in event["payload"]["reason"]
     said = ("The task is not tried again", "the money of the flow run is used up: it is not tried again")
-    assert wait_for(lambda: all(any(words in text for _, text in messages(ids[0])) for words in said))
+    assert wait_until(lambda: all(any(words in text for _, text in messages(ids[0])) for words in said))
 
 
 def test_a_run_whose_account_has_no_money_fails_with_the_reason_and_is_not_tried_again() -> None:
@@ -234,7 +235,7 @@ def test_a_run_whose_account_has_no_money_fails_with_the_reason_and_is_not_tried
     assert "BudgetExceeded" in state.message
     assert "poor team" in state.message
     assert len(begun) == 1, "the flow was tried again"
-    (event,) = wait_for(lambda: events_of(begun[0], "skyward.budget."))
+    (event,) = wait_until(lambda: events_of(begun[0], "skyward.budget."))
     assert (event["event"], event["payload"]["account"]) == ("skyward.budget.exceeded", "poor team")
 
 

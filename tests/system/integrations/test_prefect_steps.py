@@ -14,11 +14,8 @@ import pytest
 pytest.importorskip("prefect")
 
 from tests.integrations import prefect_server  # noqa: I001 - before Prefect
-from tests.integrations.prefect_server import (
-    messages,
-    runner,
-    wait_for,
-)
+from tests.integrations.prefect_server import messages, runner
+from tests.waiting import wait_until
 
 from prefect import flow, task
 from prefect.assets import materialize
@@ -45,7 +42,7 @@ def pool_id() -> str:
 def test_flow_runs_share_a_pool_with_a_name_and_a_retry_finds_it_warm(tmp_path: Path) -> None:
     """While the flow run waits for its retry the pool has no users."""
     events: list[Any] = []
-    shared = runner(events, name="team-gpu", keep_warm=600, lease_seconds=10)
+    shared = runner(events, name="team-gpu", keep_warm=600)
     pools: list[str] = []
 
     @flow(name="beside", task_runner=shared)
@@ -172,7 +169,7 @@ def test_a_pool_that_is_idle_ends_and_the_next_call_opens_another(events: list[A
     @flow(task_runner=runner(events, idle_timeout=0.3, max_cost=5.0))
     def patient() -> list[Any]:
         first = where.submit().result()
-        wait_for(gone)
+        wait_until(gone)
         second = where.submit().result()
         failed = wrong.submit()
         with skyward_options(nodes=2):
@@ -268,5 +265,5 @@ def test_a_broadcast_gives_a_tuple_with_a_result_of_each_node(events: list[Any])
 
     run = everywhere()
     assert [event.nodes for event in events if isinstance(event, sky.PoolReady)].count(2) == 1
-    wait_for(lambda: {"[node 0] here", "[node 1] here"} <= {text for _, text in messages(run)})
+    wait_until(lambda: {"[node 0] here", "[node 1] here"} <= {text for _, text in messages(run)})
     assert not any("cannot interrupt blocking operations" in text for _, text in messages(run))

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 import skyward_core as sky
-from tests.conftest import wait_until
 from tests.integrations import session_server
 from tests.integrations.airflow_host import ROOT, environ_of, new_database
+from tests.waiting import wait_until
 
 DAY_SECONDS = 86_400
 FAILURE = "some machines could not be listed or ended; the next sweep tries again"

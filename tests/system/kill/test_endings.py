@@ -16,12 +16,9 @@ import pytest
 
 from skyward_core.ledger.ledger import Ledger
 from tests.conftest import processes_by_tag
+from tests.waiting import WAIT_SECONDS
 
 ROOT = Path(__file__).parents[3]
-DEADLINE_SECONDS = 60.0
-"""For machines to end, and for a program that ends by itself."""
-OPEN_SECONDS = 90.0
-"""For a program to reach its point, on a busy machine."""
 INTERRUPTED = -signal.SIGINT
 COMES = "the program to come to its point"
 
@@ -112,14 +109,14 @@ class Program:
         self.process.stdin.write("\n")
         self.process.stdin.flush()
 
-    def status(self, seconds: float = DEADLINE_SECONDS) -> int:
+    def status(self, seconds: float = WAIT_SECONDS) -> int:
         """Wait until the program has ended; return its exit status."""
         self.wait_for(lambda: self.process.poll() is not None, "the program to end", seconds)
         for reader in self._readers:
             reader.join()
         return self.process.returncode
 
-    def wait_for(self, condition: Callable[[], object], what: str, seconds: float = DEADLINE_SECONDS) -> None:
+    def wait_for(self, condition: Callable[[], object], what: str, seconds: float = WAIT_SECONDS) -> None:
         """Wait until the condition holds, else fail with all output; also if the program ends before its point."""
         deadline = time.monotonic() + seconds
         while not condition():
@@ -131,7 +128,7 @@ class Program:
 
     def come_to(self, condition: Callable[[], object]) -> Program:
         """Wait until the program has reached the point that the test needs."""
-        self.wait_for(condition, COMES, OPEN_SECONDS)
+        self.wait_for(condition, COMES)
         return self
 
     def _pids(self) -> set[int]:

@@ -17,9 +17,10 @@ import skyward_core as sky
 from skyward_core.engine.futures import CallFuture
 from skyward_core.ledger.metering import PHASES, Meter, cost_by_bucket
 from skyward_core.ledger.rows import BILLING_ROUNDING, Bucket, Price
-from tests.conftest import RecordedEvents, shared, wait_until
+from tests.conftest import RecordedEvents, shared
 from tests.ledger.fixtures import MeterClock, machine
 from tests.unit.ledger.test_metering import bill, ready
+from tests.waiting import wait_until
 
 type Step = Callable[[MeterClock, Meter, str], object]
 

@@ -10,9 +10,9 @@ from skyward_core.ledger import ledger as module
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.names_policy import SKEW_SECONDS, Client, Join, NameState, Rent, Wait
 from skyward_core.machines.owner import Owner
-from tests.conftest import wait_until
 from tests.ledger import fixtures
 from tests.ledger.fixtures import open_pool
+from tests.waiting import wait_until
 
 BEHIND, AHEAD = timedelta(seconds=-SKEW_SECONDS), timedelta(seconds=SKEW_SECONDS)
 CLOSE = timedelta(seconds=30)

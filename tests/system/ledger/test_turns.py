@@ -16,9 +16,9 @@ from sqlalchemy import make_url
 
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.turns import STUCK_SECONDS, Turns
-from tests.conftest import wait_until
 from tests.ledger.fixtures import LATER, NOON, Clock, open_pool
 from tests.unit.ledger.test_checkpoints import SMALL_BYTES, clock, path, wal_bytes, write  # noqa: F401 - fixtures
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
 WAITS = """

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import skyward_core as sky
-from tests.conftest import RecordedEvents, wait_until
+from tests.conftest import RecordedEvents
+from tests.waiting import wait_until
 
 
 @sky.compute

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from tests.conftest import RecordedEvents, shared, wait_until
+from tests.conftest import RecordedEvents, shared
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(300)]
-
-WAIT_SECONDS = 60.0
 
 
 @sky.compute
@@ -61,7 +60,6 @@ def _nodes_have_ended() -> Iterator[None]:
     wait_until(
         lambda: not any(thread.name.startswith("skyward-end-") for thread in threading.enumerate()),
         "the nodes that have left to end",
-        WAIT_SECONDS,
     )
 
 
@@ -78,12 +76,12 @@ def test_a_queue_makes_the_pool_grow_and_idle_time_makes_it_shrink(recorded: Rec
     pool = pool_of(recorded, provider=sky.Local(price_per_hour=36.0), scale_up_after=0.5, scale_down_after=1)
     with pool:
         calls = pool.submit_all([held_back(number, str(tmp_path)) for number in range(3)])
-        wait_until(lambda: runs(tmp_path) == [0, 1, 2], "three nodes run", WAIT_SECONDS)
+        wait_until(lambda: runs(tmp_path) == [0, 1, 2], "three nodes run")
         assert pool.instance_count == 3
         (tmp_path / "go").touch()
         assert sorted(call.result()[0] for call in calls) == [0, 1, 2]
         assert sorted(call.result()[1] for call in calls) == [0, 1, 2]
-        wait_until(lambda: pool.instance_count == 1, "one node is left", WAIT_SECONDS)
+        wait_until(lambda: pool.instance_count == 1, "one node is left")
         assert noted(7, str(tmp_path)) >> pool == 7
     assert runs(tmp_path) == [0, 1, 2, 7]
     assert scaled(recorded) == [(1, 3), (3, 1)]

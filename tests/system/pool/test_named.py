@@ -10,7 +10,6 @@ import skyward_core as sky
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.names_policy import NameState
 from skyward_core.ledger.users import PoolUser, users_of
-from tests.conftest import wait_until
 from tests.pool.named import (  # noqa: F401 - a fixture
     assert_nothing_left,
     await_steward,
@@ -24,6 +23,7 @@ from tests.pool.named import (  # noqa: F401 - a fixture
     replaced,
     row_of,
 )
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(240)]
 

@@ -23,9 +23,10 @@ import psutil
 import pytest
 
 import skyward_core as sky
-from tests.conftest import RecordedEvents, members, wait_until
+from tests.conftest import RecordedEvents, members
 from tests.fakes import DyingLocal, NoCapacityProvider, UnpreparableLocal
 from tests.pool.local import _crashing, block, crash, crashing, double, one_node, pid_of, runs  # noqa: F401 - fixtures
+from tests.waiting import wait_until
 
 FACTOR = 3
 

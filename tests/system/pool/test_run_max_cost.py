@@ -8,7 +8,7 @@ import skyward_core as sky
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.rows import CostBy
 from skyward_core.ledger.run_accounts import account_of_run
-from tests.conftest import wait_until
+from tests.waiting import wait_until
 
 KILLED = """
 import sys, time
@@ -36,7 +36,7 @@ def test_a_killed_process_leaves_its_run_the_money_that_it_has_not_spent(tmp_pat
             entry = ledger.pool(pool_id)
             return entry is not None and entry.ended_at is not None
 
-        wait_until(has_ended, "the reaper to end the pool", seconds=120)
+        wait_until(has_ended, "the reaper to end the pool")
         assert ledger.open_reservations(pool_id=pool_id) == []
         (row,) = ledger.cost_rows(CostBy.POOL, pool_id=pool_id)
         left = ledger.left_usd(account_of_run(work), "")

@@ -13,7 +13,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.worker.settings import memory_directory
-from tests.conftest import wait_until
+from tests.waiting import wait_until
 
 
 @sky.compute

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from tests.conftest import wait_until
+from tests.waiting import wait_until
 
 
 @sky.compute

@@ -25,13 +25,14 @@ from skyward_core.providers.base import LAUNCH_TAG, load
 from skyward_core.providers.ssh_keys import host_key, our_key
 from skyward_core.transport.proxy_command import PYTHON
 from skyward_core.transport.ssh_connection import SSHConnection
-from tests.conftest import processes_by_tag, wait_until
+from tests.conftest import processes_by_tag
 from tests.providers.aws import OFFER, SECRET, T4, as_us
 from tests.providers.contract import STARTUP, tags
 from tests.providers.fake_aws import FakeAWS
 from tests.providers.http_fake import FakeCloud, Reply, Request, route
 from tests.system.transport.test_ssh_connection import Echo, Server, echo, key, own_home, say, server  # noqa: F401 - fixtures
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
+from tests.waiting import wait_until
 
 PLUGIN = """\
 #!{python}

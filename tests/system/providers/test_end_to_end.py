@@ -27,7 +27,7 @@ import skyward_core as sky
 from skyward_core.ledger.ledger import default_url
 from skyward_core.providers.vastai import api as vastai_api
 from skyward_core.providers.vastai import boot as vastai_boot
-from tests.conftest import RecordedEvents, wait_until
+from tests.conftest import RecordedEvents
 from tests.providers.fake_aws import FakeAWS, Machine
 from tests.providers.fake_digitalocean import TOKEN, Droplet, FakeDigitalOcean
 from tests.providers.fake_runpod import KEY as RUNPOD_KEY
@@ -39,6 +39,7 @@ from tests.providers.http_fake import Reply, Request
 from tests.testbed import Fleet
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror
+from tests.waiting import wait_until
 
 AWS_SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
 ALWAYS = ("aws", "runpod")
@@ -110,7 +111,6 @@ class HostedDigitalOcean(FakeDigitalOcean):
 def digitalocean(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rented]:
     with HostedDigitalOcean(hosting) as fake:
         monkeypatch.setenv("DIGITALOCEAN_TOKEN", TOKEN)
-        monkeypatch.setattr("skyward_core.providers.digitalocean.launch.POLL_SECONDS", 0.1)
         yield Rented(
             sky.DigitalOcean(endpoint_url=fake.url),
             hosting,
@@ -158,8 +158,6 @@ def verda(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rented]
     with HostedVerda(hosting) as fake:
         monkeypatch.setenv("VERDA_CLIENT_ID", CLIENT_ID)
         monkeypatch.setenv("VERDA_CLIENT_SECRET", CLIENT_SECRET)
-        monkeypatch.setattr("skyward_core.providers.verda.launch.POLL_SECONDS", 0.1)
-        monkeypatch.setattr("skyward_core.providers.verda.termination.PAUSE_SECONDS", 0.1)
         yield Rented(sky.Verda(endpoint_url=fake.url + "/v1"), hosting, fake.alive, fake.preempt, (CLIENT_SECRET,))
 
 
@@ -252,7 +250,6 @@ def vastai(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rented
         monkeypatch.setenv("VAST_API_KEY", KEY)
         monkeypatch.setenv("VAST_URL", fake.url)
         monkeypatch.setattr("skyward_core.providers.vastai.boot.END", vastai_boot.END.replace(vastai_api.URL, fake.url))
-        monkeypatch.setattr("skyward_core.providers.vastai.launch.POLL_SECONDS", 0.1)
         yield Rented(sky.VastAI(), hosting, fake.alive, fake.preempt, (KEY,))
 
 
@@ -299,7 +296,6 @@ def runpod(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rented
     with HostedRunPod(hosting, hosting.gateway) as fake:
         fake.sell(cpu("cpu3c", 2, 0.03))
         monkeypatch.setenv("RUNPOD_API_KEY", RUNPOD_KEY)
-        monkeypatch.setattr("skyward_core.providers.runpod.launch.POLL_SECONDS", 0.1)
         yield Rented(
             sky.RunPod(endpoint_url=fake.url),
             hosting,
@@ -371,7 +367,7 @@ def test_a_pool_runs_on_a_cloud(
         image=sky.Image(),
         on_event=recorded,
         display="log",
-        lease_seconds=30,
+        lease_seconds=60,
         **options,
     )
     with pool:
@@ -382,7 +378,7 @@ def test_a_pool_runs_on_a_cloud(
         futures = pool.submit_all([square(number) for number in range(40)])
         rented.preempt(lost)
         assert [future.result(300) for future in futures] == [number * number for number in range(40)]
-        wait_until(lambda: len(prepared(recorded)) == 3, "another machine", seconds=300)
+        wait_until(lambda: len(prepared(recorded)) == 3, "another machine")
         assert len(where() @ pool) == 2
         assert list(talks() @ pool) == [token[::-1]] * 2
         assert places_of(password, rented) != []  # plain text, to check that the search finds existing values
@@ -390,7 +386,6 @@ def test_a_pool_runs_on_a_cloud(
         wait_until(
             lambda: rented.alive() == {node.instance.id for node in pool.lease.nodes},
             "the lost one to be given back",
-            seconds=120,
         )
         written = pool.lease.model_dump_json() + repr(pool.lease) + repr(pool.spec) + pool.spec.model_dump_json()
     assert rented.alive() == set()

@@ -18,9 +18,9 @@ from skyward_core.errors import CommandFailed
 from skyward_core.providers import host_connections, hosts
 from skyward_core.provisioning.guard import guard_script
 from skyward_core.transport.ssh_connection import SSHConnection
-from tests.conftest import wait_until
 from tests.testbed import Fleet, Host
 from tests.testbed.fixtures import fleet  # noqa: F401 - a fixture
+from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[3]
 ANY = sky.Requirements()
@@ -231,6 +231,7 @@ def test_a_different_host_key_is_refused(machines) -> None:
         connection.connect(30)
 
 
+@pytest.mark.nightly
 def test_a_host_that_does_not_answer_is_skipped_or_an_error(
     machines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -57,19 +57,6 @@ def test_the_variable_for_certificates_may_change_between_clients(
         Api("Acme", cloud.url)
 
 
-@pytest.mark.parametrize(("method", "tries"), [("GET", 3), ("POST", 1)])
-def test_a_timeout_is_a_failure(clock: Clock, monkeypatch: pytest.MonkeyPatch, method: str, tries: int) -> None:
-    """A creating call that was sent and not answered is not repeated. A read is repeated."""
-    monkeypatch.setattr(_http, "TIMEOUT_SECONDS", 0.1)
-    monkeypatch.setattr(_http, "PATIENCE_SECONDS", 1.6)
-    with FakeThings() as cloud, Api("Acme", cloud.url) as api:
-        cloud.delay_seconds = 0.3
-        error = refused(api, method)
-    assert type(error) is ProviderFailed
-    assert str(error) == f"Acme did not answer {method} /things: timed out"
-    assert len(cloud.asked(method)) == tries
-
-
 @pytest.mark.parametrize(("method", "tries"), [("GET", 2), ("POST", 1)])
 def test_a_reset_connection_is_a_failure(clock: Clock, method: str, tries: int) -> None:
     """Only a read is repeated."""

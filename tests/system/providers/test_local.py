@@ -18,7 +18,8 @@ import skyward_core as sky
 from skyward_core.providers import base
 from skyward_core.worker import watchdog
 from skyward_core.worker.settings import memory_directory
-from tests.conftest import processes_by_tag, wait_until
+from tests.conftest import processes_by_tag
+from tests.waiting import wait_until
 
 SCRIPT = "env -0 >env; touch started; sleep 300 & sleep 300"
 

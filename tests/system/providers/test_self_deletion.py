@@ -20,10 +20,10 @@ from skyward_core.providers.digitalocean.boot import MACHINE_ID
 from skyward_core.providers.runpod.boot import END as RUNPOD_END
 from skyward_core.providers.vastai.boot import END as VAST_END
 from skyward_core.providers.vastai.boot import MAIN
-from tests.conftest import wait_until
 from tests.providers.contract import STARTUP, cheapest, tags
 from tests.providers.fake_verda import CLIENT_ID, CLIENT_SECRET, FakeVerda
 from tests.providers.in_process import Clock, clock  # noqa: F401 - a fixture
+from tests.waiting import wait_until
 
 NODE_TOKEN = "dop_v1_n0den0den0den0den0de"
 

@@ -31,10 +31,10 @@ from skyward_core.providers.tagging import TAGS_VARIABLE, from_word
 from skyward_core.provisioning.bootstrap import GUARD_ENDS
 from skyward_core.provisioning.guard import guard_script
 from skyward_core.transport.ssh_connection import SSHConnection
-from tests.conftest import wait_until
 from tests.providers.contract import tags as contract_tags
 from tests.testbed import Fleet, Host
 from tests.testbed.fixtures import fleet  # noqa: F401 - a fixture
+from tests.waiting import wait_until
 
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 LAUNCH = "L0a1b2c3d4e5f607182930415263748596"
@@ -154,16 +154,19 @@ def test_a_script_with_the_final_word_of_the_heredoc_is_refused(field: str, text
     userdata.boot_script(**{**texts, field: f"echo {userdata.DELIMITER}"}, tags=TAGS, machine_id="echo 1")
 
 
-def test_a_failed_end_of_a_machine_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end script may fail with `exit` or otherwise. Only root can read the file, because it may have a key."""
-    monkeypatch.setattr(userdata, "END_AGAIN_SECONDS", 0)
+def test_a_failed_end_of_a_machine_is_repeated(tmp_path: Path) -> None:
+    """The end script may fail with `exit` or otherwise. Only root can read the file, because it may have a key. `sleep`
+    writes down how long it should sleep.
+    """
+    (sleep := tmp_path / "sleep").write_text(f'#!/bin/sh\necho "$1" >>"{tmp_path}/pauses"\n')
+    sleep.chmod(0o700)
     end = f'echo tried >>"{tmp_path}/tries"\n[ "$(wc -l <"{tmp_path}/tries")" -ge 3 ] || exit 1\nkill "$PPID_OF_TEST"'
     booted(tmp_path, userdata.boot_script('touch "$SKYWARD_INSTANCE_DIRECTORY/up"\n', TAGS, "echo m-1", end))
     place = tmp_path / "root/.cache/skyward/end"
     assert place.stat().st_mode & 0o777 == 0o600
     command = moved(userdata.END_COMMAND, tmp_path)
     done = subprocess.run(
-        ["sh", "-c", f"PPID_OF_TEST=$$; export PPID_OF_TEST; {command}"],
+        ["sh", "-c", f"PPID_OF_TEST=$$; export PPID_OF_TEST; PATH={tmp_path}:$PATH; {command}"],
         capture_output=True,
         text=True,
         check=False,
@@ -171,6 +174,7 @@ def test_a_failed_end_of_a_machine_is_repeated(tmp_path: Path, monkeypatch: pyte
     )
     assert (done.returncode, done.stderr) == (-15, "")
     assert (tmp_path / "tries").read_text() == "tried\n" * 3
+    assert (tmp_path / "pauses").read_text() == f"{userdata.END_AGAIN_SECONDS}\n" * 2
 
 
 QUIET = 'touch "$SKYWARD_INSTANCE_DIRECTORY/up"\n'

@@ -15,7 +15,8 @@ import pytest
 
 from skyward_core.provisioning.guard import guard_script
 from skyward_core.worker.watchdog import read_lease, write_paid
-from tests.conftest import processes_by_tag, wait_until
+from tests.conftest import processes_by_tag
+from tests.waiting import wait_until
 
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 LEASE_SECONDS = 120
@@ -366,7 +367,7 @@ def test_a_killed_guard_holds_nothing(guarded, tmp_path):
     lock.touch()
     node = guarded(locked=lock, pause_seconds=60)
     pauses: list[int] = []
-    wait_until(lambda: pauses.extend(pauses_of(node)) or pauses, "the guard to pause", seconds=120)
+    wait_until(lambda: pauses.extend(pauses_of(node)) or pauses, "the guard to pause")
     pause = pauses[0]
     assert flock(lock) == 1
     node.process.kill()

@@ -15,7 +15,7 @@ from skyward_core import Instance, Offer, Requirements
 from skyward_core.errors import CommandFailed, ConnectionLost, CredentialsError
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.transport.transport import Transports
-from tests.conftest import RecordedEvents, wait_until
+from tests.conftest import RecordedEvents
 from tests.fakes import (
     BlindProvider,
     FakeProvider,
@@ -25,6 +25,7 @@ from tests.fakes import (
     StuckProvider,
 )
 from tests.unit.provisioning.test_lifecycle import Opened, opened  # noqa: F401 - a fixture
+from tests.waiting import wait_until
 
 
 def open_pool(provider: sky.Provider, recorded: RecordedEvents, **options: Any) -> sky.ComputePool:
@@ -159,7 +160,7 @@ def test_an_error_of_the_with_block_is_never_hidden(is_multi: bool) -> None:
         raise ZeroDivisionError
     assert [node.instance.id in note for note in caught.value.__notes__] == [True]
     assert not pool.is_active
-    wait_until(lambda: is_ended(pool_id), "the reaper to end it", seconds=120)
+    wait_until(lambda: is_ended(pool_id), "the reaper to end it")
 
 
 @pytest.mark.usefixtures("unending")
@@ -194,7 +195,7 @@ def test_results_are_kept_if_machines_cannot_be_confirmed_gone(monkeypatch: pyte
     else:
         assert pool.hand_over() is not None
         assert pool.hand_over() is not None
-    wait_until(lambda: is_ended(node.instance.pool_id), "the reaper to end it", seconds=120)
+    wait_until(lambda: is_ended(node.instance.pool_id), "the reaper to end it")
     assert sky.Local().instances(node.instance.pool_id) == []
 
 
@@ -242,7 +243,7 @@ def test_a_lost_machine_is_terminated_while_the_pool_is_open(opened: Opened) -> 
     it = opened(UnheardOf)
     lost, _ = it.node(0), it.node(1)
     it.rental.end_in_thread(lost)
-    wait_until(lambda: it.meter.rented() == {"fake-1"}, "it to be gone", seconds=120)
+    wait_until(lambda: it.meter.rented() == {"fake-1"}, "it to be gone")
     assert {*it.provider.machines.terminated} == {"fake-0"}
     assert list(it.provider.machines.running) == ["fake-1"]
 

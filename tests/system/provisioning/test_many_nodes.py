@@ -22,10 +22,10 @@ from skyward_core.engine.certificates import make_certificate
 from skyward_core.machines.instances import Endpoint, Instance, Lease
 from skyward_core.machines.offers import Offer
 from skyward_core.worker.settings import NodeSettings
-from tests.conftest import wait_until
 from tests.fake_nodes import FakeNode, FakeNodes, Played
 from tests.fakes import FakeProvider
 from tests.unit.provisioning.test_lifecycle import Opened, Pool, opened  # noqa: F401 - a fixture
+from tests.waiting import wait_until
 
 NODES = 16
 PATIENCE_SECONDS = 120.0
@@ -171,7 +171,7 @@ def test_all_nodes_are_prepared_and_replaced_at_the_same_time(rent: Rent) -> Non
     assert {cloud.settings_of(node.instance.id).scheduler for node in lease.nodes} == {None, lease.scheduler}
     assert [event.count for event in pool.recorded.of(sky.InstanceLaunching)] == [NODES, NODES]
     there = {node.instance.id for node in lease.nodes}
-    wait_until(lambda: pool.meter.rented() == there, "the dead ones to be gone", seconds=120)
+    wait_until(lambda: pool.meter.rented() == there, "the dead ones to be gone")
 
 
 def test_forwarded_ports_are_opened_on_all_nodes_at_the_same_time(rent: Rent) -> None:

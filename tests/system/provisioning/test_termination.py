@@ -12,7 +12,7 @@ import pytest
 from skyward_core import Instance, InstanceState
 from skyward_core.errors import InstancesLeft, LeaseLost
 from skyward_core.provisioning.termination import Terminations
-from tests.conftest import wait_until
+from tests.waiting import wait_until
 
 
 @dataclass
@@ -125,7 +125,7 @@ def test_a_machine_that_does_not_end_is_requested_again(
     cloud = Cloud(there={"a", "b"}, failures=[*failures], lingers=lingers, outages=outages)
     assert terminations.end("a", cloud).over.wait(120)
     assert (cloud.asked, cloud.there, witness.entries) == ([["a"]] * 2, {"b"}, [("a", LISTED_NO_MORE)])
-    wait_until(lambda: not repeaters(), "the thread to end", seconds=120)
+    wait_until(lambda: not repeaters(), "the thread to end")
 
 
 def test_a_listing_is_not_believed_before_a_request_was_accepted(terminations: Terminations, witness: Witness) -> None:
@@ -148,7 +148,7 @@ def test_many_machines_are_in_one_request(terminations: Terminations, witness: W
     cloud = Cloud(there={"a", "b", "c"}, failures=[ConnectionError("503")] * 3)
     cloud.hold.clear()
     all_of_them = [terminations.end_in_thread(name, cloud, f"skyward-end-{name}", lambda: None) for name in "abc"]
-    wait_until(lambda: len(cloud.asked) == 3, "each to be asked for by itself", seconds=120)
+    wait_until(lambda: len(cloud.asked) == 3, "each to be asked for by itself")
     cloud.failures.append(InstancesLeft("b is left", ["b"]))
     cloud.hold.set()
     assert all(one.over.wait(120) for one in all_of_them)
@@ -175,7 +175,7 @@ def test_the_end_of_the_pool_stops_all_requests(terminations: Terminations, witn
     """Waiting threads return, and no machine is recorded as gone. A later machine is requested once."""
     cloud = Cloud(there={"a", "b"}, lingers=10**6)
     one = terminations.end("a", cloud)
-    wait_until(lambda: len(cloud.asked) > 1, "another try", seconds=120)
+    wait_until(lambda: len(cloud.asked) > 1, "another try")
     assert not one.over.is_set()
     assert [thread.daemon for thread in repeaters()] == [True]
     terminations.stop()
@@ -190,7 +190,7 @@ def test_stop_waits_for_a_request_in_flight(terminations: Terminations) -> None:
     cloud = Cloud(there={"a"})
     cloud.hold.clear()
     terminations.end_in_thread("a", cloud, "skyward-end-0", lambda: None)
-    wait_until(lambda: cloud.asked, "the request", seconds=120)
+    wait_until(lambda: cloud.asked, "the request")
     stopping = threading.Thread(target=terminations.stop)
     stopping.start()
     stopping.join(0.05)

@@ -14,13 +14,13 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.machines.instances import Lease
-from skyward_core.transport import ssh_transport
 from skyward_core.worker.settings import memory_directory
-from tests.conftest import RecordedEvents, processes_by_tag, shared, wait_until
+from tests.conftest import RecordedEvents, processes_by_tag, shared
 from tests.testbed import Fleet
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror
 from tests.testbed.rental import Cloud
+from tests.waiting import wait_until
 
 MEGABYTES = 100 << 20
 
@@ -269,13 +269,10 @@ def rented_pool(fleet: Fleet, mirror: Mirror) -> Iterator[sky.ComputePool]:
     cloud.close()
 
 
-def test_over_ssh_a_wrong_key_is_refused(
-    rented_pool: sky.ComputePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_over_ssh_a_wrong_key_is_refused(rented_pool: sky.ComputePool, tmp_path: Path) -> None:
     """A key that the nodes do not know is refused, and the error says what to check; so is a host key that differs from
     the lease.
     """
-    monkeypatch.setattr(ssh_transport, "AUTH_GRACE_SECONDS", 0.5)
     key = tmp_path / "stranger"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
     with pytest.raises(sky.CredentialsError, match="refuses our keys"):

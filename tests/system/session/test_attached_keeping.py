@@ -17,8 +17,8 @@ from skyward_core.events.queue import EventQueue
 from skyward_core.session import scheduler_search
 from skyward_core.session.attached import Attached
 from skyward_core.worker.scheduler_messages import Resumed
-from tests.conftest import wait_until
 from tests.session.attached import lease
+from tests.waiting import wait_until
 
 
 class Connections:

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.conftest import processes_by_tag, wait_until
+from tests.conftest import processes_by_tag
 from tests.stack.__main__ import READY
 from tests.stack.compose import ROOT
+from tests.waiting import wait_until
 
 HEALTHY = "service_healthy"
 

@@ -19,10 +19,10 @@ from skyward_core.errors import (
 from skyward_core.machines.instances import Endpoint
 from skyward_core.transport import ssh_channels, ssh_commands
 from skyward_core.transport.ssh_connection import SSHConnection
-from tests.conftest import wait_until
 from tests.system.transport.test_ssh_connection import echo, own_home, say  # noqa: F401 - fixtures
 from tests.testbed import Fleet, Host
 from tests.testbed.fixtures import fleet  # noqa: F401 - a fixture
+from tests.waiting import wait_until
 
 MIB = 1 << 20
 

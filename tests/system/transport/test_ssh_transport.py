@@ -28,10 +28,11 @@ from skyward_core.transport.ssh_transport import SSHConnections, SSHTransport
 from skyward_core.transport.transport import LocalTransport
 from skyward_core.worker.watchdog import uptime, write_lease
 from skyward_core.worker.wire import Parcel
-from tests.conftest import RecordedEvents, wait_until
+from tests.conftest import RecordedEvents
 from tests.testbed import Fleet, Host
 from tests.testbed.fixtures import fleet  # noqa: F401 - a fixture
 from tests.testbed.rental import Cloud
+from tests.waiting import wait_until
 
 LEASE_SECONDS = 60
 MIB = 1 << 20

@@ -16,7 +16,7 @@ import skyward_core as sky
 from skyward_core.providers import control_groups
 from skyward_core.providers.termination_shell import PROOFS
 from skyward_core.worker import keeper, watchdog
-from tests.conftest import wait_until
+from tests.waiting import wait_until
 
 RUNAWAY = "sh -c 'env -i setsid /bin/sleep {seconds} </dev/null >/dev/null 2>&1 &';"
 EMPTY_GROUP, EMPTY_TREE, EMPTY_TAG = PROOFS["group"], PROOFS["tree"], PROOFS["tag"]
@@ -229,7 +229,7 @@ def test_a_control_group_holds_processes_that_have_lost_their_keepers(mark: str)
 
 
 @pytest.mark.skipif(not has_groups(), reason="no cgroup v2 in which this user may make groups")
-def test_an_abandoned_group_is_removed_by_the_next_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abandoned_group_is_removed_by_the_next_launch() -> None:
     """A node that ended while no process watched leaves an empty folder; a folder that a node is about to enter is
     left alone.
     """
@@ -237,6 +237,5 @@ def test_an_abandoned_group_is_removed_by_the_next_launch(monkeypatch: pytest.Mo
     assert group is not None
     control_groups.remove_abandoned()
     assert group.path.exists()
-    monkeypatch.setattr(control_groups, "ABANDONED_SECONDS", 0.0)
-    control_groups.remove_abandoned()
+    control_groups.remove_abandoned(lambda: time.time() + control_groups.ABANDONED_SECONDS)
     assert not group.path.exists()

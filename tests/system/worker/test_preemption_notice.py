@@ -17,8 +17,9 @@ import skyward_core as sky
 from skyward_core.provisioning.bootstrap import Preparation
 from skyward_core.provisioning.nodes import Nodes
 from skyward_core.worker.preemption_notice import NOTICE_SECONDS, Kind, MetadataService, Notice, NoticePoller
-from tests.conftest import RecordedEvents, wait_until
+from tests.conftest import RecordedEvents
 from tests.providers.fake_metadata import FakeMetadata, instance_action, stamp
+from tests.waiting import wait_until
 
 QUICK = 0.2
 """Timeout of a request in tests of a service that does not answer, in seconds."""

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from tests.conftest import RecordedEvents, wait_until
+from tests.conftest import RecordedEvents
+from tests.waiting import wait_until
 
 PROGRAM = """
 import json, os, sys

@@ -13,12 +13,11 @@ import pytest
 
 from skyward_core.errors import NodeLost
 from skyward_core.serialization import exceptions
-from skyward_core.worker import runner_factory
 from skyward_core.worker.runner_factory import Forked, RunnerExit, RunnerFactory
 from skyward_core.worker.slot import News, Slot
 from skyward_core.worker.wire import Outcome, OutcomeKind, Parcel
-from tests.conftest import wait_until
 from tests.system.worker.test_slot import Run, Runners, batch_of, runners, slot  # noqa: F401 - fixtures
+from tests.waiting import wait_until
 
 
 def request(supervisor: socket.socket) -> int:
@@ -38,16 +37,14 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_runner_that_starts_late_is_ended_and_not_given_to_the_next_request(
-    sleeper: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sleeper: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     """Otherwise each later request would get the process of the one before."""
     ours, supervisor = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, supervisor, (tmp_path / "file").open("w") as file:
         factory = RunnerFactory(ours)
-        monkeypatch.setattr(runner_factory, "FORK_SECONDS", 0.05)
         with pytest.raises(ConnectionError, match="did not start a process"):
-            factory.fork([file.fileno()] * 4, b"mark")
-        monkeypatch.setattr(runner_factory, "FORK_SECONDS", 30.0)
+            factory.fork([file.fileno()] * 4, b"mark", timeout_seconds=0.05)
         first = request(supervisor)
         supervisor.send(pickle.dumps(Forked(first, sleeper.pid)))
 
@@ -79,7 +76,7 @@ def test_a_runner_that_starts_late_takes_no_call(runners: Runners, tmp_path: Pat
         late.append(really(descriptors, mark))
         raise ConnectionError("too late")
 
-    slot = Slot(runners, (str(tmp_path),))  # type: ignore[arg-type]
+    slot = Slot(runners, (str(tmp_path),), patience_seconds=600.0)  # type: ignore[arg-type]
     try:
         assert Run(slot, batch_of(first="pass")).endings() == {"first": OutcomeKind.RESULT}
         runners.fork = too_late  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ from skyward_core.worker import shared_values
 from skyward_core.worker.settings import memory_directory
 from skyward_core.worker.shared_values import value_of
 from skyward_core.worker.wire import Parcel
-from tests.conftest import wait_until
+from tests.waiting import wait_until
 
 
 @sky.compute

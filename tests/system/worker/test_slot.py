@@ -22,7 +22,7 @@ from skyward_core.worker import slot as slots
 from skyward_core.worker.runner_factory import RunnerExit
 from skyward_core.worker.slot import News, Slot
 from skyward_core.worker.wire import Batch, Call, Outcome, OutcomeKind, Output, Parcel
-from tests.conftest import wait_until
+from tests.waiting import wait_until
 
 RUNNER = """
 import os, socket, sys, time
@@ -76,9 +76,7 @@ class Runners:
 
 
 @pytest.fixture
-def runners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runners]:
-    # runners that start as programs take longer than the time after which a call's batch is handed back
-    monkeypatch.setattr(slots, "PATIENCE_SECONDS", 600.0)
+def runners(tmp_path: Path) -> Iterator[Runners]:
     runners = Runners(tmp_path)
     yield runners
     runners.close()
@@ -86,7 +84,8 @@ def runners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runners
 
 @pytest.fixture
 def slot(runners: Runners, tmp_path: Path) -> Iterator[Slot]:
-    slot = Slot(runners, (str(tmp_path),))  # type: ignore[arg-type]
+    # runners that start as programs take longer than the time after which a call's batch is handed back
+    slot = Slot(runners, (str(tmp_path),), patience_seconds=600.0)  # type: ignore[arg-type]
     yield slot
     slot.close()
 
@@ -143,7 +142,7 @@ def test_a_call_that_did_not_use_the_memory_is_spared(
     fault.
     """
     go, begun, end, started = (tmp_path / name for name in ("go", "begun", "end", "started"))
-    slot = Slot(runners, (str(tmp_path),), memory_limit_bytes=1 << 30)  # type: ignore[arg-type]
+    slot = Slot(runners, (str(tmp_path),), memory_limit_bytes=1 << 30, patience_seconds=600.0)  # type: ignore[arg-type]
     pid = slot.pid
     looks = list[int]()
 
@@ -227,7 +226,7 @@ def test_a_runner_returns_a_call_without_its_function(
     """
     closed = tmp_path / "closed"
     closed.touch()
-    slot: Any = Slot(runners, (str(tmp_path),))  # type: ignore[arg-type]
+    slot: Any = Slot(runners, (str(tmp_path),), patience_seconds=600.0)  # type: ignore[arg-type]
     if secrets:
         slot.furnish(secrets)
     outcomes = slot.outcomes

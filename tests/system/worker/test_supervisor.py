@@ -33,7 +33,8 @@ from skyward_core.worker.scheduler_messages import POOL_TOPIC
 from skyward_core.worker.settings import NodeOwner, NodeSettings, memory_directory, this_process, write_atomically
 from skyward_core.worker.watchdog import write_lease
 from skyward_core.worker.wire import Batch, Call, Outcome, OutcomeKind, Output, Parcel, Report
-from tests.conftest import members, processes_by_tag, wait_until
+from tests.conftest import members, processes_by_tag
+from tests.waiting import wait_until
 
 HOUR = 3600.0
 START = 1000.0

@@ -1,6 +1,9 @@
 """Large values in the memory of nodes: which node is chosen, what is uploaded, and what is removed."""
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,6 +12,7 @@ from skyward_core.engine.members import Members
 from skyward_core.engine.outbox import Entry, Shipment
 from skyward_core.engine.placement import freest
 from skyward_core.engine.shipments import Out, Phase
+from skyward_core.worker import wire
 from skyward_core.worker.retained_batches import WorkerKept
 from skyward_core.worker.shared_values import SharedValue
 from skyward_core.worker.wire import INLINE_BYTES, Batch, Call, Parcel
@@ -156,3 +160,20 @@ def test_a_value_for_which_there_is_no_room_does_not_travel_in_the_message() -> 
     assert [sent.batch.functions for sent in pool.take(do.Send)] == [{"g": LARGE}]
     pool.tick(1.0)
     assert len(pool.take(do.Upload)) == 1
+
+
+@pytest.mark.parametrize("arguments", [wire.KEEPS_NO_DESCRIPTOR, {}], ids=["as here", "as on Python 3.12"])
+def test_values_in_use_need_no_file_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]
+) -> None:
+    """The usual limit is 1,024 descriptors: a map with more large results would fail, and the whole program would have
+    too few.
+    """
+    monkeypatch.setattr(wire, "KEEPS_NO_DESCRIPTOR", arguments)
+    before = len(os.listdir("/proc/self/fd"))
+    parcels = [Parcel(b"", (bytearray(100_000),)).moved_to_file([str(tmp_path)]) for _ in range(50)]
+    held = [parcel.contents()[1] for parcel in parcels]
+    assert len(os.listdir("/proc/self/fd")) == before
+    for parcel, (buffer,) in zip(parcels, held, strict=True):
+        parcel.release()
+        memoryview(buffer)[0] = 7  # writable, and still there

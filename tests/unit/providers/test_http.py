@@ -8,6 +8,7 @@ from email.utils import format_datetime
 from typing import Any
 from urllib.parse import quote, quote_plus
 
+import httpx
 import pytest
 
 from skyward_core.errors import BadRequest, CredentialsError, ProviderFailed, RateLimited, SkywardError
@@ -109,6 +110,26 @@ def test_a_creating_call_is_not_repeated(api: Api, cloud: FakeThings, clock: Clo
     cloud.fail("GET", "/things", fault)
     refused(api, "GET", is_repeatable=False)
     assert clock.pauses == [0.5]
+
+
+@pytest.mark.parametrize(("method", "pauses"), [("GET", [0.5]), ("POST", [])])
+def test_a_timeout_is_a_failure(in_process: Install, clock: Clock, method: str, pauses: list[float]) -> None:
+    """A creating call that was sent and not answered is not repeated. A read is repeated."""
+
+    class SilentThings(FakeThings):
+        def respond(self, request: httpx.Request) -> httpx.Response:
+            super().respond(request)
+            seconds = request.extensions["timeout"]["read"]
+            clock.passed += seconds
+            raise httpx.ReadTimeout(f"nothing for {seconds:g} s", request=request)
+
+    in_process(cloud := SilentThings())
+    with Api("Acme", cloud.url) as api:
+        error = refused(api, method)
+    assert type(error) is ProviderFailed
+    assert str(error) == f"Acme did not answer {method} /things: nothing for 30 s"
+    assert len(cloud.asked(method)) == 1 + len(pauses)
+    assert clock.pauses == pauses
 
 
 def _date(seconds: float, **changes: Any) -> str:

@@ -1,0 +1,30 @@
+"""How tests wait: for an event, never for a time."""
+
+import time
+from collections.abc import Callable, Iterator
+
+WAIT_SECONDS = 120.0
+"""The limit of each wait. A wait ends with its event: the limit only names what did not happen."""
+LONGEST_PAUSE_SECONDS = 0.2
+
+
+def wait_until[T](condition: Callable[[], T], what: str = "a condition", seconds: float = WAIT_SECONDS) -> T:
+    """Return what the condition returns, once it holds. Raises TimeoutError with its name."""
+    deadline = time.monotonic() + seconds
+    for _ in pauses(0.005):
+        if found := condition():
+            return found
+        if time.monotonic() > deadline:
+            break
+    raise TimeoutError(f"waited {seconds:g} s for {what}")
+
+
+def pauses(shortest_seconds: float) -> Iterator[None]:
+    """Yield before each look at a condition, after a pause of four times the time that the last look has taken.
+
+    So a wait leaves the processors to other tests, also if its condition asks a server or lists all processes.
+    """
+    while True:
+        began = time.monotonic()
+        yield
+        time.sleep(min(max(shortest_seconds, 4 * (time.monotonic() - began)), LONGEST_PAUSE_SECONDS))
