@@ -77,7 +77,6 @@ def run_scheduler(directory, settings):
         signal.pause()
 
 supervisor.uptime, node.run_worker, node.run_scheduler = uptime, run_worker, run_scheduler
-supervisor.FIRST_PAUSE_SECONDS, supervisor.WATCH_SECONDS = 0.01, 0.02
 """
 
 
