@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from skyward_core.worker.wire import Report
+from skyward_core.worker.wire import Outcome, Parcel, Report
 
 DECIDED_SECONDS = 60.0  # the time that workers have to join a new head; their node counts as lost before
 
@@ -52,6 +52,9 @@ class KeptCalls:
     """By origin: the number of the last report of a batch that is no longer in flight."""
     unrepeated: set[int] = field(default_factory=set[int])
     """Batches whose reports do not count yet: an earlier one may have come before a new scheduler knew this client."""
+    _passed_over: dict[int, list[Parcel]] = field(default_factory=dict[int, list[Parcel]])
+    """The outcomes in those reports. Their worker repeats them when it announces the batch, or they are left behind."""
+    _left_behind: list[Parcel] = field(default_factory=list[Parcel])
     _lost: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
     """Batches that are lost, and their calls that had not ended: a worker may announce them after all."""
     astray: set[str] = field(default_factory=set[str])
@@ -80,6 +83,8 @@ class KeptCalls:
     def clear(self) -> None:
         """Forget everything: the pool begins no calls any more."""
         records = (self.batches, self.at, self.awaited, self.heard, self._lost, self.astray, self._released)
+        self._passed_over.clear()
+        self._left_behind.clear()
         for record in (*records, self.unrepeated):
             record.clear()
         self.until, self.before = 0.0, 0
@@ -94,6 +99,7 @@ class KeptCalls:
         self.awaited.discard(name)
         for number in map(batch_of, keys):
             self.unrepeated.discard(number)
+            self._passed_over.pop(number, None)
             if number in self.batches:
                 self.at[number] = address
             self.astray.update(self._lost.get(number, ()))
@@ -101,6 +107,16 @@ class KeptCalls:
     def await_repeats(self) -> None:
         """The scheduler did not know this client: reports before its answer are lost, and workers repeat them."""
         self.unrepeated = set(self.batches)
+
+    def pass_over(self, report: Report) -> None:
+        """A report of a batch in `unrepeated` does not count."""
+        outcomes = [item.parcel for item in report.news if isinstance(item, Outcome)]
+        self._passed_over.setdefault(batch_of(report.origin), []).extend(outcomes)
+
+    def take_left_behind(self) -> list[Parcel]:
+        """Return the outcomes of lost batches that their worker has not repeated, once."""
+        left_behind, self._left_behind = self._left_behind, []
+        return left_behind
 
     def without(self, names: Collection[str]) -> None:
         """Await no announcement of these workers: their node was replaced."""
@@ -168,6 +184,7 @@ class KeptCalls:
             calls = self.batches.pop(number, set[str]())
             self.at.pop(number, None)
             self.unrepeated.discard(number)
+            self._left_behind += self._passed_over.pop(number, ())
             self.on_end(number)
             if calls:
                 self.lose(number, calls)

@@ -124,6 +124,7 @@ class Losses:
             self._do(do.TakeBack(self._connection.epoch, number, self._shipments.key(number)))
         for address in self._gone:
             self._calls.lose(self._kept.left(address), "its worker is gone")
+        self._discard_left_behind()
         self.forget()
 
     def _lose_all(self, reason: str) -> None:
@@ -153,6 +154,7 @@ class Losses:
             return False
         out = self._shipments.outs.get(number)
         if out is None and number in self._kept.unrepeated:
+            self._kept.pass_over(report)
             return True
         heard = out.heard if out is not None else self._kept.heard
         is_repeated = report.number <= heard.get(report.origin, 0)
@@ -174,3 +176,8 @@ class Losses:
         """Lose the calls that were in flight when the head was lost and that no worker has kept, once that is known."""
         if lost := self._kept.take_lost(now, is_live=self._connection.is_live):
             self._calls.lose(lost, HEAD_LOST)
+            self._discard_left_behind()
+
+    def _discard_left_behind(self) -> None:
+        for parcel in self._kept.take_left_behind():
+            self._calls.discard(parcel)

@@ -171,6 +171,9 @@ class Placement:
 
         Functions stay there for later calls.
         """
+        if not self._members.knows(instance_id):  # another node has replaced it while the batch waited for an upload
+            self._calls.rest(self._shipments.forget(out))
+            return
         out.instance_id = instance_id
         batch, files = out.shipment.batch, self._functions.at(instance_id)
         functions = {name: function for name, function in batch.functions.items() if function.nbytes > INLINE_BYTES}

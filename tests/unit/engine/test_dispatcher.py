@@ -209,6 +209,15 @@ def test_a_call_that_no_worker_keeps_is_lost(how: str) -> None:
     assert (pool.removed(), pool.finished()) == (["x"], [])
 
 
+def test_a_report_that_did_not_count_leaves_no_file_if_its_worker_never_repeats_it() -> None:
+    """The worker dies before it announces its batch; the node goes on."""
+    pool, sent = lost_head()
+    pool.report(value("a", f"/dev/shm/{machine_id(1)}/x"), node=1, origin=f"tls://one/{sent.key}", number=1)
+    assert (pool.removed(), pool.finished()) == ([], [])
+    pool.tick(DECIDED_SECONDS + 1)
+    assert (list(pool.errors()), pool.removed()) == (["a"], ["x"])
+
+
 def test_a_worker_that_announces_lost_calls_stops_those_without_a_caller() -> None:
     pool, sent = lost_head()
     pool.tick(DECIDED_SECONDS + 1)

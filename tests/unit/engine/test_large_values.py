@@ -17,7 +17,7 @@ from skyward_core.worker.retained_batches import WorkerKept
 from skyward_core.worker.shared_values import SharedValue
 from skyward_core.worker.wire import INLINE_BYTES, Batch, Call, Parcel
 from tests.engine.dispatcher_pool import ADDRESSES, SMALL, TOPIC, Pool, entry, value
-from tests.engine.model import LARGE, node_of
+from tests.engine.model import LARGE, machine_id, node_of
 
 KEY_END = "-ours"
 STRANGER = "array-sum-theirs"
@@ -145,6 +145,20 @@ def test_a_node_that_replaces_another_one_gets_a_scattered_value() -> None:
     pool.submit(using(shared, "b"))
     (upload,) = pool.take(do.Upload)
     assert (upload.instance_id, upload.functions) == ("machine-007", ((shared.name, LARGE),))
+
+
+def test_a_batch_that_waits_for_an_upload_to_a_node_that_was_replaced_is_placed_again() -> None:
+    """The node is replaced before its worker is known to be gone. The machine that is gone gets no further upload."""
+    pool, shared = Pool(workers=["0-0"]), SharedValue(LARGE)
+    pool.submit(using(shared, "a"), using(shared, "b"))
+    (upload,) = pool.take(do.Upload)
+    pool.dispatcher.know([node_of(7, 0, 1, 1)])
+    pool.dispatcher.upload_failed(upload.number, upload.instance_id, [shared.name], OSError("gone"), is_its_fault=False)
+    pool.tick(1.0)
+    (again,) = pool.take(do.Upload)
+    assert again.instance_id == machine_id(7)
+    pool.upload(again)
+    assert {call.call_id for sent in pool.take(do.Send) for call in sent.batch.calls} == {"a", "b"}
 
 
 def test_a_value_for_which_there_is_no_room_does_not_travel_in_the_message() -> None:
