@@ -141,9 +141,12 @@ def test_a_live_pool_stays_when_the_key_was_changed(tmp_path: Path, owner: Owner
         assert len(provider.instances()) == 1
 
 
-def test_a_dead_pool_is_ended_when_the_key_was_changed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("owner", "lease_seconds"), [(ELSEWHERE, -1), (DEAD, 3600)], ids=["its lease ran out", "its owner is dead"]
+)
+def test_a_dead_pool_is_ended_when_the_key_was_changed(tmp_path: Path, owner: Owner, lease_seconds: float) -> None:
     """Its entry stays open, because the new key may not list all its machines."""
-    ledger, provider = rotated(tmp_path, ELSEWHERE, lease_seconds=-1, lives_by_lease=True)
+    ledger, provider = rotated(tmp_path, owner, lease_seconds=lease_seconds, lives_by_lease=owner is ELSEWHERE)
     with ledger:
         report = sweep(ledger, [provider], is_dry_run=False)
         assert [finding.action for finding in report.ended] == [Action.END]
