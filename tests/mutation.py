@@ -44,7 +44,7 @@ DISPATCHER = (
 OTHERS = {
     **{f"engine/{name}": HISTORIES for name in DISPATCHER},
     "engine/recovery": ("unit/worker/test_preemption_notice.py",),
-    "cleanup/release": ("unit/cli/test_commands.py",),
+    "cleanup/release": ("unit/cli",),
     **{
         f"ledger/{name}": LEDGER
         for name in ("accounts", "bills", "intents", "journal", "metering", "names", "names_policy", "pools", "receipt")

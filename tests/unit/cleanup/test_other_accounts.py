@@ -82,6 +82,8 @@ def test_a_pool_is_not_stopped_with_other_credentials(ledger: Ledger) -> None:
         release(POOL, ledger=ledger, credentials=ours)
     assert ours._ended == []
     assert states(ledger)[1]
+    release(POOL, ledger=ledger, credentials=Quiet().of("theirs"))
+    assert states(ledger) == (True, False)
 
 
 def test_an_entry_without_an_account_needs_no_matching_account(ledger: Ledger) -> None:

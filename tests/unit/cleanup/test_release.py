@@ -13,7 +13,7 @@ import skyward_core.providers.hosts  # noqa: F401 - it imports asyncssh, which s
 from skyward_core import Instance, InstancesLeft, Lease, Requirements
 from skyward_core.cleanup.policy import BOOT_SECONDS, paid_until
 from skyward_core.cleanup.release import CONDEMN_TRIES, end_pool, release
-from skyward_core.errors import BadRequest, CredentialsError, LeaseLost, LedgerError
+from skyward_core.errors import BadRequest, CredentialsError, LeaseLost, LedgerError, ProviderFailed
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Account, Bucket, CostBy, Period, ResourceKind
 from skyward_core.machines.signing import signed
@@ -213,6 +213,23 @@ def test_a_machine_that_is_listed_late_is_ended(ledger: Ledger, tmp_path: Path, 
     assert world.provider.machines.running == {}
     assert ledger.intents()[0].cloud_id == instance.id
     assert hands.paused >= 60
+
+
+def test_an_outage_of_the_first_listing_is_no_absence(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machines of a launch without an answer are listed again, and ended."""
+    listed, outages = CloudProvider.instances, [ProviderFailed("it does not answer")]
+
+    def instances(provider: CloudProvider, pool_id: str | None = None) -> list[Instance]:
+        if outages:
+            raise outages.pop()
+        return listed(provider, pool_id)
+
+    pool = world.pool()
+    world.intend(pool)
+    world.launch(pool)
+    monkeypatch.setattr(CloudProvider, "instances", instances)
+    world.end(pool)
+    assert (outages, world.ids(), world.ledger.pools()) == ([], set(), [])
 
 
 def test_what_is_not_waited_for(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
