@@ -65,8 +65,8 @@ def test_a_call_runs_again_as_often_as_retries_allows() -> None:
     (sent,) = pool.take(do.Send)
     pool.report(value("a", RESULT))
     pool.dispatcher.not_fetched("a", RESULT, OSError("gone"), is_cut=False)
-    retries = [(event.attempt, event.attempts, event.reason) for event in pool.events(CallRetrying)]
-    assert retries == [(2, 3, "gone"), (3, 3, "the call ended, but its result could not be fetched: gone")]
+    retries = [(event.call_id, event.attempt, event.attempts, event.reason) for event in pool.events(CallRetrying)]
+    assert retries == [("a", 2, 3, "gone"), ("a", 3, 3, "the call ended, but its result could not be fetched: gone")]
     (sent,) = pool.take(do.Send)
     pool.lose(sent)
     assert "it was lost 3 times" in str(pool.errors()["a"])
