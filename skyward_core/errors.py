@@ -66,7 +66,7 @@ class SkywardError(Exception):
     def advised(self, advice: str) -> Self:
         """Add to the message what the user does next, and return the error. The first advice stays."""
         if advice and not self.advice:
-            self.args = (f"{self}. {advice}", *self.args[1:])
+            self.args = (f"{str(self).rstrip('.')}. {advice}", *self.args[1:])
             self.advice = advice
         return self
 
