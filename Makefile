@@ -61,7 +61,7 @@ soak: .venv/ready ## make 1,000,000 calls on one pool, and print how much the me
 mutate: .venv/ready ## list faults that the tests of a module do not notice: make mutate MODULE=skyward_core/engine/placement.py [SAMPLE=50] [SEED=1] [ONLY=decide]
 	$(RUN) python -m tests.mutation $(MODULE) $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
 
-live: .venv/ready ## check a real cloud with your account: make live PROVIDER=aws; with SPEND=0.50 it also rents one machine, for at most 0.50 USD
+live: .venv/ready ## check a real cloud with your account: make live PROVIDER=aws; with SPEND=0.50 it also rents two machines in turn, for at most 0.50 USD each
 	$(RUN) python -m tests.live $(PROVIDER) $(if $(SPEND),--spend $(SPEND)) $(if $(ACCELERATOR),--accelerator $(ACCELERATOR))
 
 gpu: .venv/ready ## check pools on the NVIDIA GPU of this machine; needs PyTorch, JAX and CuPy in the environment

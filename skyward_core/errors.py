@@ -55,11 +55,25 @@ class SkywardError(Exception):
     """
 
     code = ""
+    advice = ""
+    """What the user does next, if it is known. The message ends with it."""
 
     def coded(self, code: str) -> Self:
         """Note the provider's own word for it, and return the error."""
         self.code = code
         return self
+
+    def advised(self, advice: str) -> Self:
+        """Add to the message what the user does next, and return the error. The first advice stays."""
+        if advice and not self.advice:
+            self.args = (f"{str(self).rstrip('.')}. {advice}", *self.args[1:])
+            self.advice = advice
+        return self
+
+    @property
+    def without_advice(self) -> str:
+        """The message without the advice, for a text that has its own."""
+        return str(self).removesuffix(f". {self.advice}") if self.advice else str(self)
 
 
 class BadRequest(SkywardError, ValueError):
@@ -83,6 +97,9 @@ class NotPicklable(SkywardError, TypeError):
 
 class CredentialsError(SkywardError):
     """The provider refused our credentials, or there are none."""
+
+    is_about_spot = False
+    """Whether on-demand machines are not concerned: the provider refuses spot machines only."""
 
 
 class LeaseTampered(CredentialsError):

@@ -18,7 +18,7 @@ def check_cloud(provider: Provider) -> list[Check]:
         seconds = time.monotonic() - began
         machines = provider.instances()
     except SkywardError as error:
-        return [Check.failed(subject, str(error), _cure(error))]
+        return [Check.failed(subject, error.without_advice, error.advice or _cure(error))]
     except (OSError, ImportError) as error:
         return [Check.failed(subject, f"{type(error).__name__}: {error}", _cure(error))]
     whose = f"account {account}, answered in {seconds:.1f} s" if account else "needs no account"

@@ -11,6 +11,7 @@ import re
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC
 from email.utils import parsedate_to_datetime
 from functools import lru_cache
@@ -21,7 +22,15 @@ import httpx
 from tenacity import RetryCallState, Retrying, retry_if_exception_type
 
 from skyward_core.concurrency.backoff import Backoff
-from skyward_core.errors import BadRequest, CredentialsError, ProviderFailed, RateLimited, SkywardError
+from skyward_core.errors import (
+    BadRequest,
+    CredentialsError,
+    NoCapacity,
+    ProviderFailed,
+    QuotaExceeded,
+    RateLimited,
+    SkywardError,
+)
 from skyward_core.worker.masking import spellings
 
 TIMEOUT_SECONDS = 30.0
@@ -64,6 +73,41 @@ Returns when to try again, in seconds since 1970; None if the headers do not say
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A key, and where it came from, in words for messages: "the variable VAST_API_KEY"."""
+
+    key: str = field(repr=False)
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What a user of one cloud does next about a refusal; "" where there is nothing to say beyond the cloud's words.
+
+    Attributes:
+        key: the credentials are wrong: where they came from, and where to make others. Never the credentials.
+        rights: they are right, and may not do this: which rights are needed, and where they are set.
+        quota: the account's limit: where it is raised.
+        capacity: no machine is free: what to try.
+    """
+
+    key: str = ""
+    rights: str = ""
+    quota: str = ""
+    capacity: str = ""
+
+    def about(self, error: SkywardError, status: int) -> str:
+        """Return the advice for a refusal with this status."""
+        if isinstance(error, QuotaExceeded):
+            return self.quota
+        if isinstance(error, NoCapacity):
+            return self.capacity
+        if isinstance(error, CredentialsError):
+            return self.rights if status == HTTPStatus.FORBIDDEN else self.key
+        return ""
+
+
 @lru_cache(maxsize=4)
 def _trust(file: str | None, directory: str | None) -> ssl.SSLContext:
     """Return the TLS context for SSL_CERT_FILE and SSL_CERT_DIR, as httpx chooses it. Loading takes 10 ms.
@@ -89,6 +133,7 @@ class Api:
         secrets: texts that appear in no message, in any spelling.
         reset: when this cloud accepts requests again, where it does not send Retry-After.
         says_missing: whether a 404's body is this cloud's own answer, and not a proxy's.
+        advice: what the user does next; it is added to the cloud's words.
 
     Raises CredentialsError if a header cannot be sent, for example because a key contains a line break. Raises
     BadRequest for an invalid URL.
@@ -104,9 +149,11 @@ class Api:
         secrets: Sequence[str] = (),
         reset: Reset = lambda _: None,
         says_missing: Callable[[Mapping[str, Any]], bool] = bool,
+        advice: Advice = Advice(),
     ) -> None:
         self._name = name
         self._says_missing = says_missing
+        self._advice = advice
         self._classify = classify
         self._reset = reset
         self._secrets = tuple(
@@ -145,6 +192,7 @@ class Api:
         is_repeatable: bool | None = None,
         missing_is_none: bool = False,
         headers: Mapping[str, str] | None = None,
+        pause_seconds: float = PAUSE_SECONDS,
     ) -> Any:
         """Send a request. Return the JSON of the answer, its text if it is no JSON, None if it is empty.
 
@@ -155,6 +203,8 @@ class Api:
         With `missing_is_none`, a 404 or 410 in the cloud's own words (`says_missing`) returns None. Any other 404 is
         ProviderFailed: it may be a proxy's page, which says nothing about the resource. An empty answer to GET is
         ProviderFailed too.
+
+        `pause_seconds` is the shortest pause before a repetition, where a cloud has a limit of its own for a request.
 
         Raises what `classify` returns; else CredentialsError (401, 403), RateLimited, ProviderFailed (5xx or no
         answer), and BadRequest for every other refusal.
@@ -168,7 +218,7 @@ class Api:
 
         sending = Retrying(
             retry=retry_if_exception_type(_RepeatableError),
-            wait=_wait_seconds,
+            wait=lambda state: _wait_seconds(state, pause_seconds),
             stop=lambda state: time.monotonic() + state.upcoming_sleep > deadline,
             sleep=time.sleep,
             reraise=True,
@@ -226,7 +276,8 @@ class Api:
             (body[key] for key in ("code", "id", "error", "title") if isinstance(body.get(key), str) and body[key]),
             str(status),
         )
-        return (self._classify(status, body, message) or _meaning(status, message)).coded(self._quoted(code))
+        error = self._classify(status, body, message) or _meaning(status, message)
+        return error.coded(self._quoted(code)).advised(self._advice.about(error, status))
 
     def _quoted(self, content: object) -> str:
         """Return the cloud's answer as one line. Secrets are removed before the cut, so that no half of one is left."""
@@ -290,13 +341,13 @@ def nothing_in(answer: object, who: str) -> None:
         raise ProviderFailed(f"{who} with content, where it sends none")
 
 
-def _wait_seconds(state: RetryCallState) -> float:
+def _wait_seconds(state: RetryCallState, pause_seconds: float) -> float:
     """Return how long to wait before the next try: what the cloud wants, or the next pause of the back-off."""
     error = None if state.outcome is None else state.outcome.exception()
     wanted = error.wait_seconds if isinstance(error, _RepeatableError) else None
     if wanted is not None:
-        return max(wanted, PAUSE_SECONDS)
-    return Backoff(PAUSE_SECONDS, LONGEST_PAUSE_SECONDS).seconds(state.attempt_number)
+        return max(wanted, pause_seconds)
+    return Backoff(pause_seconds, LONGEST_PAUSE_SECONDS).seconds(state.attempt_number)
 
 
 def _without_secrets(content: object) -> object:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Self, cast
 
 from skyward_core.errors import BadRequest, SkywardError
 from skyward_core.frozen import Frozen
@@ -50,14 +50,32 @@ ENTRY_POINTS = "skyward.providers"
 
 
 class Sale(list[Offer]):
-    """Offers of a provider that could not query some of its regions. `unasked` has the error of each such region.
+    """Offers of a provider, with what else it knows. Any other list is complete.
 
-    Any other list is complete.
+    Attributes:
+        unasked: the error of each region that could not be queried.
+        elsewhere: offers of regions that the provider's `region=` excludes; for messages.
     """
 
-    def __init__(self, offers: Iterable[Offer], unasked: Mapping[str, SkywardError]) -> None:
+    def __init__(
+        self,
+        offers: Iterable[Offer],
+        unasked: Mapping[str, SkywardError] | None = None,
+        elsewhere: Iterable[Offer] = (),
+    ) -> None:
         super().__init__(offers)
-        self.unasked = dict(unasked)
+        self.unasked = dict(unasked or {})
+        self.elsewhere = tuple(elsewhere)
+
+    @classmethod
+    def within(cls, regions: str | Iterable[str] | None, offers: Iterable[Offer]) -> Self:
+        """Split the offers of all regions by `region=`: one region, several, or None for all."""
+        wanted = {regions} if isinstance(regions, str) else set(regions or ())
+        every = list(offers)
+        return cls(
+            (offer for offer in every if not wanted or offer.region in wanted),
+            elsewhere=(offer for offer in every if wanted and offer.region not in wanted),
+        )
 
 
 class Provider(Frozen):
@@ -131,7 +149,7 @@ class Provider(Frozen):
         """Return what is sold now and may match. A read, safe to repeat; the caller filters the list.
 
         Raises CredentialsError if the credentials are refused, and ProviderFailed during an outage: an empty list means
-        that nothing is sold. If only some regions answer, returns a `Sale`.
+        that nothing is sold. If only some regions answer, or `region=` excludes some, returns a `Sale`.
         """
         raise NotImplementedError
 

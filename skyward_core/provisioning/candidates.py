@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from heapq import nsmallest
 
+from skyward_core.accelerators.cloud_catalogs import RENTED
 from skyward_core.concurrency.backoff import Backoff
 from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import (
@@ -65,6 +66,8 @@ class ProviderOffers:
     seconds: float = 0.0
     unasked: Mapping[str, SkywardError] = field(default_factory=dict[str, SkywardError])
     """The regions that have not answered, if others have."""
+    elsewhere: tuple[Offer, ...] = ()
+    """Offers of regions that the provider's settings exclude."""
 
     @property
     def errors(self) -> tuple[SkywardError, ...]:
@@ -136,6 +139,7 @@ def _query(provider: Provider, want: Requirements, clock: Callable[[], float]) -
             account,
             seconds=clock() - began,
             unasked=offers.unasked if isinstance(offers, Sale) else {},
+            elsewhere=offers.elsewhere if isinstance(offers, Sale) else (),
         )
     except (BadRequest, CredentialsError, NoCapacity, ProviderFailed) as error:
         return ProviderOffers(provider, error=error, seconds=clock() - began)
@@ -159,7 +163,7 @@ def candidates(spec: PoolSpec, sold: Iterable[ProviderOffers]) -> tuple[list[Can
         if one.error is not None:
             continue
         if not good:
-            why = NoCapacity(f"nothing fits {describe(want)}: {why_none(one.offers, want)}")
+            why = NoCapacity(f"nothing fits {describe(want)}: {why_none(one.offers, want)}{_elsewhere(one, want)}")
             refusals.append(refusal(one.provider, None, why, one.seconds))
         else:
             has_offers = True
@@ -176,6 +180,20 @@ def candidates(spec: PoolSpec, sold: Iterable[ProviderOffers]) -> tuple[list[Can
     if has_offers and not found and not may_be_sold:
         spot.split(spec.spot, spec.least_nodes, spot_sold=False)
     return sorted(found, key=lambda candidate: _total(candidate.parts))[:MOST_CANDIDATES], refusals
+
+
+def _elsewhere(one: ProviderOffers, want: Requirements) -> str:
+    """Return the regions beyond the provider's `region=` that sell what is wanted, for a message; "" if none does."""
+    regions = sorted({offer.region for offer in one.elsewhere if matches(offer, want) is None})
+    if not regions:
+        chip = None if want.accelerator is None else want.accelerator.name
+        is_missing = all(offer.accelerator != chip for offer in one.offers)
+        may_be = chip in RENTED.get(one.provider.name, ()) and is_missing and getattr(one.provider, "region", None)
+        return f". Other regions of {one.provider.name} may sell it: name several as region=" if may_be else ""
+    more = f" and {len(regions) - MOST_SHOWN} others" if len(regions) > MOST_SHOWN else ""
+    return (
+        f". {one.provider.name} sells it now in {', '.join(regions[:MOST_SHOWN])}{more}: write one of them as region="
+    )
 
 
 type _Group = Mapping[bool, Offer]
@@ -340,7 +358,8 @@ def refusal(provider: Provider, offer: Offer | None, error: SkywardError, second
         spot=False if offer is None else offer.is_spot,
         error=type(error).__name__,
         code=error.code,
-        message=str(error).partition("\n")[0],
+        # of a refusal among several the next candidate is the advice
+        message=(error.without_advice if type(error) is NoCapacity else str(error)).partition("\n")[0],
         seconds=seconds,
     )
 
@@ -389,9 +408,9 @@ def own_mistake(errors: Sequence[SkywardError], least: int = SAME_TO_BE_OURS) ->
     mistakes = {error.mistake if isinstance(error, NoCapacity) else "" for error in last}
     if not last or len(last) < least or len(mistakes) > 1 or "" in mistakes:
         return None
-    return BadRequest(f"{len(last)} offers in stock were refused, so the request is wrong: {last[-1]}").coded(
-        last[-1].code
-    )
+    return BadRequest(
+        f"{len(last)} offers in stock were refused, so the request is wrong: {last[-1].without_advice}"
+    ).coded(last[-1].code)
 
 
 def _all_of_a_kind(message: str, errors: Sequence[SkywardError], refusals: int) -> SkywardError:

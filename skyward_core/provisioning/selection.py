@@ -35,6 +35,7 @@ from skyward_core.providers.base import Provider
 from skyward_core.provisioning.candidates import (
     MEMORY_SECONDS,
     Candidate,
+    ProviderOffers,
     ask,
     candidates,
     is_sold_as_spot,
@@ -89,18 +90,20 @@ class Selection:
 
         If only some of a candidate's machines came, they are terminated and known to be gone before the next candidate
         is tried. Raises NoCapacity with the refusals, or the error itself if all have refused for the same reason;
-        BadRequest if no provider can do what the spec asks for, BudgetExceeded if only the money is missing.
+        BadRequest if no provider can do what the spec asks for, BudgetExceeded if only the money is missing. A provider
+        that refuses the credentials or the request is not tried again; if it is the only one, its error is raised at
+        once.
         """
         providers = able(self._spec, self._providers)
         warn(self._spec, providers)
+        excluded = Excluded()
         strategy = self._spec.spot
         rounds, interval = (strategy.retries + 1, strategy.interval) if isinstance(strategy, spot.Always) else (1, 0.0)
         while True:
             rounds -= 1
-            found, refusals, errors = self._candidates(providers)
-            unable: list[Provider] = []
+            found, refusals, errors = self._candidates(providers, excluded)
             for candidate in found:
-                if candidate.provider in unable:
+                if excluded.has(candidate):
                     continue
                 try:
                     instances = self._rent_from(candidate, refusals, len(found))
@@ -110,26 +113,36 @@ class Selection:
                     if self._rental.is_closing or time.monotonic() > deadline:
                         raise
                     ours = own_mistake([*errors, error])
-                    # usually a setting of this provider: its other candidates would fail the same way
-                    if isinstance(error, BadRequest) or ours:
-                        if len(providers) == 1 and ours:
-                            raise ours from error
-                        if len(providers) == 1:
-                            raise
-                        unable.append(candidate.provider)
+                    excluded.note(candidate.provider, ours or error)
+                    if len(providers) == 1 and ours:
+                        raise ours from error
+                    if len(providers) == 1 and excluded.error_of(candidate.provider) is error:
+                        raise
                     if self._rental.may_be_left:
                         self._rental.end_all()  # an error does not prove that no machine was launched
                     errors.append(ours or error)
             want = self._spec.requirements
-            if not rounds or not may_come(providers, found, want, errors) or time.monotonic() + interval > deadline:
+            left = [provider for provider in providers if excluded.error_of(provider) is None]
+            is_hopeless = not left or not may_come(left, found, want, errors)
+            if not rounds or is_hopeless or time.monotonic() + interval > deadline:
                 refused = own_mistake(errors, len(errors)) or none_left(want, self._spec.least_nodes, refusals, errors)
                 raise refused from next((error for error in reversed(errors) if error is not refused), None)
             self._rental.go_on_until(deadline, "no spot machine became free in time", interval)
 
-    def _candidates(self, providers: Sequence[Provider]) -> tuple[list[Candidate], list[Refusal], list[SkywardError]]:
-        sold = ask(providers, self._spec.requirements)
+    def _candidates(
+        self, providers: Sequence[Provider], excluded: Excluded
+    ) -> tuple[list[Candidate], list[Refusal], list[SkywardError]]:
+        """Ask the providers that are not excluded. The errors of the others are among the refusals, and emitted
+        once.
+        """
+        known = excluded.answers()
+        asked = ask([one for one in providers if excluded.error_of(one) is None], self._spec.requirements)
+        sold = [*asked, *known]
         found, refusals = candidates(self._spec, sold)
-        for one in refusals:
+        for answer in asked:
+            if answer.error is not None:
+                excluded.note(answer.provider, answer.error)
+        for one in refusals[: len(refusals) - len(known)]:
             self._emit(_refused(one))
             self._journal.note_refusal(one)
         rest = (
@@ -266,7 +279,7 @@ class Selection:
         """
         if all(rank in self.offers for rank in ranks) or not self.adopted:
             return
-        found, refusals, errors = self._candidates([self._rental.provider])
+        found, refusals, errors = self._candidates([self._rental.provider], Excluded())
         regions = {instance.region for instance in self.adopted.values()}
         self.others = [offer for region in sorted(regions) for offer in _near(found, region)]
         first = self.adopted[min(self.adopted)]
@@ -290,6 +303,39 @@ class Selection:
         return sorted(instances, key=lambda instance: instance.rank) or [
             self.rent_one(ranks[0], terminations.get(ranks[0]))
         ]
+
+
+class Excluded:
+    """Providers that an opening does not try again, because their other offers would be refused for the same reason:
+    the request, a setting or the credentials are wrong.
+
+    A provider that only lacks the right to rent spot machines is tried with on-demand ones.
+    """
+
+    def __init__(self) -> None:
+        self._errors: list[tuple[Provider, SkywardError]] = []
+        self._without_spot: list[Provider] = []
+
+    def note(self, provider: Provider, error: SkywardError) -> None:
+        """Exclude the provider, or its spot machines, if the error concerns its other offers too."""
+        if isinstance(error, CredentialsError) and error.is_about_spot:
+            self._without_spot.append(provider)
+        elif isinstance(error, BadRequest | CredentialsError):
+            self._errors.append((provider, error))
+
+    def error_of(self, provider: Provider) -> SkywardError | None:
+        """Return why a provider is excluded; None if it is not."""
+        return next((error for one, error in self._errors if one is provider), None)
+
+    def has(self, candidate: Candidate) -> bool:
+        """Return whether a candidate is excluded."""
+        is_spot = any(part.offer.is_spot for part in candidate.parts)
+        is_without = is_spot and any(one is candidate.provider for one in self._without_spot)
+        return is_without or self.error_of(candidate.provider) is not None
+
+    def answers(self) -> list[ProviderOffers]:
+        """Return the error of each excluded provider, as its answer to a question that is not asked again."""
+        return [ProviderOffers(provider, error=error) for provider, error in self._errors]
 
 
 def _near(found: Sequence[Candidate], region: str) -> list[Offer]:

@@ -11,6 +11,7 @@ import pytest
 import skyward_core as sky
 from skyward_core.accelerators import parse
 from skyward_core.machines.offers import Offer, Requirements
+from skyward_core.providers.aws.provider import AWS
 from tests.providers.fake_aws import FakeAWS
 from tests.providers.in_process import Install
 
@@ -53,7 +54,7 @@ def cloud(in_process: Install, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def make_aws(**fields: Any) -> sky.AWS:
-    return sky.AWS(**{"checkip_url": "https://cloud.test/checkip", **fields})
+    return AWS(**{"checkip_url": "https://cloud.test/checkip", **fields})
 
 
 def of_type(name: str, region: str = "us-east-1", **fields: Any) -> Offer:

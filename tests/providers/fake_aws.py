@@ -36,6 +36,19 @@ NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 ROOT = "/dev/sda1"
 REFUSAL_CODES = {"sts": "InvalidClientTokenId", "ec2": "AuthFailure"}
 UNTRIED = ("UnfulfillableCapacity", "Failed to fulfill capacity. Please review errors in the response.")
+NO_SPOT_ROLE = (
+    "AuthFailure.ServiceLinkedRoleCreationNotPermitted",
+    "The provided credentials do not have permission to create the service-linked role for EC2 Spot Instances.",
+)
+FREE_PLAN = (
+    "InvalidParameterCombination",
+    (
+        "The specified instance type is not eligible for Free Tier. For a list of Free Tier instance types, run"
+        " 'describe-instance-types' with the filter 'free-tier-eligible=true'."
+    ),
+)
+FREE_TYPES = frozenset({"t3.micro", "t3.small", "t4g.micro", "t4g.small", "c7i-flex.large", "m7i-flex.large"})
+"""What an account on the free plan may rent (DescribeInstanceTypes with that filter, as reported in 2026)."""
 NONE_LEFT = ("InsufficientInstanceCapacity", "There is no Spot capacity available that matches your request.")
 _PARAMETER = "/aws/service/"
 IMAGES = {
@@ -276,8 +289,8 @@ class FakeAWS:
     `spot` has prices by type and zone, `list_prices` those of the price list by region and type; with None the
     credentials may not read it. `pending_listings` is how many listings show a new machine as pending, without its
     public address, and `hidden_listings` how many do not show it at all. `on_listing` is called before each listing.
-    `not_enabled` are regions that the account has not enabled, `subnets` those of a region by zone, `rules` those of
-    the security groups.
+    `has_spot_role`, `is_on_free_plan` and `vcpus` (by the code of the quota) are what a new account may lack and have. `not_enabled` are regions that the
+    account has not enabled, `without_families` the beginnings of types that no region sells, `subnets` those of a region by zone, `rules` those of the security groups.
     """
 
     url = "https://aws.test"
@@ -294,8 +307,11 @@ class FakeAWS:
             ("us-east-1", "c7i.xlarge"): 0.1785,
         }
         self.not_enabled: set[str] = set()
+        self.has_spot_role, self.is_on_free_plan = True, False
+        self.vcpus = {"L-1216C47A": 5.0}
         self.machines: dict[str, Machine] = {}
         self.without_subnets: set[str] = set()
+        self.without_families: tuple[str, ...] = ()
         self.rules: dict[tuple[str, str], list[dict[str, Any]]] = {}
         self.images, self.fleets, self.checkip = FakeImages(), FakeFleets(), CheckIp()
         self.on_listing: Callable[[], object] = lambda: None
@@ -417,6 +433,19 @@ class FakeAWS:
     def _GetCallerIdentity(self, *_: object) -> dict[str, Any]:
         return {"Account": ACCOUNT}
 
+    def _GetRole(self, words: Any, _: str) -> dict[str, Any]:
+        if not self.has_spot_role:
+            raise RefusedError("NoSuchEntity", 404, f"The role with name {words['RoleName']} cannot be found.")
+        role = {
+            "Path": "/aws-service-role/spot.amazonaws.com/",
+            "RoleName": words["RoleName"],
+            "RoleId": "AROA" + "A" * 17,
+        }
+        return {"Role": {**role, "Arn": f"arn:aws:iam::{ACCOUNT}:role/{words['RoleName']}", "CreateDate": NOW}}
+
+    def _GetServiceQuota(self, words: Any, _: str) -> dict[str, Any]:
+        return {"Quota": {"QuotaCode": words["QuotaCode"], "Value": self.vcpus.get(words["QuotaCode"], 0.0)}}
+
     def _GetParameter(self, words: Any, _: str) -> dict[str, Any]:
         if (found := IMAGES.get(words["Name"].removeprefix(_PARAMETER))) is None:
             raise RefusedError("ParameterNotFound")
@@ -460,6 +489,7 @@ class FakeAWS:
             kind
             for name, kind in every_type().items()
             if any(fnmatch.fnmatchcase(name, pattern) for pattern in filters.get("instance-type", ["*"]))
+            and not name.startswith(self.without_families)
             and architectures & set(kind["ProcessorInfo"]["SupportedArchitectures"])
         ]
         return page(words, "InstanceTypes", found)
@@ -529,7 +559,12 @@ class FakeAWS:
         ]
 
     def _RunInstances(self, words: Any, region: str) -> dict[str, Any]:
+        if words.get("DryRun"):
+            raise RefusedError("DryRunOperation", 412, "Request would have succeeded, but DryRun flag is set.")
+
         def run() -> list[Machine]:
+            if self.is_on_free_plan and words["InstanceType"] not in FREE_TYPES:
+                raise RefusedError(FREE_PLAN[0], 400, FREE_PLAN[1])
             count = words["MinCount"]
             assert count == words["MaxCount"]
             if self.creates_left is not None and count > self.creates_left:
@@ -620,6 +655,10 @@ class FakeAWS:
         for name, zone, template in sorted(pools, key=lambda pool: self.spot.get(pool[:2], float("inf"))):
             place = {"Overrides": {"InstanceType": name, "SubnetId": f"subnet-{zone}"}}
             refusal = fleets.refusals.get((name, zone), fleets.refusals.get(("*", "*")))
+            if self.is_on_free_plan and name not in FREE_TYPES:
+                refusal = FREE_PLAN
+            if not self.has_spot_role:
+                refusal = NO_SPOT_ROLE
             if (name, zone) in fleets.untried:
                 refusal = UNTRIED
             if refusal is None:

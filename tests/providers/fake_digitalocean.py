@@ -90,6 +90,8 @@ def unprocessable(message: str, **more: Any) -> Reply:
 
 SOLD_OUT = unprocessable("Size is not available in this region.")
 OVER_LIMIT = unprocessable("creating this/these droplet(s) will exceed your droplet limit")
+OVER_GPU_LIMIT = unprocessable("creating this/these droplet(s) will exceed your GPU limit")
+"""A new account may have no GPU (reported on 2026-08-16 for gpu-rtx4000 in tor1, `droplet_limit` was not reached)."""
 OUTAGE = refusal(500, "server_error", "Unexpected server-side error")
 TOO_MANY = refusal(429, "too_many_requests", "API rate limit exceeded.")
 
@@ -151,7 +153,8 @@ class FakeDigitalOcean(FakeCloud):
     """`droplets` are all billed ones; `mails` are the root passwords that were sent.
 
     New droplets get address and tags after `slow` reads, and `hidden` listings omit them; the next `errored` of them
-    fail after a read. A call for more than `stock` droplets is refused as a whole. While the listing is `shrinking`, a
+    fail after a read. A call for more than `stock` droplets, or for more GPU droplets than `gpu_limit`, is refused as a
+    whole. While the listing is `shrinking`, a
     droplet of its first page is deleted after that page was read.
     """
 
@@ -162,6 +165,8 @@ class FakeDigitalOcean(FakeCloud):
         super().__init__()
         self.slow, self.hidden, self.errored, self.shrinking = 1, 0, 0, 0
         self.stock: int | None = None
+        self.gpu_limit: int | None = None
+        self.closed_paths: set[str] = set()
         self.sizes = list(SIZES)
         self.droplets: dict[int, Droplet] = {}
         self.keys: dict[str, str] = {}
@@ -199,9 +204,11 @@ class FakeDigitalOcean(FakeCloud):
                 self.add(name, kind, {"region": "nyc1", "image": 42, "tags": its}).looks = 9
 
     def refuse(self, request: Request) -> Reply | None:
-        """Refuse requests without the token."""
+        """Refuse requests without the token, and those for which it has no scope."""
         if self.is_refusing or request.headers.get("authorization") != f"Bearer {TOKEN}":
             return refusal(401, "unauthorized", "Unable to authenticate you")
+        if request.path in self.closed_paths:
+            return refusal(403, "forbidden", "You are not authorized to perform this operation")
         return None
 
     def _reply(self, request: Request) -> Reply:
@@ -230,6 +237,16 @@ class FakeDigitalOcean(FakeCloud):
     @route("GET", "/v2/sizes")
     def list_sizes(self, request: Request) -> Reply:
         return self._paged(request, "sizes", self.sizes)
+
+    @route("GET", "/v2/images/{slug}")
+    def image(self, request: Request) -> Reply:
+        if request.words["slug"] not in IMAGES:
+            return refusal(404, "not_found", "The resource you were accessing could not be found.")
+        return Reply(200, {"image": {"slug": request.words["slug"], "status": "available"}})
+
+    @route("GET", "/v2/(regions|images|vpcs|actions|tags)")
+    def list_others(self, request: Request) -> Reply:
+        return self._paged(request, request.path.removeprefix("/v2/"), [])
 
     @route("GET", "/v2/account/keys")
     def list_keys(self, request: Request) -> Reply:
@@ -316,6 +333,10 @@ class FakeDigitalOcean(FakeCloud):
             return unprocessable("This size is unavailable")
         if self.stock is not None and len(names) > self.stock:
             return SOLD_OUT
+        if self.gpu_limit is not None and "gpu_info" in found:
+            present = sum("gpu_info" in droplet.size for droplet in self.droplets.values())
+            if present + len(names) > self.gpu_limit:
+                return OVER_GPU_LIMIT
         if body["region"] not in found["regions"]:
             return SOLD_OUT
         if body.get("image") not in IMAGES:

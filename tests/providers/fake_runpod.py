@@ -93,7 +93,8 @@ class FakeRunPod(FakeCloud):
     """`gpus` and `cpus` are sold. `hidden`: this number of listings omits each pod that is created from now on.
     `becomes`: final status of pods of a rank, in place of RUNNING.
     `elsewhere`: the place of pods that requested another. `undying`: pods that cannot be deleted. `page`: rows of one
-    page of the listing; None: one document without pages, as in the summer of 2026.
+    page of the listing; None: one document without pages, as in the summer of 2026. `is_read_only`: the key may not
+    write. `is_disk_in_cost`: the `cost` of new pods has their disk in it.
     """
 
     creating, listing = ("POST", "/v2/pods"), ("GET", "/v2/pods")
@@ -113,6 +114,7 @@ class FakeRunPod(FakeCloud):
         self.elsewhere: str | None = None
         self.undying: set[str] = set()
         self.hidden = 0
+        self.is_read_only = self.is_disk_in_cost = False
         self.page: int | None = 10
         self.next_pod = 0
         self.keys = ["ssh-ed25519 AAAAsomebodyelses"]
@@ -163,6 +165,8 @@ class FakeRunPod(FakeCloud):
     def refuse(self, request: Request) -> Reply | None:
         if request.headers.get("authorization") != f"Bearer {KEY}" or self.is_refusing:
             return problem(401, "invalid bearer token")
+        if self.is_read_only and request.method != "GET" and request.path != "/graphql":
+            return problem(403, "the API key does not have access to this resource")
         return None
 
     # ── the catalogue ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -278,7 +282,7 @@ class FakeRunPod(FakeCloud):
             "cloud": cloud,
             "dataCenterId": None if cloud == "COMMUNITY" else (self.elsewhere or requested),
             "cudaVersion": None,
-            "cost": cost,
+            "cost": cost + (body.get("disk", 20) * 0.10 / 720 if self.is_disk_in_cost else 0.0),
             "locked": False,
             "ssh": {"proxy": None, "direct": None},
             "runtime": None,
@@ -365,6 +369,10 @@ class FakeRunPod(FakeCloud):
             return problem(404, "The requested Pod does not exist.")
         self.halt(pod, "TERMINATED")
         return Reply(204, None, LIMITS)
+
+    @route("POST", "/graphql")
+    def balance(self, request: Request) -> Reply:
+        return Reply(200, {"data": {"myself": {"clientBalance": 12.5, "currentSpendPerHr": 0.0, "spendLimit": 80}}})
 
     @route("PUT", "/v2/account/ssh-keys")
     def replace_keys(self, request: Request) -> Reply:

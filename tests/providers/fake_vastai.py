@@ -21,6 +21,7 @@ def refusal(status: int, code: str, message: str, **others: Any) -> Reply:
 
 
 GONE = refusal(404, "no_such_ask", "error 404/3603: no_such_ask Instance type by id is not available.")
+SPENT = refusal(400, "spend_rate_limit", "Your account's spend rate limit would be exceeded by this instance.")
 POOR = refusal(400, "insufficient_credit", "Your account lacks credit; see the billing page.")
 STEPS: tuple[dict[str, Any], ...] = (
     {"actual_status": None},
@@ -70,8 +71,8 @@ class FakeVast(FakeCloud):
 
     `broken`: asks with hosts that fail, with the fields of the failed container. `refused`: asks that answer with an
     error and still with a contract. `hidden`: this number of listings omits each new container. `is_sloppy`: the market
-    ignores filters on numbers. `undying`: containers that cannot be destroyed. `is_strict_about_bulk`: no call may
-    destroy several.
+    ignores filters on numbers. `undying`: containers that cannot be destroyed. `refuses_bulk`: the answer to a call that
+    would destroy several.
     """
 
     creating, listing = ("PUT", "/api/v0/asks/"), ("GET", "/api/v1/instances/")
@@ -88,7 +89,8 @@ class FakeVast(FakeCloud):
         self.broken: dict[int, dict[str, Any]] = {}
         self.refused: dict[int, Reply] = {}
         self.undying: set[int] = set()
-        self.is_sloppy = self.is_strict_about_bulk = False
+        self.is_sloppy = False
+        self.refuses_bulk: Reply | None = None
         self.hidden = 0
         self.next_contract = 30000000
 
@@ -220,6 +222,8 @@ class FakeVast(FakeCloud):
             return "disk must be >= 8"
         if len(body["onstart"]) + sum(map(len, body["args"])) > 4048:
             return "args + args_str + onstart must be <= 4048 characters"
+        if any(len(value) > 256 for value in body["env"].values()):
+            return "invalid env arguments, a value has more than 256 characters"
         if sum(len(name) + len(value) for name, value in body["env"].items()) > 32 * 1024:
             return "invalid env arguments, total length > 32KB"
         return None
@@ -306,8 +310,8 @@ class FakeVast(FakeCloud):
         ids = request.body["instance_ids"]
         if not ids:
             return Reply(400, {"error": "invalid_args", "msg": "instance_ids array is required"})
-        if self.is_strict_about_bulk:
-            return Reply(400, {"error": "invalid_args", "msg": "invalid request format"})
+        if self.refuses_bulk is not None:
+            return self.refuses_bulk
         if not self.containers.keys() & set(ids):
             return Reply(404, {"error": "instances_not_found", "msg": f"Instances {ids} not found."})
         for contract in ids:

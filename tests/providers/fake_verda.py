@@ -97,6 +97,7 @@ class FakeVerda(FakeCloud):
             ("FIN-02", True): NAMES[:1],
         }
         self.is_untagging = self.leaves_disks = False
+        self.nvme_price = 0.20
         self._ids = 0
 
     # ── methods for tests ────────────────────────────────────────────────────────────────────────────────────────────
@@ -158,7 +159,7 @@ class FakeVerda(FakeCloud):
     # ── the API ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def refuse(self, request: Request) -> Reply | None:
-        if request.path in {"/v1/oauth2/token", "/v1/instance-types"}:
+        if request.path in {"/v1/oauth2/token", "/v1/instance-types", "/v1/volume-types"}:
             return None
         token = request.headers.get("authorization", "").removeprefix("Bearer ")
         if self.is_refusing or token not in self.tokens:
@@ -179,6 +180,18 @@ class FakeVerda(FakeCloud):
     @route("GET", "/v1/instance-types")
     def types(self, request: Request) -> Reply:
         return Reply(200, TYPES)
+
+    @route("GET", "/v1/volume-types")
+    def volume_types(self, request: Request) -> Reply:
+        """Return the prices of disks (the format of Verda's Go and Python SDKs)."""
+        price = {"price_per_month_per_gb": self.nvme_price, "cps_per_gb": 7.6e-8, "currency": "usd"}
+        return Reply(
+            200,
+            [
+                {"type": "HDD", "price": {**price, "price_per_month_per_gb": 0.05}, "is_shared_fs": False},
+                {"type": "NVMe", "price": price, "is_shared_fs": False, "iops": "50k"},
+            ],
+        )
 
     @route("GET", "/v1/instance-availability")
     def availability(self, request: Request) -> Reply:

@@ -65,6 +65,34 @@ MEANINGS: Mapping[type[SkywardError], str] = {
 The part of a code after a dot is ignored. A status 5xx with another code is an outage.
 """
 
+RIGHTS = re.compile(r"UnauthorizedOperation|AccessDenied(Exception)?")
+"""Codes for right credentials that may not do this. All others of CredentialsError are about the credentials."""
+SPOT_ROLE, SPOT_ROLE_TEXT = "AuthFailure.ServiceLinkedRoleCreationNotPermitted", "service-linked role for EC2 Spot"
+"""Refusal of the first spot machine of an account whose credentials may not create the role that spot needs."""
+SPOT_ROLE_ADVICE = (
+    "Somebody with the right to do so creates it once for the account: aws iam create-service-linked-role"
+    " --aws-service-name spot.amazonaws.com"
+)
+FREE_PLAN_TEXT = "not eligible for Free Tier"
+"""In the refusal of a type by an account on AWS's free plan (InvalidParameterCombination, reported since 2025)."""
+FREE_PLAN_ADVICE = (
+    "The account is on AWS's free plan, which rents a few small types without GPU: upgrade it to the paid plan at"
+    " https://console.aws.amazon.com/billing/home#/freetier"
+)
+SOURCES: Mapping[str, str] = {
+    "explicit": "access_key_id= and secret_access_key=",
+    "env": "the variables AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "shared-credentials-file": "the file ~/.aws/credentials",
+    "config-file": "the file ~/.aws/config",
+    "sso": "the SSO login",
+    "login": "the login of `aws login`",
+    "assume-role": "the role of the profile",
+    "custom-process": "the profile's credential_process",
+    "iam-role": "the role of this machine",
+    "container-role": "the role of this container",
+}
+"""Where the SDK has found the credentials, by its own word for it."""
+
 log = logging.getLogger(__name__)
 
 
@@ -90,6 +118,7 @@ class AwsAccount:
         self._clients: dict[tuple[str, str, bool], Any] = {}
         self._lock = threading.Lock()
         self._secrets: tuple[str, ...] = ()
+        self._source = ""
         self._session = self._sdk.Session(profile=profile)
         self._session.register_component("data_loader", _models())
         if keys is not None:
@@ -135,6 +164,8 @@ class AwsAccount:
                 if not self._clients and (credentials := self._session.get_credentials()) is not None:
                     frozen = credentials.get_frozen_credentials()
                     self._secrets = tuple(secret for secret in (frozen.secret_key, frozen.token) if secret)
+                    self._source = SOURCES.get(str(credentials.method), str(credentials.method))
+                    self._source += f" (profile {self._session.profile})" if self._session.profile else ""
                 # InsufficientInstanceCapacity is a 500: the SDK would retry the same zone for seconds (measured, fact
                 # sheet 1.4)
                 settings = importlib.import_module("botocore.config").Config(
@@ -167,8 +198,11 @@ class AwsAccount:
         except kinds.ClientError as error:
             answer, cause = error.response.get("Error", {}), error
             code = str(answer.get("Code", ""))
-            kind = meaning(code, error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
             message = f"AWS answered {what} with {code}: {answer.get('Message', '')}"
+            text = self._clean(message)
+            # SignatureDoesNotMatch repeats the signed text, which may have a session token: then the cause is left out
+            raise self.refusal(code, status, text[: _http.QUOTED_CHARACTERS]) from (cause if text == message else None)
         except refused as error:
             kind, code, cause = CredentialsError, "", error
             message = (
@@ -179,9 +213,33 @@ class AwsAccount:
             kind, code, cause, message = ProviderFailed, "", error, f"AWS did not answer {what}: {error}"
         except (kinds.BotoCoreError, ValueError) as error:
             kind, code, cause, message = BadRequest, "", error, f"AWS cannot be called for {what}: {error}"
-        text = functools.reduce(lambda text, secret: text.replace(secret, "***"), self._secrets, message)
-        # SignatureDoesNotMatch repeats the signed text, which may have a session token: then the cause is left out
+        text = self._clean(message)
         raise kind(text[: _http.QUOTED_CHARACTERS]).coded(code) from (cause if text == message else None)
+
+    def _clean(self, message: str) -> str:
+        return functools.reduce(lambda text, secret: text.replace(secret, "***"), self._secrets, message)
+
+    def refusal(self, code: str, status: int, message: str) -> SkywardError:
+        """Return the error for an answer of AWS, with what the user does next."""
+        error = failure(code, status, message)
+        if error.advice or not isinstance(error, CredentialsError):
+            return error
+        if RIGHTS.fullmatch(code.partition(".")[0]):
+            return error.advised(
+                f"The credentials of {self._source} lack this right: docs/clouds/aws.md has the policy to attach"
+            )
+        return error.advised(f"The credentials of {self._source} are refused: replace them, or log in again")
+
+
+def failure(code: str, status: int, message: str) -> SkywardError:
+    """Return the error for a code of AWS. What an account lacks before its first machine is named, with the cure."""
+    if code == SPOT_ROLE or SPOT_ROLE_TEXT in message:
+        error = CredentialsError(message).coded(code).advised(SPOT_ROLE_ADVICE)
+        error.is_about_spot = True
+        return error
+    if FREE_PLAN_TEXT in message:
+        return QuotaExceeded(message).coded(code).advised(FREE_PLAN_ADVICE)
+    return meaning(code, status)(message).coded(code)
 
 
 def meaning(code: str, status: int) -> type[SkywardError]:

@@ -71,14 +71,15 @@ def interfaces(group_id: str, cards: Sequence[int], *, is_public: bool) -> list[
 
     A machine with several interfaces cannot get a public address in the creating call: AWS refuses the parameter (fact
     sheet, 1.3). So a machine with a public address has one interface. The first interface carries IP, and EFA if its
-    card can. The others carry EFA only, and need no addresses.
+    card can. The others carry EFA only, and need no addresses; each is the first device of its card (EC2 guide,
+    "Maximize network bandwidth on instances with multiple network cards", 2026-11).
     """
     first: dict[str, Any] = {"DeviceIndex": 0, "Groups": [group_id], "DeleteOnTermination": True}
     if 0 in cards:
         first |= {"NetworkCardIndex": 0, "InterfaceType": "efa"}
     others = [
         {
-            "DeviceIndex": 1,
+            "DeviceIndex": 0,
             "NetworkCardIndex": card,
             "InterfaceType": "efa-only",
             "Groups": [group_id],

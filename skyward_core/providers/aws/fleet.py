@@ -48,7 +48,7 @@ from skyward_core.errors import (
     SkywardError,
 )
 from skyward_core.providers.aws import launch as aws_launch
-from skyward_core.providers.aws.account import COMING, AwsAccount, each, meaning, number, state_of, terminated
+from skyward_core.providers.aws.account import COMING, AwsAccount, each, number, state_of, terminated
 from skyward_core.providers.aws.launch import PRICE_TAG, template_deleted
 from skyward_core.providers.base import LAUNCH_TAG, Tags
 
@@ -205,7 +205,7 @@ def _requested(
         ids = [machine_id for one in got for machine_id in one.get("InstanceIds", [])]
         if len(ids) >= count:
             return ids, _zone(got[0], pools)
-        error = _why_none(answer.get("Errors", []), pools, f"{count} x {_types(pools)} in {region} as spot")
+        error = _why_none(account, answer.get("Errors", []), pools, f"{count} x {_types(pools)} in {region} as spot")
         if ids:
             _terminate_partial(account, region, ids, count)
             raise NoCapacity(f"only {len(ids)} of {count} machines were created, and are terminated: {error}").coded(
@@ -254,27 +254,29 @@ def _terminate_partial(account: AwsAccount, region: str, ids: Sequence[str], cou
         ).coded(error.code) from error
 
 
-def _why_none(errors: Sequence[Mapping[str, Any]], pools: Sequence[SpotPool], wanted: str) -> SkywardError:
+def _why_none(
+    account: AwsAccount, errors: Sequence[Mapping[str, Any]], pools: Sequence[SpotPool], wanted: str
+) -> SkywardError:
     """Return one error for the pools' errors, with the code of each pool that was tried.
 
     An answer without errors means no capacity.
     """
     tried = [error for error in errors if (error.get("ErrorCode"), error.get("ErrorMessage")) != UNTRIED] or errors
     codes = {_place(error, pools): str(error.get("ErrorCode", "")) for error in tried}
-    kinds = [(_meaning(str(error.get("ErrorCode", ""))), error) for error in tried] or [
-        (NoCapacity, dict(zip(("ErrorCode", "ErrorMessage"), UNTRIED, strict=True)))
-    ]
+    tried = tried or [dict(zip(("ErrorCode", "ErrorMessage"), UNTRIED, strict=True))]
+    kinds = [(type(_failure(account, error, str(error.get("ErrorMessage", "")))), error) for error in tried]
     kind = next(kind for kind in WORST_FIRST if any(kind is found for found, _ in kinds))
     mine = [error for found, error in kinds if found is kind]
     worst = next((error for error in mine if error.get("ErrorCode") != "Unsupported"), mine[0])
     reasons = ", ".join(f"{place}: {code}" for place, code in codes.items())
-    return kind(f"no pool has {wanted}: {reasons}. {worst.get('ErrorMessage', '')}").coded(
-        str(worst.get("ErrorCode", ""))
-    )
+    return _failure(account, worst, f"no pool has {wanted}: {reasons}. {worst.get('ErrorMessage', '')}")
 
 
-def _meaning(code: str) -> type[SkywardError]:
-    return meaning(code, HTTPStatus.INTERNAL_SERVER_ERROR if OUTAGE.match(code) else HTTPStatus.BAD_REQUEST)
+def _failure(account: AwsAccount, error: Mapping[str, Any], message: str) -> SkywardError:
+    """Return the error for one of a fleet's errors, with this message."""
+    code = str(error.get("ErrorCode", ""))
+    status = HTTPStatus.INTERNAL_SERVER_ERROR if OUTAGE.match(code) else HTTPStatus.BAD_REQUEST
+    return account.refusal(code, status, message)
 
 
 def _place(thing: Mapping[str, Any], pools: Sequence[SpotPool]) -> str:

@@ -13,6 +13,7 @@ from skyward_core.errors import BadRequest, NoCapacity, ProviderFailed, QuotaExc
 from skyward_core.machines.offers import Offer
 from skyward_core.providers import _http
 from skyward_core.providers.aws import images as aws_images
+from skyward_core.providers.aws import quotas
 from skyward_core.providers.aws.account import AwsAccount
 from skyward_core.providers.aws.cluster import ClusterNetwork, kinds_of
 from skyward_core.providers.aws.fleet import SpotPool, launched
@@ -49,8 +50,19 @@ class Launcher:
     def run(self, offer: Offer, count: int, tags: Tags, user_data: bytes, prices: Prices) -> list[str]:
         """Start machines from a kept image that fits, else from the base image; return their ids.
 
-        The base image is used too if the kept image is deleted meanwhile.
+        The base image is used too if the kept image is deleted meanwhile. A full quota is raised with its name, and the
+        page where more is asked for.
         """
+        try:
+            return self._run(offer, count, tags, user_data, prices)
+        except QuotaExceeded as error:
+            quotas.advised(error, offer.instance_type, offer.region, is_spot=offer.is_spot)
+            raise
+        except NoCapacity as error:
+            error.advised("Try again later, another region= or another type (`skyward offers`)")
+            raise
+
+    def _run(self, offer: Offer, count: int, tags: Tags, user_data: bytes, prices: Prices) -> list[str]:
         kinds = kinds_of(self.account, offer.region, (offer.instance_type, *offer.or_types))
         base = self._image(offer, kinds)
         if (image := self._kept_image(offer.region, tags, base)) is None:

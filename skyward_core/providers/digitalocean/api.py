@@ -16,7 +16,8 @@ from skyward_core.errors import (
     QuotaExceeded,
     SkywardError,
 )
-from skyward_core.providers._http import Api, Row, rows_of
+from skyward_core.machines.offers import Offer
+from skyward_core.providers._http import Advice, Api, Classify, Found, Row, rows_of
 
 API_URL = "https://api.digitalocean.com"
 TOKEN_VARIABLES = ("DIGITALOCEAN_TOKEN", "DIGITALOCEAN_ACCESS_TOKEN")
@@ -24,23 +25,32 @@ URL_VARIABLE = "DIGITALOCEAN_API_URL"
 PER_PAGE = 200
 LISTING_TRIES = 5
 REFUSALS: Mapping[type[SkywardError], tuple[str, ...]] = {
-    QuotaExceeded: ("droplet limit",),
+    # seen on 2026-08-16: "creating this/these droplet(s) will exceed your GPU limit", also where no droplet exists
+    QuotaExceeded: ("droplet limit", "gpu limit"),
     NoCapacity: (
         "not available in this region",
         "region is not available",
         "temporarily unavailable",
         "not currently available",
         "size is unavailable",
+        "at capacity",
+        "insufficient capacity",
+        "sold out",
     ),
 }
 """Parts of the message separate capacity, quota and mistakes of the request, which share a status (422) and a code."""
+MISTAKES = ("invalid", "only valid hostname", "tag names", "too long", "too many", "can't be blank", "unknown field")
+"""Parts of the messages about a wrong creating call, as the API and its description word them."""
+TOKENS_PAGE = "https://cloud.digitalocean.com/account/api/tokens"
+LIMITS_PAGE = "https://cloud.digitalocean.com/account/team/droplet_limit_increase"
+"""Where limits are raised (github.com/OpenRouterLabs/spawn/issues/3059, 2026-03-27)."""
 
 
-def find_token() -> str:
+def find_token() -> Found:
     """Return the token of the environment, else of doctl. Raises CredentialsError."""
     for variable in TOKEN_VARIABLES:
         if token := os.environ.get(variable):
-            return token
+            return Found(token, f"the variable {variable}")
     home = Path(
         "~/Library/Application Support"
         if sys.platform == "darwin"
@@ -58,7 +68,7 @@ def find_token() -> str:
             f"no token for DigitalOcean: set {TOKEN_VARIABLES[0]} (or {TOKEN_VARIABLES[1]}), or log in with `doctl auth"
             " init`"
         )
-    return token
+    return Found(token, f"the file {file}")
 
 
 def doctl_token(config: str) -> str:
@@ -74,6 +84,42 @@ def doctl_token(config: str) -> str:
         rf"^auth-contexts:\s*\n(?:[ \t]+.*\n)*?[ \t]+{re.escape(context)}: *[\"']?([^\"'\s]+)", config, re.MULTILINE
     )
     return found[1] if found else ""
+
+
+def advice_of(source: str) -> Advice:
+    """Return what to do about refusals of a token from this source."""
+    return Advice(
+        key=f"The token of {source} is refused: make another at {TOKENS_PAGE}",
+        rights=(
+            f"The token of {source} lacks a scope: docs/clouds/digitalocean.md lists them, and {TOKENS_PAGE} sets them"
+        ),
+        quota=(
+            "A new account may rent no GPU until it has paid an invoice or $50 in advance: ask for a higher limit at"
+            f" {LIMITS_PAGE}"
+        ),
+        capacity="Try again later, another region or another size (`skyward offers`)",
+    )
+
+
+def refusal_of(offer: Offer) -> Classify:
+    """Return the classifier for a creating call.
+
+    A text that nobody has reported is taken for a lack of capacity, so that the next offer is tried. If several offers
+    are refused with it, the request is wrong (`NoCapacity.mistake`).
+    """
+
+    def meaning(status: int, body: Row, message: str) -> SkywardError | None:
+        text = str(body.get("message", "")).lower()
+        known = meaning_of(status, body, message)
+        if known is not None or status != 422 or any(part in text for part in MISTAKES):
+            return known
+        error = NoCapacity(message)
+        for name in (offer.instance_type, offer.region):
+            text = text.replace(name, "...")
+        error.mistake = " ".join(re.sub(r"\S*[0-9]\S*", "...", text).split())
+        return error
+
+    return meaning
 
 
 def meaning_of(status: int, body: Row, message: str) -> SkywardError | None:

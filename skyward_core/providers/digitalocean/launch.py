@@ -57,7 +57,9 @@ def registered(api: Api, key: Key) -> str:
     return ":".join(map("".join, batched(digest, 2)))
 
 
-def create_droplets(api: Api, order: Mapping[str, Any], names: Sequence[str], *, is_gpu: bool) -> list[Row]:
+def create_droplets(
+    creating: Api, api: Api, order: Mapping[str, Any], names: Sequence[str], *, is_gpu: bool
+) -> list[Row]:
     """Create machines with these names, ten in one call and one call at a time: only ten may be in creation at once.
 
     Stops at the first failure and returns the machines so far. If the outcome of that call is unknown, its machines are
@@ -66,7 +68,7 @@ def create_droplets(api: Api, order: Mapping[str, Any], names: Sequence[str], *,
     created: list[Row] = []
     for chunk in batched(names, NAMES_PER_CALL):
         try:
-            created += _created(api, {**order, **({"name": chunk[0]} if len(chunk) == 1 else {"names": chunk})})
+            created += _created(creating, {**order, **({"name": chunk[0]} if len(chunk) == 1 else {"names": chunk})})
         except SkywardError as error:
             if isinstance(error, ProviderFailed) and not isinstance(error, RateLimited):
                 created += [row for row in droplets(api, is_gpu=is_gpu) if row["name"] in chunk]

@@ -19,15 +19,17 @@ from pydantic import ConfigDict, Field, SecretStr, model_validator
 
 from skyward_core.machines.instances import Instance
 from skyward_core.machines.offers import Offer, Requirements
-from skyward_core.providers._http import Api, field_of, number_of
-from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags
+from skyward_core.providers._http import Api, Classify, Found, field_of, number_of
+from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Sale, Tags
 from skyward_core.providers.digitalocean.api import (
     API_URL,
     URL_VARIABLE,
+    advice_of,
     droplets,
     find_token,
     meaning_of,
     pages,
+    refusal_of,
     reset_of,
     says_missing,
 )
@@ -98,13 +100,8 @@ class DigitalOcean(Provider):
         """
         with self._api() as api:
             sizes = pages(api, "/v2/sizes", "sizes")
-        regions = {self.region} if isinstance(self.region, str) else set(self.region or ())
         least_gb = LEAST_MEMORY_GB if want.memory_gb is None and want.instance_type is None else 0.0
-        return [
-            offer
-            for offer in to_offers(sizes)
-            if (not regions or offer.region in regions) and offer.memory_gb >= least_gb
-        ]
+        return Sale.within(self.region, (offer for offer in to_offers(sizes) if offer.memory_gb >= least_gb))
 
     def may_sell_spot(self, want: Requirements) -> bool:
         """True for three chips only, found by name in the accelerator or the instance type."""
@@ -120,11 +117,10 @@ class DigitalOcean(Provider):
         first = int(tags[RANK_TAG])
         ranks = {name_of(tags, rank): rank for rank in range(first, first + count)}
         is_gpu = offer.accelerator is not None
-        with self._api() as api:
+        with self._api() as api, self._api(refusal_of(offer)) as creating:
             fingerprint = registered(api, key)
-            created = create_droplets(
-                api, self._order(offer, tags, startup, key, fingerprint), list(ranks), is_gpu=is_gpu
-            )
+            order = self._order(offer, tags, startup, key, fingerprint)
+            created = create_droplets(creating, api, order, list(ranks), is_gpu=is_gpu)
             ready, failed = await_addresses(api, created, is_gpu=is_gpu)
             if failed:
                 destroy_failed(api, failed, is_any_ready=bool(ready))
@@ -206,15 +202,16 @@ class DigitalOcean(Provider):
     def _url(self) -> str:
         return (self.endpoint_url or os.environ.get(URL_VARIABLE) or API_URL).rstrip("/")
 
-    def _api(self) -> Api:
-        token = self.token.get_secret_value() if self.token else find_token()
-        secrets = (token, self.node_token.get_secret_value() if self.node_token else "")
+    def _api(self, classify: Classify = meaning_of) -> Api:
+        found = Found(self.token.get_secret_value(), "token=") if self.token else find_token()
+        secrets = (found.key, self.node_token.get_secret_value() if self.node_token else "")
         return Api(
             "DigitalOcean",
             self._url(),
-            {"Authorization": f"Bearer {token}"},
-            classify=meaning_of,
+            {"Authorization": f"Bearer {found.key}"},
+            classify=classify,
             secrets=secrets,
             reset=reset_of,
             says_missing=says_missing,
+            advice=advice_of(found.source),
         )

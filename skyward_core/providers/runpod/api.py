@@ -19,23 +19,25 @@ from skyward_core.errors import (
     SkywardError,
 )
 from skyward_core.machines.offers import Offer
-from skyward_core.providers._http import Api, Classify, Row, field_of, rows_of
+from skyward_core.providers._http import Advice, Api, Classify, Found, Row, field_of, rows_of
 
 URL = "https://api.runpod.io"
-REST_URL = "https://rest.runpod.io"
-"""URL of version 1 of the REST API. It was to end on 2026-11-15; a failed request costs nothing."""
 CONSOLE = "https://console.runpod.io/pods?id="
+KEYS_PAGE = "https://www.console.runpod.io/user/settings"
+"""Where keys are made and get their rights (docs.runpod.io/get-started/api-keys)."""
+BILLING_PAGE = "https://www.console.runpod.io/user/billing"
+CAPACITY = "Try again later, another data centre or another GPU (`skyward offers`)"
 SOLD_OUT = re.compile("availab|capacit|stock|suppl|resource|instance|machine|host|sold|again")
 """Words of a refusal that may mean that nothing is left. RunPod does not document its wording."""
 
 
-def find_key() -> str:
+def find_key() -> Found:
     """Return the key of the user's environment, or of RunPod's tools.
 
     Its Python package writes `[default] api_key`, runpodctl `apikey`.
     """
     if key := os.environ.get("RUNPOD_API_KEY", "").strip():
-        return key
+        return Found(key, "the variable RUNPOD_API_KEY")
     file = Path("~/.runpod/config.toml").expanduser()
     try:
         config = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -51,9 +53,19 @@ def find_key() -> str:
     keys += [config.get(name) for name in ("apikey", "apiKey")]
     for key in keys:
         if isinstance(key, str) and key.strip():
-            return key.strip()
+            return Found(key.strip(), f"the file {file}")
     raise CredentialsError(
         "there is no key for RunPod: set RUNPOD_API_KEY, write it to ~/.runpod/config.toml, or give api_key="
+    )
+
+
+def advice_of(source: str) -> Advice:
+    """Return what to do about refusals of a key from this source."""
+    return Advice(
+        key=f"The key of {source} is refused: make another at {KEYS_PAGE}",
+        rights=f"The key of {source} may not do this: give it read and write access to pods at {KEYS_PAGE}",
+        quota=f"Add credit at {BILLING_PAGE}; RunPod's support raises the spending limit",
+        capacity=CAPACITY,
     )
 
 
@@ -70,16 +82,15 @@ def meaning_of(status: int, _: Row, message: str) -> SkywardError | None:
 def refusal_of(offer: Offer) -> Classify:
     """Return the classifier for a creating call.
 
-    400 is a broken rule or a lack of stock, without a code that separates them. 403 means that this cloud is closed to
-    us.
+    400 is a broken rule or a lack of stock, without a code that separates them. 403 is a valid key without the right
+    (docs.runpod.io, "Migrate from API v1"), and no lack of stock: every other offer would be refused with it.
     """
 
     def meaning(status: int, body: Row, message: str) -> SkywardError | None:
-        if status not in (HTTPStatus.BAD_REQUEST, HTTPStatus.FORBIDDEN):
+        if status != HTTPStatus.BAD_REQUEST:
             return meaning_of(status, body, message)
         error = NoCapacity(message)
-        if status == HTTPStatus.BAD_REQUEST:
-            error.mistake = _mistake(str(body.get("detail") or ""), offer)
+        error.mistake = _mistake(str(body.get("detail") or ""), offer)
         return error
 
     return meaning

@@ -25,7 +25,6 @@ while :; do
   if [ -n "$id" ] && [ -n "$key" ]; then
     request DELETE {url}/v2/pods/"$id" && is_accepted=yes
     request POST {url}/v2/pods/"$id"/action '{{"action": "terminate"}}' && is_accepted=yes
-    request DELETE {rest_url}/v1/pods/"$id" && is_accepted=yes
     request POST {url}/graphql '{{"query": "mutation {{ podTerminate(input: {{podId: \\\\"'"$id"'\\\\"}}) }}"}}' && is_accepted=yes
     if command -v runpodctl >/dev/null; then RUNPOD_API_KEY=$key runpodctl remove pod "$id" && is_accepted=yes; fi
     [ -n "$is_accepted" ] || request POST {url}/v2/pods/"$id"/action '{{"action": "stop"}}' # a pod that is off is billed for no GPU
@@ -33,7 +32,8 @@ while :; do
   sleep "$pause"
   [ "$pause" -ge 60 ] || pause=$((pause * 2))
 done"""  # noqa: E501
-"""Tries every documented method until one succeeds.
+"""Tries every documented method until one succeeds. Version 1 of the REST API is not one any more: its date was
+2026-11-15.
 
 RunPod does not document which of them a pod's own key may use (fact sheet, "added"). The first process never ends,
 because a container that ends is restarted and billed.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 from skyward_core.machines.instances import Endpoint, Instance, InstanceState
+from skyward_core.machines.offers import Extra, total_of
 from skyward_core.providers import userdata
 from skyward_core.providers._http import Row
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG
@@ -20,6 +21,8 @@ STATES = {
     "ERROR": InstanceState.STOPPING,
     "TERMINATED": InstanceState.GONE,
 }
+PRICE_VARIABLE = "SKYWARD_PRICE_PER_HOUR"
+"""The catalogue's price of a pod when it was created, in USD. It splits the pod's `cost`; it never replaces it."""
 NAME_CHARACTERS = 191
 """The limit of the API's version 1. Version 2 names none."""
 
@@ -29,7 +32,7 @@ def to_instance(row: Row, key: Key) -> Instance | None:
     tags = _tags(row)
     if tags is None:
         return None
-    address, price = address_of(row), float(row.get("cost") or 0)
+    address, (price, extras) = address_of(row), prices_of(row)
     return Instance(
         id=str(row["id"]),
         provider="runpod",
@@ -40,13 +43,30 @@ def to_instance(row: Row, key: Key) -> Instance | None:
         instance_type=_type(row),
         price_per_hour=price,
         on_demand_price_per_hour=price or None,
-        extras_per_hour=extras_of(row.get("disk")),
+        extras_per_hour=extras,
         ip=None if address is None else address[0],
         private_ip=private_ip_of(row),
         tags=tags,
         directory=userdata.directory_of(str(row["id"])),
         endpoint=None if address is None else _endpoint(*address, tags[LAUNCH_TAG], key),
     )
+
+
+def prices_of(row: Row) -> tuple[float, tuple[Extra, ...]]:
+    """Return what a pod costs in an hour without its disk, and its disk; together never more than RunPod's `cost`, if
+    that has the disk in it.
+
+    RunPod does not document whether it has (its OpenAPI description of 2026-10 says "cost"). So each pod keeps the
+    catalogue's price, which is without disk (PRICE_VARIABLE): `cost` has the disk in it if it is nearer to the sum.
+    """
+    cost, extras = float(row.get("cost") or 0), extras_of(row.get("disk"))
+    disk = total_of(extras)
+    catalogue = cast("Row", row.get("env") or {}).get(PRICE_VARIABLE)
+    try:
+        price = float(str(catalogue))
+    except ValueError:
+        return cost, extras
+    return (cost - disk if abs(cost - price - disk) < abs(cost - price) else cost), extras
 
 
 def _endpoint(host: str, port: int, launch: str, key: Key) -> Endpoint:

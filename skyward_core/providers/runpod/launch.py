@@ -20,7 +20,7 @@ from skyward_core.errors import (
 from skyward_core.machines.instances import InstanceState
 from skyward_core.machines.offers import Offer
 from skyward_core.providers._http import Api, Row
-from skyward_core.providers.runpod.api import all_pods, path_of, thing_at
+from skyward_core.providers.runpod.api import CAPACITY, all_pods, path_of, thing_at
 from skyward_core.providers.runpod.instances import address_of, private_ip_of, state_of, word_of
 from skyward_core.providers.runpod.offers import ANYWHERE, COMMUNITY, CPU_TYPE, IN_STOCK, SECURE, gpu_of
 
@@ -51,7 +51,13 @@ def check_stock(api: Api, offer: Offer) -> None:
         raise NoCapacity(f"RunPod sells no {offer.instance_type} any more").coded("Not Found")
     place = next((place for place in row.get("dataCenters") or [] if place["id"] == offer.region), row)
     if "NONE" in (row.get("availability"), place.get("availability")):
-        raise NoCapacity(f"RunPod has no {offer.instance_type} in {offer.region} in stock").coded("NONE")
+        others = [each["id"] for each in row.get("dataCenters") or [] if each.get("availability") != "NONE"]
+        elsewhere = "" if row.get("availability") == "NONE" or not others else f"; {', '.join(others)} have it"
+        raise (
+            NoCapacity(f"RunPod has no {offer.instance_type} in {offer.region} in stock{elsewhere}")
+            .coded("NONE")
+            .advised(CAPACITY)
+        )
 
 
 def create_pods(creating: Api, api: Api, orders: Mapping[int, Row]) -> dict[int, str]:

@@ -33,12 +33,12 @@ from skyward_core.errors import (
 from skyward_core.machines.instances import Instance, InstanceState
 from skyward_core.machines.offers import Offer, Requirements, architecture_beside
 from skyward_core.providers import userdata
-from skyward_core.providers._http import Api, Classify, Row, rows_of
-from skyward_core.providers.base import LAUNCH_TAG, RANK_TAG, Provider, Tags
+from skyward_core.providers._http import Api, Classify, Found, Row, rows_of
+from skyward_core.providers.base import LAUNCH_TAG, RANK_TAG, Provider, Sale, Tags
 from skyward_core.providers.runpod.api import (
     CONSOLE,
-    REST_URL,
     URL,
+    advice_of,
     all_pods,
     find_key,
     meaning_of,
@@ -48,7 +48,7 @@ from skyward_core.providers.runpod.api import (
     says_missing,
 )
 from skyward_core.providers.runpod.boot import END, MACHINE_ID, TOOLS
-from skyward_core.providers.runpod.instances import NAMES, to_instance
+from skyward_core.providers.runpod.instances import NAMES, PRICE_VARIABLE, to_instance
 from skyward_core.providers.runpod.launch import await_addresses, check_stock, create_pods
 from skyward_core.providers.runpod.offers import (
     ANYWHERE,
@@ -166,16 +166,18 @@ class RunPod(Provider):
                 offers += [
                     offer for row in rows_at(api, "/v2/catalog/cpus", "cpus", IN_STOCK) for offer in cpu_offers(row)
                 ]
-        wanted = {self.region} if isinstance(self.region, str) else set(self.region or ())
-        return [
-            offer.model_copy(
-                update={"extras_per_hour": extras_of(self._hardware(offer)["disk"]), "min_cuda": want.min_cuda}
-            )
-            for offer in offers
-            if (not wanted or offer.region in wanted)
-            and (networked is None or offer.region in networked)
-            and want.instance_type in (None, offer.instance_type)
-        ]
+        return Sale.within(
+            self.region,
+            (
+                offer.model_copy(
+                    update={"extras_per_hour": extras_of(self._hardware(offer)["disk"]), "min_cuda": want.min_cuda}
+                )
+                for offer in offers
+                if not (self.region and offer.region == ANYWHERE)
+                and (networked is None or offer.region in networked)
+                and want.instance_type in (None, offer.instance_type)
+            ),
+        )
 
     def _gpu_offers(self, row: Row, cloud: str, counts: Sequence[int]) -> Iterator[Offer]:
         """Yield the offers of a type of GPU in one cloud.
@@ -248,7 +250,7 @@ class RunPod(Provider):
         order: dict[str, Any] = {
             "name": name,
             "args": command,
-            "env": {"SKYWARD_BOOT": boot_word, **more},
+            "env": {"SKYWARD_BOOT": boot_word, PRICE_VARIABLE: str(offer.price_per_hour), **more},
             "ports": ["22/tcp"],
             **self._hardware(offer),
         }
@@ -268,7 +270,7 @@ class RunPod(Provider):
 
     def _end_script(self) -> str:
         url = self._url()
-        return END.format(url=shlex.quote(url), rest_url=shlex.quote(REST_URL if url == URL else url))
+        return END.format(url=shlex.quote(url))
 
     def _hardware(self, offer: Offer) -> dict[str, Any]:
         """Return the part of the creating call that follows from an offer's type."""
@@ -332,7 +334,7 @@ class RunPod(Provider):
         """
         with self._api() as api:
             rows_of(api.request("GET", "/v2/pods"), "pods", "RunPod answered GET /v2/pods")
-        return f"key-{hashlib.sha256(self._key().encode()).hexdigest()[:12]}"
+        return f"key-{hashlib.sha256(self._key().key.encode()).hexdigest()[:12]}"
 
     def console_url(self, instance: Instance) -> str:
         """Return the pod's page."""
@@ -341,18 +343,19 @@ class RunPod(Provider):
     # ── the wire ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _api(self, classify: Classify | None = None) -> Api:
-        key = self._key()
+        found = self._key()
         return Api(
             "RunPod",
             self._url(),
-            {"Authorization": f"Bearer {key}"},
+            {"Authorization": f"Bearer {found.key}"},
             classify=classify or meaning_of,
-            secrets=[key],
+            secrets=[found.key],
             says_missing=says_missing,
+            advice=advice_of(found.source),
         )
 
-    def _key(self) -> str:
-        return self.api_key.get_secret_value() if self.api_key is not None else find_key()
+    def _key(self) -> Found:
+        return Found(self.api_key.get_secret_value(), "api_key=") if self.api_key is not None else find_key()
 
     def _url(self) -> str:
         return (self.endpoint_url or os.environ.get("RUNPOD_API_BASE_URL") or URL).rstrip("/").removesuffix("/v2")

@@ -16,7 +16,7 @@ from skyward_core.errors import (
     RateLimited,
     SkywardError,
 )
-from skyward_core.providers._http import Api, Classify, Row, rows_of
+from skyward_core.providers._http import Advice, Api, Classify, Found, Row, rows_of
 
 URL = "https://console.vast.ai"
 CONSOLE = "https://cloud.vast.ai/instances/"
@@ -26,9 +26,11 @@ LISTING_ROWS = 25
 GONE_CODES = frozenset({"no_such_ask", "invalid_price"})
 """An offer that does not exist any more, and a bid that was outbid since the search."""
 GONE_TEXTS = ("no_such_ask", "not available")
-QUOTA_CODES = frozenset({"insufficient_credit", "insufficient_credits"})
-QUOTA_TEXTS = ("credit", "balance", "spending limit")
+QUOTA_CODES = frozenset({"insufficient_credit", "insufficient_credits", "spend_rate_limit"})
+QUOTA_TEXTS = ("credit", "balance", "spending limit", "spend rate", "spend_rate")
 """Texts of refusals whose code is "invalid_args", which Vast.ai uses for everything."""
+KEYS_PAGE = "https://cloud.vast.ai/manage-keys/"
+BILLING_PAGE = "https://cloud.vast.ai/billing/"
 SEARCH_QUOTA = "search_quota_exceeded"
 
 
@@ -36,18 +38,34 @@ class SearchedTooMuch(RateLimited):
     """The daily quota of rows is used up. It is renewed at midnight UTC, and no request waits for that."""
 
 
-def find_key() -> str:
+def find_key() -> Found:
     """Return the key of the user's environment, or of Vast.ai's own tools. Raises CredentialsError."""
     if key := os.environ.get("VAST_API_KEY", "").strip():
-        return key
+        return Found(key, "the variable VAST_API_KEY")
     config = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
     for file in (config / "vastai" / "vast_api_key", Path("~/.vast_api_key").expanduser()):
         try:
             if key := file.read_text().strip():
-                return key
+                return Found(key, f"the file {file}")
         except OSError:
             continue
     raise CredentialsError("there is no key for Vast.ai: set VAST_API_KEY, run `vastai set api-key`, or give api_key=")
+
+
+def advice_of(source: str) -> Advice:
+    """Return what to do about refusals of a key from this source."""
+    return Advice(
+        key=f"The key of {source} is refused: make another at {KEYS_PAGE}",
+        rights=(
+            f"The key of {source} may not do this: give it instance_read, instance_write, user_read and misc at"
+            f" {KEYS_PAGE}"
+        ),
+        quota=(
+            f"Add credit at {BILLING_PAGE}. A new account may spend only so much in an hour: rent fewer or cheaper"
+            " machines, or ask Vast.ai's support for a higher limit"
+        ),
+        capacity="Try again later, another country or another GPU (`skyward offers`)",
+    )
 
 
 def classify_and_note(unwanted: list[int] | None) -> Classify:
@@ -66,9 +84,11 @@ def _meaning(status: int, body: Row, message: str) -> SkywardError | None:
     code, text = str(body.get("error") or ""), str(body.get("msg") or body.get("message") or "").casefold()
     if code == SEARCH_QUOTA:
         return SearchedTooMuch(f"{message}; searches are free again at midnight UTC")
+    if code in QUOTA_CODES:
+        return QuotaExceeded(message)
     if status in (401, 429) or status >= 500:
         return None
-    if status == 402 or code in QUOTA_CODES or any(part in text for part in QUOTA_TEXTS):
+    if status == 402 or any(part in text for part in QUOTA_TEXTS):
         return QuotaExceeded(message)
     if status in (404, 410) or code in GONE_CODES or any(part in text for part in GONE_TEXTS):
         return NoCapacity(message)
@@ -94,7 +114,8 @@ def contract_of(answer: Any, unwanted: list[int]) -> int:
         # names only: one of the values may be a key
         raise ProviderFailed(f"Vast.ai's answer lacks the id of the new container: {fields}")
     message = f"Vast.ai refused to rent: {reason_in(body)}"
-    raise (_meaning(200, body, message) or NoCapacity(message)).coded(str(body.get("error") or "success: false"))
+    error = _meaning(200, body, message) or NoCapacity(message)
+    raise error.coded(str(body.get("error") or "success: false")).advised(advice_of("").about(error, 200))
 
 
 def all_containers(api: Api) -> Iterator[Row]:

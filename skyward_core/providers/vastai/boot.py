@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
+from itertools import batched
 
+from skyward_core.errors import BadRequest
 from skyward_core.providers import userdata
 from skyward_core.providers.base import LAUNCH_TAG, Tags
 from skyward_core.providers.ssh_keys import Key, host_key
 from skyward_core.providers.vastai.api import URL
 
+ENVIRONMENT_VALUE = 240
+"""Characters of one value of the environment. The schema of the creating call allows 256
+(docs.vast.ai/api-reference/openapi/yaml/create_instance.yaml, x-input-validation, 2026-11)."""
+ENVIRONMENT = 32_768
+"""The same of all names and values. Vast.ai refuses more ("total length > 32KB", reported on 2026-10-08)."""
+BOOT = "SKYWARD_BOOT"
+UNPACKED = (
+    f'umask 077; n=0; while eval "part=\\${{{BOOT}_$n-}}"; [ -n "$part" ]; do printf %s "$part"; n=$((n + 1)); done |'
+    " base64 -d | gzip -d >/run/skyward-boot && exec sh /run/skyward-boot"
+)
+"""Joins the parts of the script (`in_parts`) and runs it."""
 MAIN = """trap 'exit 0' TERM; while :; do ({}) & wait "$!"; sleep 5 & wait "$!"; done"""
 """The first process of the container. It ends only on SIGTERM, which `sleep` as a first process would ignore.
 
@@ -41,6 +55,36 @@ done"""  # noqa: E501
 The first process never ends, because Vast.ai does not document what becomes of a container that has ended. After a
 restart it ends itself as soon as it begins (`userdata`).
 """
+
+
+def in_parts(name: str, value: str) -> dict[str, str]:
+    """Return the variables that together have this value: NAME_0, NAME_1, ..., each short enough for Vast.ai."""
+    parts = batched(value, ENVIRONMENT_VALUE)
+    return {f"{name}_{number}": "".join(part) for number, part in enumerate(parts)}
+
+
+def joined(environment: Mapping[str, str], name: str) -> str:
+    """Return the value that `in_parts` has split; "" if there is none."""
+    parts: list[str] = []
+    while (part := environment.get(f"{name}_{len(parts)}")) is not None:
+        parts.append(part)
+    return "".join(parts)
+
+
+def environment_of(boot: str, more: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a container: the packed script, and the tags that its label has no room for.
+
+    Raises BadRequest if Vast.ai would refuse it.
+    """
+    split = [in_parts(name, value) for name, value in {BOOT: boot, **more}.items()]
+    environment = {name: value for parts in split for name, value in parts.items()}
+    length = sum(len(name) + len(value) for name, value in environment.items())
+    if length >= ENVIRONMENT:
+        raise BadRequest(
+            f"the startup script is too long: an environment at Vast.ai has {ENVIRONMENT} characters at most, and this"
+            f" has {length}, compressed"
+        )
+    return environment
 
 
 def packed_boot(startup: str, tags: Tags, machine_id: str, key: Key) -> str:

@@ -11,7 +11,8 @@ from skyward_core.providers import userdata
 from skyward_core.providers._http import Row
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG
 from skyward_core.providers.ssh_keys import Key, host_key
-from skyward_core.providers.tagging import TagName
+from skyward_core.providers.tagging import MORE_TAGS, TagName
+from skyward_core.providers.vastai.boot import joined
 from skyward_core.providers.vastai.names import country_of, instance_type_of
 
 LABEL_CHARACTERS = 256
@@ -86,8 +87,9 @@ def address_of(row: Row) -> tuple[str, int] | None:
 
 def tags_of(row: Row) -> dict[str, str] | None:
     """Return the tags of a container; None if its label is not one of ours."""
-    environment: Any = row.get("extra_env") or []  # pairs in a list, or an object
-    return LABELS.unpack(row.get("label"), cast("dict[str, str]", dict(environment)))
+    pairs: Any = row.get("extra_env") or []  # pairs in a list, or an object
+    environment = cast("dict[str, str]", dict(pairs))
+    return LABELS.unpack(row.get("label"), {MORE_TAGS: joined(environment, MORE_TAGS)})
 
 
 def _quoted(text: str) -> str:

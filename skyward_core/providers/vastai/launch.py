@@ -26,7 +26,9 @@ from skyward_core.providers.vastai.termination import destroy
 log = logging.getLogger(__name__)
 
 CREATE_SECONDS = 4.5
-"""Vast.ai requires this time between two creating calls, and refuses earlier ones."""
+"""Vast.ai requires this time between two creating calls, and refuses earlier ones ("threshold: 4.5, penalty: 12" in the
+schema of the call). So a refused one is repeated after this time at least.
+"""
 TRIES = 3
 """Offers tried for each machine, because others rent some and some hosts cannot start a container."""
 ADDRESS_SECONDS = 600.0
@@ -88,15 +90,17 @@ def rent(
     for tags in machines:
         while choices:
             time.sleep(max(0.0, again_at - time.monotonic()))
-            choice, again_at = choices.popleft(), time.monotonic() + CREATE_SECONDS
+            choice = choices.popleft()
             try:
                 created[int(tags[RANK_TAG])] = contract_of(
-                    api.request("PUT", f"/api/v0/asks/{choice.id}/", body=order(tags)),
+                    api.request("PUT", f"/api/v0/asks/{choice.id}/", body=order(tags), pause_seconds=CREATE_SECONDS),
                     record.unwanted,
                 )
                 break
             except SkywardError as error:
                 refusal = error
+            finally:
+                again_at = time.monotonic() + CREATE_SECONDS
             destroy_failed(api, record.take_unwanted(), record)
             if type(refusal) is NoCapacity:
                 continue

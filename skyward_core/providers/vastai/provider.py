@@ -36,7 +36,7 @@ from skyward_core.machines.offers import (
     total_of,
 )
 from skyward_core.providers import userdata
-from skyward_core.providers._http import Api, Row, field_of, number_of
+from skyward_core.providers._http import Api, Found, Row, field_of, number_of
 from skyward_core.providers.base import RANK_TAG, Provider, Tags
 from skyward_core.providers.ssh_keys import Key, our_key
 from skyward_core.providers.tagging import of_machine
@@ -44,12 +44,13 @@ from skyward_core.providers.vastai.api import (
     CONSOLE,
     URL,
     USER,
+    advice_of,
     all_containers,
     classify_and_note,
     find_key,
     says_missing,
 )
-from skyward_core.providers.vastai.boot import MAIN, packed_boot
+from skyward_core.providers.vastai.boot import MAIN, UNPACKED, environment_of, packed_boot
 from skyward_core.providers.vastai.instances import LABELS, to_instance
 from skyward_core.providers.vastai.launch import ADDRESS_SECONDS, GONE, LaunchRecord, await_addresses, in_order, rent
 from skyward_core.providers.vastai.market import Billing, MarketOffer, merge, search
@@ -283,11 +284,10 @@ class VastAI(Provider):
             "runtype": "args",  # other types start their own sshd, whose host key is not known beforehand
             "user": "root",
             "onstart": "/bin/sh",  # with "args", the entrypoint
-            "args": ["-c", MAIN.format(userdata.UNPACKED)],
+            "args": ["-c", MAIN.format(UNPACKED)],
             "env": {
                 "-p 22:22": "1",
-                "SKYWARD_BOOT": packed_boot(startup, tags, LABELS.machine(tags), key),
-                **more,
+                **environment_of(packed_boot(startup, tags, LABELS.machine(tags), key), more),
             },
             "target_state": "running",
             "cancel_unavail": True,
@@ -351,13 +351,14 @@ class VastAI(Provider):
 
     def _api(self, unwanted: list[int] | None = None) -> Api:
         """Open a client. Containers that a refused call created nevertheless are added to `unwanted`."""
-        key = self.api_key.get_secret_value() if self.api_key is not None else find_key()
+        found = Found(self.api_key.get_secret_value(), "api_key=") if self.api_key is not None else find_key()
         url = (self.endpoint_url or os.environ.get("VAST_URL") or URL).rstrip("/").removesuffix("/api/v0")
         return Api(
             "Vast.ai",
             url,
-            {"Authorization": f"Bearer {key}"},
+            {"Authorization": f"Bearer {found.key}"},
             classify=classify_and_note(unwanted),
-            secrets=[key],
+            secrets=[found.key],
             says_missing=says_missing,
+            advice=advice_of(found.source),
         )

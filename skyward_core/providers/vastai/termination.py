@@ -6,11 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import batched
 from typing import cast
 
-from skyward_core.errors import (
-    BadRequest,
-    ProviderFailed,
-    SkywardError,
-)
+from skyward_core.errors import ProviderFailed, SkywardError
 from skyward_core.providers._http import Api, Row
 from skyward_core.providers.vastai.api import reason_in
 
@@ -20,21 +16,19 @@ DESTROYED_AT_ONCE = 100
 def destroy(api: Api, contracts: Sequence[int]) -> dict[int, SkywardError]:
     """Destroy containers; return the error of each that was not destroyed.
 
-    Vast.ai skips unknown ids, and answers 404 if all are unknown.
+    Vast.ai skips unknown ids. If it refuses the common call, whatever its reason (404 if all ids are unknown, 403 for a
+    key without that right, 410 if there is no such call any more), each container gets its own.
     """
     errors: dict[int, SkywardError] = {}
     for some in batched(contracts, DESTROYED_AT_ONCE):
         try:
-            answer = api.request(
-                "DELETE", "/api/v0/instances/", body={"instance_ids": list(some)}, missing_is_none=True
-            )
-            is_done = answer is None or _is_done(answer)
-        except BadRequest:
-            is_done = False
-        except SkywardError as error:
+            is_done = _is_done(api.request("DELETE", "/api/v0/instances/", body={"instance_ids": list(some)}))
+        except ProviderFailed as error:  # an outage, or too many requests: other calls would fare no better
             errors |= dict.fromkeys(some, error)
             continue
-        if not is_done:  # one of them blocks the others
+        except SkywardError:
+            is_done = False
+        if not is_done:
             errors |= _destroy_each(api, some)
     return errors
 

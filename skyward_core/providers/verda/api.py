@@ -20,14 +20,15 @@ from skyward_core.errors import (
     QuotaExceeded,
     SkywardError,
 )
-from skyward_core.providers._http import Api, field_of, rows_in
+from skyward_core.providers._http import Advice, Api, field_of, rows_in
 
 type Json = dict[str, Any]
 URL = "https://api.verda.com/v1"
 CONSOLE = "https://console.verda.com"
 # Verda has one code, invalid_request, for most refusals: these texts separate them.
 QUOTA_WORDS = ("quota", "limit exceeded", "exceeds the limit")
-CAPACITY_WORDS = ("no capacity", "not available", "unavailable", "insufficient capacity")
+CAPACITY = "Try again later, another location or another type (`skyward offers`)"
+CAPACITY_WORDS = ("capacity", "not available", "unavailable", "out of stock")
 GONE_WORDS = ("invalid instance id", "discontinued instance", "already discontinued", "instance not found")
 
 
@@ -36,6 +37,8 @@ class Credentials:
     client_id: str
     client_secret: str
     url: str
+    source: str
+    """Where they came from, in words for messages."""
 
     def __repr__(self) -> str:
         return "Credentials()"
@@ -53,12 +56,14 @@ class VerdaApi:
 
     def __init__(self, credentials: Credentials, planted: Sequence[str] = ()) -> None:
         self.credentials = credentials
+        self._advice = advice_of(credentials.source)
         self._api = Api(
             "Verda",
             credentials.url,
             classify=_meaning,
             secrets=(credentials.client_secret, credentials.client_id, *planted),
             says_missing=_says_missing,
+            advice=self._advice,
         )
         self._token = ""
         self._fetching = threading.Lock()
@@ -80,7 +85,7 @@ class VerdaApi:
         try:
             return self._api.request(method, path, **how, headers={"Authorization": f"Bearer {token}"})
         except _TokenRefused as error:
-            raise CredentialsError(str(error)).coded(error.code) from None
+            raise CredentialsError(error.without_advice).coded(error.code).advised(error.advice) from None
 
     def list(self, path: str, **query: Any) -> list[Json]:
         """Return all objects of a kind. Verda has no pages."""
@@ -128,11 +133,23 @@ class VerdaApi:
                         "POST", "/oauth2/token", body={"grant_type": "client_credentials", **halves}, is_repeatable=True
                     )
                 except (BadRequest, CredentialsError) as error:  # OAuth answers 400 for a wrong secret too
-                    raise CredentialsError(f"Verda refuses the client id or its secret: {error}").coded(
-                        error.code
-                    ) from None
+                    refused = CredentialsError(f"Verda refuses the client id or its secret: {error.without_advice}")
+                    raise refused.coded(error.code).advised(self._advice.key) from None
                 self._token = field_of(answer, "access_token", str, "Verda answered POST /oauth2/token")
             return self._token
+
+
+def advice_of(source: str) -> Advice:
+    """Return what to do about refusals of credentials from this source."""
+    return Advice(
+        key=f"The credentials of {source} are refused: make others at {CONSOLE}, under Keys",
+        rights=(
+            f"The credentials of {source} belong to a member of the team who may not do this: change the role at"
+            f" {CONSOLE}"
+        ),
+        quota=f"Add credit at {CONSOLE}; Verda's support (support@verda.com) raises limits",
+        capacity=CAPACITY,
+    )
 
 
 def _says_missing(body: Mapping[str, Any]) -> bool:

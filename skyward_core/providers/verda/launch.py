@@ -16,7 +16,7 @@ from skyward_core.errors import (
 )
 from skyward_core.machines.instances import InstanceState
 from skyward_core.providers.base import Tags
-from skyward_core.providers.verda.api import Json, VerdaApi, id_in
+from skyward_core.providers.verda.api import CAPACITY, Json, VerdaApi, id_in
 from skyward_core.providers.verda.instances import state_of
 from skyward_core.providers.verda.tags import description_of, to_tags
 from skyward_core.providers.verda.termination import DISK_PREFIX, delete_all, instances_left
@@ -60,7 +60,7 @@ def create_machines(api: VerdaApi, orders: Mapping[int, Json]) -> dict[int, str]
         iter([*(error for error in unsure.values() if error.code != "service_unavailable"), *failures.values()])
     )
     if error.code == "service_unavailable":  # Verda's code where it has no machine left
-        raise NoCapacity(str(error)).coded(error.code) from error
+        raise NoCapacity(str(error)).coded(error.code).advised(CAPACITY) from error
     raise error
 
 

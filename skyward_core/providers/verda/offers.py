@@ -12,12 +12,14 @@ from skyward_core.accelerators.catalog import find
 from skyward_core.errors import (
     BadRequest,
 )
-from skyward_core.machines.offers import Offer, architecture_beside
+from skyward_core.machines.offers import Extra, Offer, architecture_beside, by_month
+from skyward_core.providers._http import Row
 from skyward_core.providers.verda.api import Json
 
 log = logging.getLogger(__name__)
 
 NVME_USD_PER_GB_MONTH = 0.20
+"""The price of disks where `/volume-types` does not tell it in USD (fact sheet, 3.2)."""
 OLD_CHIPS = frozenset({"V100", "RTX A6000"})
 """Verda's images with CUDA 13 do not support these."""
 OPEN_CHIPS = frozenset({"B200", "B300", "GB200", "GB300", "RTX PRO 6000"})
@@ -47,6 +49,17 @@ def image_of(images: Sequence[Json], accelerator: str | None) -> str:
         )
 
     return max(fitting, key=worth)
+
+
+def disk_of(types: Sequence[Row], gb: int) -> Extra:
+    """Return the cost of a disk, by Verda's list of volume types (`price.price_per_month_per_gb`, as its SDKs read)."""
+    prices = [one.get("price") or {} for one in types if one.get("type") == "NVMe"]
+    told = [usd(price.get("price_per_month_per_gb")) for price in prices if price.get("currency", "usd") == "usd"]
+    if told and told[0]:
+        return by_month("disk", gb * told[0], "Verda's /volume-types, NVMe", "at launch")
+    return by_month(
+        "disk", gb * NVME_USD_PER_GB_MONTH, "Verda's price of NVMe, about $0.20 per GB and month", "2026-11-20"
+    )
 
 
 def to_offer(sold: Json, location: str, *, is_spot: bool) -> Offer | None:

@@ -28,9 +28,9 @@ from skyward_core.errors import (
     SkywardError,
 )
 from skyward_core.machines.instances import Instance, InstanceState
-from skyward_core.machines.offers import Extra, Offer, Requirements, by_month
-from skyward_core.providers._http import field_of, number_of
-from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags
+from skyward_core.machines.offers import Extra, Offer, Requirements
+from skyward_core.providers._http import field_of, number_of, rows_in
+from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Sale, Tags
 from skyward_core.providers.ssh_keys import Key, host_key, our_key
 from skyward_core.providers.tagging import of_machine
 from skyward_core.providers.userdata import END_COMMAND, boot_script, script
@@ -38,7 +38,7 @@ from skyward_core.providers.verda.api import CONSOLE, URL, Credentials, Json, Ve
 from skyward_core.providers.verda.boot import END_BY_ITSELF
 from skyward_core.providers.verda.instances import to_instance
 from skyward_core.providers.verda.launch import await_addresses, create_machines, order_of
-from skyward_core.providers.verda.offers import NVME_USD_PER_GB_MONTH, image_of, to_offer
+from skyward_core.providers.verda.offers import disk_of, image_of, to_offer
 from skyward_core.providers.verda.tags import name_of, script_name_of, tags_of
 from skyward_core.providers.verda.termination import delete_all, instances_left, remove, sweep
 
@@ -96,6 +96,7 @@ class Verda(Provider):
         with self._api() as api:
             types = api.list("/instance-types", currency="usd")
             places = {is_spot: api.list("/instance-availability", is_spot=is_spot) for is_spot in (False, True)}
+            extras = self._extras(api)
         wanted = None if self.region is None else {self.region} if isinstance(self.region, str) else set(self.region)
         known = {place["location_code"] for listed in places.values() for place in listed}
         if wanted is not None and known and not wanted & known:
@@ -103,15 +104,14 @@ class Verda(Provider):
                 f"Verda has no machines at {', '.join(sorted(wanted))}; it has some at {', '.join(sorted(known))}"
             )
         sold = {one["instance_type"]: one for one in types if want.instance_type in (None, one["instance_type"])}
-        extras = self._extras()
-        return [
+        every = (
             offer.model_copy(update={"extras_per_hour": extras})
             for is_spot, listed in places.items()
             for place in listed
-            if wanted is None or place["location_code"] in wanted
             for name in dict.fromkeys(place["availabilities"])
             if name in sold and (offer := to_offer(sold[name], place["location_code"], is_spot=is_spot)) is not None
-        ]
+        )
+        return Sale.within(self.region, every)
 
     def may_sell_spot(self, want: Requirements) -> bool:
         """True: spot is listed only while a machine is free."""
@@ -149,7 +149,7 @@ class Verda(Provider):
             except SkywardError as error:
                 log.warning("old scripts and disks at Verda could not be swept: %s", error)
         return [
-            to_instance(up[machine_id], of_machine(tags, rank), key, self._extras(), offer)
+            to_instance(up[machine_id], of_machine(tags, rank), key, offer.extras_per_hour, offer)
             for rank, machine_id in sorted(created.items())
             if machine_id in up
         ]
@@ -161,13 +161,14 @@ class Verda(Provider):
         """
         with self._api() as api:
             machines = api.list("/instances")
+            extras = self._extras(api)
         key = self._key_if_here()
         tagged = [
             (machine, tags)
             for machine in machines
             if (tags := tags_of(machine)) is not None and pool_id in (None, tags[POOL_TAG])
         ]
-        found = [to_instance(machine, tags, key, self._extras()) for machine, tags in tagged]
+        found = [to_instance(machine, tags, key, extras) for machine, tags in tagged]
         return [instance for instance in found if instance.state is not InstanceState.GONE]
 
     def terminate(self, ids: Sequence[str]) -> None:
@@ -246,16 +247,20 @@ class Verda(Provider):
             "pricing": "FIXED_PRICE",
         }
 
-    def _extras(self) -> tuple[Extra, ...]:
-        """Return the cost of the disk, which is a separate object."""
-        return (
-            by_month(
-                "disk",
-                self.os_volume_gb * NVME_USD_PER_GB_MONTH,
-                "Verda's price of NVMe, about $0.20 per GB and month",
-                "2026-11-20",
-            ),
-        )
+    def _extras(self, api: VerdaApi) -> tuple[Extra, ...]:
+        """Return the cost of the disk, which is a separate object, at today's price.
+
+        Its price is asked for once: a listing of machines must neither fail nor wait for it.
+        """
+        try:
+            types = rows_in(
+                api.request("GET", "/volume-types", query={"currency": "usd"}, is_repeatable=False),
+                "Verda answered GET /volume-types",
+            )
+        except SkywardError as error:
+            log.warning("the price of disks at Verda is assumed: %s", error)
+            types = []
+        return (disk_of(types, self.os_volume_gb),)
 
     def _script(self, api: VerdaApi, tags: Tags, startup: str, key: Key) -> str:
         end = "poweroff"
@@ -286,13 +291,18 @@ class Verda(Provider):
         given = tuple(
             None if half is None else half.get_secret_value() for half in (self.client_id, self.client_secret)
         )
+        names = ("VERDA_CLIENT_ID", "VERDA_CLIENT_SECRET"), ("DATACRUNCH_CLIENT_ID", "DATACRUNCH_CLIENT_SECRET")
+        fields = [
+            f"{field}=" if value else f"the variable {name}"
+            for field, value, name in zip(("client_id", "client_secret"), given, names[0], strict=True)
+        ]
         pairs = (
-            (given[0] or environ.get("VERDA_CLIENT_ID"), given[1] or environ.get("VERDA_CLIENT_SECRET")),
-            (environ.get("DATACRUNCH_CLIENT_ID"), environ.get("DATACRUNCH_CLIENT_SECRET")),
+            (given[0] or environ.get(names[0][0]), given[1] or environ.get(names[0][1]), " and ".join(fields)),
+            (environ.get(names[1][0]), environ.get(names[1][1]), f"the variables {' and '.join(names[1])}"),
         )
-        for client_id, client_secret in pairs:
+        for client_id, client_secret, source in pairs:
             if client_id and client_secret:
-                return Credentials(client_id, client_secret, self.endpoint_url or URL)
+                return Credentials(client_id, client_secret, self.endpoint_url or URL, source)
         file = Path(
             environ.get("VERDA_SHARED_CREDENTIALS_FILE")
             or Path(environ.get("VERDA_HOME") or "~/.verda") / "credentials"
@@ -303,6 +313,7 @@ class Verda(Provider):
                 found["verda_client_id"],
                 found["verda_client_secret"],
                 self.endpoint_url or found.get("verda_base_url") or URL,
+                f"the file {file}",
             )
         raise CredentialsError(
             f"no credentials for Verda: set VERDA_CLIENT_ID and VERDA_CLIENT_SECRET, or write them to {file} (`verda"

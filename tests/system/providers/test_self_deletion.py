@@ -120,7 +120,6 @@ STOP = 'PUT -d {"state": "stopped"} https://console.vast.ai/api/v0/instances/123
 WAYS = [
     "DELETE https://api.runpod.io/v2/pods/12345",
     'POST -d {"action": "terminate"} https://api.runpod.io/v2/pods/12345/action',
-    "DELETE https://rest.runpod.io/v1/pods/12345",
     'POST -d {"query": "mutation { podTerminate(input: {podId: \\"12345\\"}) }"} https://api.runpod.io/graphql',
 ]
 STOP_POD = 'POST -d {"action": "stop"} https://api.runpod.io/v2/pods/12345/action'

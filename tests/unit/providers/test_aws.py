@@ -5,16 +5,20 @@ Of what botocore itself does with a request (signing, repeating), tests/system/p
 
 from __future__ import annotations
 
+import ast
 import base64
 import gzip
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import botocore.session
 import pytest
+from botocore import xform_name
 
 import skyward_core as sky
 from skyward_core.accelerators import parse
@@ -29,7 +33,7 @@ from skyward_core.errors import (
 )
 from skyward_core.machines.instances import InstanceState
 from skyward_core.machines.offers import Requirements, matches
-from skyward_core.providers.aws import account, offers, prices, region_offers
+from skyward_core.providers.aws import account, offers, prices, quotas, region_offers
 from skyward_core.providers.aws import launch as aws_launch
 from skyward_core.providers.base import LAUNCH_TAG, RANK_TAG, Sale, load
 from skyward_core.providers.ssh_keys import host_key, our_key
@@ -658,6 +662,169 @@ def test_a_recent_machine_that_aws_does_not_know_is_not_gone(cloud: FakeAWS, clo
 def test_an_error_code_determines_the_error(code: str, status: int, kind: type[SkywardError]) -> None:
     """The HTTP status does not matter: no capacity is a 500."""
     assert account.meaning(code, status) is kind
+
+
+@pytest.mark.parametrize(
+    ("instance_type", "is_spot", "code"),
+    [
+        ("c7i.xlarge", False, "L-1216C47A"),
+        ("g6e.xlarge", False, "L-DB2E81BA"),
+        ("gr6.4xlarge", False, "L-DB2E81BA"),
+        ("p6-b200.48xlarge", False, "L-417A185B"),
+        ("trn1.2xlarge", False, "L-2C3B7624"),
+        ("inf2.xlarge", True, "L-B5D1601B"),
+        ("p4d.24xlarge", True, "L-7212CCBC"),
+        ("p5en.48xlarge", True, "L-C4BD4855"),
+        ("p6-b300.48xlarge", True, ""),
+        ("t4g.small", True, "L-34B43A08"),
+        ("x2idn.metal", False, ""),
+    ],
+)
+def test_a_type_counts_against_a_quota(instance_type: str, is_spot: bool, code: str) -> None:
+    """The codes are those of Service Quotas (fact sheet, 1.10). Each type with chips has one on demand."""
+    assert quotas.quota_of(instance_type, is_spot=is_spot)[0] == code
+    chips = [name for name, kind in every_type().items() if kind.get("GpuInfo") or kind.get("NeuronInfo")]
+    assert [name for name in chips if not quotas.quota_of(name, is_spot=False)[0]] == []
+
+
+def test_a_quota_error_names_the_quota_and_the_page_of_the_console(cloud: FakeAWS) -> None:
+    cloud.quota()
+    page = r"https://us-east-1\.console\.aws\.amazon\.com/servicequotas/home/services/ec2/quotas/L-DB2E81BA$"
+    with pytest.raises(QuotaExceeded, match=rf"The quota is L-DB2E81BA, Running On-Demand G and VT .* {page}"):
+        launch()
+    cloud.faults.clear()
+    cloud.fail("RunInstances", "VolumeLimitExceeded")
+    with pytest.raises(QuotaExceeded, match=r"services/ec2/quotas$"):
+        launch(token="L1")
+
+
+@pytest.mark.parametrize("offer", [OFFER, SPOT], ids=["on demand", "spot"])
+def test_the_refusal_of_a_free_plan_is_named(cloud: FakeAWS, offer: sky.Offer) -> None:
+    """It is no mistake in the request: the account must be upgraded. Another type might be allowed."""
+    cloud.is_on_free_plan = True
+    cloud.spot = {("g4dn.xlarge", zone): 0.2 for zone in ZONES}
+    with pytest.raises(QuotaExceeded, match=r"on AWS's free plan, .* upgrade it") as caught:
+        launch(offer)
+    assert "L-DB2E81BA" not in str(caught.value)
+    assert launch(of_type("t3.micro"), token="L1")
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("AuthFailure", "of the variables AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are refused"),
+        ("UnauthorizedOperation", "lack this right: docs/clouds/aws.md has the policy"),
+    ],
+)
+def test_refused_credentials_are_named_by_their_source(cloud: FakeAWS, code: str, text: str) -> None:
+    """Never by their content."""
+    cloud.fail("RunInstances", code, 403)
+    with pytest.raises(CredentialsError, match=text) as caught:
+        launch()
+    assert SECRET not in str(caught.value) and KEY_ID not in str(caught.value)
+    cloud.fail("DescribeInstances", "AuthFailure", 401)
+    with pytest.raises(CredentialsError, match="of access_key_id= and secret_access_key= are refused"):
+        make_aws(access_key_id=KEY_ID, secret_access_key=SECRET).instances(POOL)
+
+
+# ── the policy of the documentation ──────────────────────────────────────────────────────────────────────────────────
+
+PAGE = Path(__file__).parents[3] / "docs/clouds/aws.md"
+NOT_CALLED = {
+    "iam:CreateServiceLinkedRole": "EC2 does it for the caller, with the first spot machine of an account",
+    "iam:PassRole": "EC2 checks it for instance_profile=",
+    "ssm:ResumeSession": "AWS's plugin calls it",
+    "ssmmessages:OpenDataChannel": "AWS's plugin calls it",
+}
+ALWAYS_ALLOWED = {"sts:GetCallerIdentity"}
+"""AWS: "No permissions are required to perform this operation"."""
+
+
+def policy() -> list[dict[str, Any]]:
+    """Return the statements of the policy in the documentation, each field as a list."""
+    (block,) = re.findall(r"```json\n(\{\n  \"Version.*?)```", PAGE.read_text(), re.DOTALL)
+    statements = json.loads(block)["Statement"]
+    for one in statements:
+        for field in ("Action", "Resource"):
+            one[field] = [one[field]] if isinstance(one[field], str) else one[field]
+    return statements
+
+
+def called() -> set[str]:
+    """Return the actions that the code of the provider calls, as IAM names them."""
+    session = botocore.session.get_session()
+    found: set[str] = set()
+    for file in Path(account.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            name = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
+            if name not in ("ask", "pages") or not isinstance(node, ast.Call):
+                continue
+            words = [part.value for part in node.args[1:3] if isinstance(part, ast.Constant)]  # behind the region
+            assert len(words) == 2, f"{file.name}:{node.lineno}: service and operation must be written here"
+            service, operation = map(str, words)
+            names = session.get_service_model(service).operation_names
+            (action,) = (one for one in names if xform_name(one) == operation)
+            found.add(f"{service}:{action}")
+    return found
+
+
+def test_the_policy_has_exactly_the_actions_that_the_code_calls() -> None:
+    """A right too few stops a launch, and a right too many is none of least privilege. It fits into a managed policy."""
+    allowed = [action for one in policy() for action in one["Action"]]
+    assert set(allowed) == (called() - ALWAYS_ALLOWED) | NOT_CALLED.keys()
+    assert {"ec2:RunInstances", "ec2:TerminateInstances", "ssm:StartSession", "pricing:GetProducts"} <= called()
+    assert len("".join(re.findall(r"```json\n(\{\n.*?)```", PAGE.read_text(), re.DOTALL)[0].split())) <= 6144
+    assert {one["Effect"] for one in policy()} == {"Allow"}
+
+
+def allows(action: str, resource: str, tags_of_request: dict[str, str], tags_of_resource: dict[str, str]) -> bool:
+    """Return whether the policy allows an action on a resource, such as "instance": conditions on tags only."""
+    there = {"aws:RequestTag": tags_of_request, "aws:ResourceTag": tags_of_resource}
+    for one in policy():
+        resources = [part for part in one["Resource"] if part == "*" or f":{resource}/" in part]
+        if action not in one["Action"] or not resources:
+            continue
+        for operator, conditions in one.get("Condition", {}).items():
+            for key, wanted in conditions.items():
+                kind, _, tag = key.partition("/")
+                value = there.get(kind, {}).get(tag)
+                if operator == "Null" and value is None:
+                    break
+                if operator == "StringEquals" and value not in ([wanted] if isinstance(wanted, str) else wanted):
+                    break
+            else:
+                continue
+            break
+        else:
+            return True
+    return False
+
+
+def test_the_tag_conditions_of_the_policy_hold_for_the_calls_of_the_code(cloud: FakeAWS) -> None:
+    """All resources that a launch creates have the tags that the policy wants, and the machines of others do not."""
+    cloud.spot = {("g6.8xlarge", zone): 0.2 for zone in ZONES}
+    several = of_type("g6.8xlarge")
+    launch(several, 2)
+    launch(several.model_copy(update={"is_spot": True, "price_per_hour": 0.2}), 2, "L1")
+    created = ("RunInstances", "CreateLaunchTemplate", "CreatePlacementGroup", "CreateSecurityGroup")
+    specs = [
+        (action, spec["ResourceType"], {tag["Key"]: tag["Value"] for tag in spec["Tags"]})
+        for action in created
+        for call in cloud.parameters(action)
+        for spec in call["TagSpecifications"]
+    ] + [
+        ("RunInstances", spec["ResourceType"], {tag["Key"]: tag["Value"] for tag in spec["Tags"]})
+        for fleet in cloud.parameters("CreateFleet")
+        for spec in fleet["TagSpecifications"]
+    ]
+    assert {kind for _, kind, _ in specs} >= {"instance", "volume", "network-interface", "launch-template"}
+    for action, kind, its in specs:
+        assert allows(f"ec2:{action}", kind, its, {}), (action, kind)
+        assert not allows(f"ec2:{action}", kind, {"team": "x"}, {}), (action, kind)
+    (machine, *_) = cloud.machines.values()
+    for action in ("TerminateInstances", "CreateTags", "CreateImage"):
+        assert allows(f"ec2:{action}", "instance", {}, machine.tags)
+        assert not allows(f"ec2:{action}", "instance", {}, {"Name": "somebody's"})
 
 
 def test_a_secret_is_removed_from_an_error_message(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:

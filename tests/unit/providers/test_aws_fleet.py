@@ -22,7 +22,7 @@ from skyward_core.providers.aws.account import AwsAccount
 from skyward_core.providers.base import CREATED_TAG, POOL_TAG
 from tests.providers.aws import OFFER, SPOT, T4, cloud, make_aws, of_type  # noqa: F401 - a fixture
 from tests.providers.contract import POOL, STARTUP, tags
-from tests.providers.fake_aws import NONE_LEFT, UNTRIED, AwsRequest, FakeAWS, pairs
+from tests.providers.fake_aws import NO_SPOT_ROLE, NONE_LEFT, UNTRIED, AwsRequest, FakeAWS, pairs
 
 A, B, C = "us-east-1a", "us-east-1b", "us-east-1c"
 TOGETHER = of_type("g6.8xlarge", accelerator="L4", price_per_hour=2.0, on_demand_price_per_hour=2.014, nodes=2)
@@ -227,6 +227,31 @@ def test_a_fleets_error_codes_determine_the_error(cloud: FakeAWS, codes: list[st
     assert caught.value.code in (*codes, UNTRIED[0])
 
 
+def test_without_the_role_for_spot_the_error_is_about_spot_and_says_how_to_create_it(cloud: FakeAWS) -> None:
+    """New accounts lack it. On-demand machines need none, so `is_about_spot`. All pools refuse, or the whole call."""
+    spot(cloud, a=0.18, b=0.19)
+    cloud.has_spot_role = False
+    command = "aws iam create-service-linked-role --aws-service-name spot.amazonaws.com"
+    for token in ("L1", "L2"):
+        with pytest.raises(CredentialsError, match=command) as caught:
+            launch(token=token)
+        assert caught.value.is_about_spot
+        cloud.fail("CreateFleet", NO_SPOT_ROLE[0], message=NO_SPOT_ROLE[1])
+    cloud.faults.clear()
+    cloud.fail("CreateFleet", "UnauthorizedOperation")
+    with pytest.raises(CredentialsError, match=r"docs/clouds/aws\.md has the policy") as caught:
+        launch(token="L3")
+    assert not caught.value.is_about_spot
+    assert cloud.fleets.templates == {}
+
+
+def test_a_spot_quota_is_named(cloud: FakeAWS) -> None:
+    spot(cloud, a=0.18)
+    cloud.fleets.refusals = {("*", "*"): ("MaxSpotInstanceCountExceeded", "Max spot instance count exceeded")}
+    with pytest.raises(QuotaExceeded, match=r"L-3819A6DF, All G and VT Spot .*/services/ec2/quotas/L-3819A6DF$"):
+        launch()
+
+
 def test_too_few_machines_are_terminated(cloud: FakeAWS) -> None:
     """It must be all or none. Machines that cannot be terminated must not count as gone: their tags find them."""
     spot(cloud, a=0.2)
@@ -410,6 +435,8 @@ def test_private_machines_have_an_interface_for_each_card(cloud: FakeAWS, is_spo
     offer = market_of(cloud, MANY_CARDS, is_spot=is_spot)
     launched = launch(offer, 2, use_private_ip=True, ssh_cidr="10.0.0.0/8")
     assert interface_types(cloud) == ["efa", "efa-only", "efa-only", "efa-only"]
+    places = [(one["NetworkCardIndex"], one["DeviceIndex"]) for one in launch_parameters(cloud)["NetworkInterfaces"]]
+    assert places == [(0, 0), (1, 0), (2, 0), (3, 0)]  # EC2 guide: device 0 of its card for an interface with EFA alone
     assert "AssociatePublicIpAddress" not in str(launch_parameters(cloud)["NetworkInterfaces"])
     assert [instance.ip for instance in launched] == [None, None]
 

@@ -44,8 +44,10 @@ from skyward_core.providers.digitalocean.provider import DigitalOcean
 from skyward_core.providers.digitalocean.tags import name_of, to_tags
 from skyward_core.providers.ssh_keys import host_key, our_key
 from skyward_core.providers.tagging import launch_word
+from skyward_core.provisioning.candidates import ask, candidates
 from tests.providers.contract import POOL, STARTUP, Make, RestContract, cheapest, tags
 from tests.providers.fake_digitalocean import (
+    OVER_GPU_LIMIT,
     OVER_LIMIT,
     REGIONS,
     SIZES,
@@ -339,8 +341,18 @@ def test_a_machine_without_an_address_is_destroyed_after_the_limit(cloud: FakeDi
         (SOLD_OUT, NoCapacity),
         (unprocessable("Droplets of this size are temporarily unavailable due to capacity"), NoCapacity),
         (unprocessable("Something new", error_attributes={"available_regions": ["tor1"]}), NoCapacity),
+        *(
+            (unprocessable(text), NoCapacity)
+            for text in (
+                "The nyc1 region is at capacity for this size",
+                "Insufficient capacity for the requested GPU",
+                "GPU Droplets are sold out.",
+                "Something new",
+            )
+        ),
         (OVER_LIMIT, QuotaExceeded),
-        (unprocessable("Something new"), BadRequest),
+        (OVER_GPU_LIMIT, QuotaExceeded),
+        (unprocessable("You specified an invalid image for Droplet creation."), BadRequest),
     ],
 )
 def test_the_message_distinguishes_capacity_quota_and_validation(
@@ -354,6 +366,41 @@ def test_the_message_distinguishes_capacity_quota_and_validation(
     assert type(caught.value) is kind
     assert caught.value.code == "unprocessable_entity"
     assert len(cloud.asked("POST", "/v2/droplets")) == 1
+
+
+def test_an_account_without_gpus_is_told_where_to_ask(cloud: FakeDigitalOcean, make: Make) -> None:
+    """New accounts have none. Machines without GPU are not concerned."""
+    provider = make()
+    cloud.gpu_limit = 0
+    with pytest.raises(QuotaExceeded, match=r"cloud\.digitalocean\.com/account/team/droplet_limit_increase"):
+        provider.launch(cheapest(provider, GPU), 1, tags(), STARTUP)
+    assert provider.launch(cheapest(provider, CPU), 1, tags(launch="L2"), STARTUP)
+
+
+def test_an_unknown_refusal_of_several_offers_is_a_mistake_of_the_request(cloud: FakeDigitalOcean, make: Make) -> None:
+    """One may be about capacity. The texts are compared without the names of the offer, and without numbers."""
+    provider = make()
+    cloud.fail("POST", "/v2/droplets", unprocessable("s-2vcpu-4gb in nyc1 does not go with 7 of this"))
+    cloud.fail("POST", "/v2/droplets", unprocessable("gpu-4000adax1-20gb in tor1 does not go with 9 of this"))
+    mistakes = set[str]()
+    for want in (CPU, Requirements(instance_type="gpu-4000adax1-20gb")):
+        offer = cheapest(provider, want)
+        offer = offer.model_copy(update={"region": "nyc1" if want is CPU else "tor1"})
+        with pytest.raises(NoCapacity) as caught:
+            provider.launch(offer, 1, tags(), STARTUP)
+        mistakes.add(caught.value.mistake)
+    assert mistakes == {"... in ... does not go with ... of this"}
+    cloud.fail("POST", "/v2/droplets", SOLD_OUT)
+    with pytest.raises(NoCapacity) as caught:
+        provider.launch(cheapest(provider, CPU), 1, tags(launch="L2"), STARTUP)
+    assert caught.value.mistake == ""
+
+
+def test_regions_that_sell_the_size_are_known_beyond_the_configured_one(make: Make) -> None:
+    (answer,) = ask([make(region="ams3")], GPU)
+    _, (refused,) = candidates(sky.PoolSpec.of(accelerator="H100"), [answer])
+    assert "digitalocean sells it now in nyc1, tor1: write one of them as region=" in refused.message
+    assert {offer.region for offer in answer.offers} == {"ams3"}
 
 
 def test_a_lost_answer_without_a_listing_is_an_unknown_outcome(cloud: FakeDigitalOcean, make: Make) -> None:
@@ -418,7 +465,7 @@ def test_the_node_token_is_in_no_error_message(cloud: FakeDigitalOcean, make: Ma
     """An answer may quote the request, and pydantic may quote the value."""
     provider = make(node_token=NODE_TOKEN)
     cloud.fail("POST", "/v2/droplets", unprocessable(f"what is this: {NODE_TOKEN} of {TOKEN}"))
-    with pytest.raises(BadRequest) as caught:
+    with pytest.raises(NoCapacity) as caught:
         provider.launch(cheapest(provider, CPU), 1, tags(), STARTUP)
     assert "dop_v1" not in str(caught.value)
     with pytest.raises(BadRequest) as caught:

@@ -15,11 +15,12 @@ import skyward_core as sky
 from skyward_core.concurrency.threads import MOST_THREADS
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed
 from skyward_core.machines.instances import InstanceState
-from skyward_core.machines.offers import Offer, Requirements, matches
+from skyward_core.machines.offers import Offer, Requirements, matches, total_of
 from skyward_core.providers import ssh_keys, userdata
 from skyward_core.providers.base import LAUNCH_TAG, RANK_TAG, load
 from skyward_core.providers.runpod.instances import STATES
 from skyward_core.providers.runpod.provider import RunPod
+from skyward_core.provisioning.candidates import ask, candidates
 from tests.providers.contract import POOL, STARTUP, Make, RestContract, tags
 from tests.providers.contract import cheapest as cheapest_of
 from tests.providers.fake_runpod import (
@@ -210,7 +211,8 @@ def test_the_parameters_of_the_creating_call(fake: FakeRunPod) -> None:
             "minCudaVersion": "12.8",
         },
     }
-    assert list(env) == ["SKYWARD_BOOT"]
+    assert list(env) == ["SKYWARD_BOOT", "SKYWARD_PRICE_PER_HOUR"]
+    assert env["SKYWARD_PRICE_PER_HOUR"] == "0.69"
     script = gzip.decompress(base64.b64decode(env["SKYWARD_BOOT"])).decode()
     key = ssh_keys.our_key()
     host = ssh_keys.host_key(tags()[LAUNCH_TAG], key)
@@ -299,7 +301,7 @@ def test_the_stock_is_checked_before_the_creating_call(fake: FakeRunPod) -> None
     [
         (400, NoCapacity, "Bad Request"),
         (402, sky.QuotaExceeded, "Payment Required"),
-        (403, NoCapacity, "Forbidden"),
+        (403, CredentialsError, "Forbidden"),
         (401, CredentialsError, "Unauthorized"),
         (422, BadRequest, "Unprocessable Entity"),
     ],
@@ -451,6 +453,43 @@ def test_the_disk_is_counted(fake: FakeRunPod) -> None:
     RunPod(disk_gb=72).launch(offer, 1, tags(), STARTUP)
     (found,) = RunPod().instances()
     assert found.extras_per_hour == offer.extras_per_hour
+
+
+@pytest.mark.parametrize("is_in_cost", [False, True])
+def test_the_disk_is_counted_once(fake: FakeRunPod, is_in_cost: bool) -> None:
+    """RunPod does not document whether a pod's `cost` has the disk in it. Both are recognised, by the price of the
+    catalogue that the pod keeps, and the sum is the same. Another `cost` is believed.
+    """
+    fake.is_disk_in_cost = is_in_cost
+    offer = cheapest(provider=RunPod(disk_gb=720))  # 0.10 USD an hour
+    launched = RunPod(disk_gb=720).launch(offer, 1, tags(), STARTUP)
+    for one in (*launched, *RunPod().instances()):
+        assert (one.price_per_hour, total_of(one.extras_per_hour)) == (pytest.approx(0.69), pytest.approx(0.1))
+    row = fake.pods[launched[0].id]
+    row["cost"] = 0.5  # a savings plan
+    assert RunPod().instances()[0].price_per_hour == 0.5
+    row["env"]["SKYWARD_PRICE_PER_HOUR"] = "abc"
+    assert RunPod().instances()[0].price_per_hour == 0.5
+
+
+def test_a_key_that_may_only_read_is_no_sold_out_market(fake: FakeRunPod) -> None:
+    """It lists offers and pods. Its first creation says what it lacks and where that is set; no other is tried."""
+    fake.is_read_only = True
+    assert RunPod().instances() == []
+    with pytest.raises(CredentialsError, match="the variable RUNPOD_API_KEY may not do this: give it read and write"):
+        RunPod().launch(cheapest(), 1, tags(), STARTUP)
+
+
+def test_data_centres_that_have_the_gpu_are_named(fake: FakeRunPod) -> None:
+    """For a configured one without it, and for one whose stock is gone since the offer."""
+    fake.sell(gpu("NVIDIA H200", 141, 4.59, places="EU-CZ-1 US-KS-2"))
+    (answer,) = ask([RunPod(region="EU-RO-1", cloud=None)], Requirements(accelerator=sky.accelerators.parse("H200")))
+    _, (refused,) = candidates(sky.PoolSpec.of(accelerator="H200"), [answer])
+    assert "runpod sells it now in EU-CZ-1, US-KS-2: write one of them as region=" in refused.message
+    offer = of("H200")[0]
+    fake.gpus["NVIDIA H200"]["dataCenters"][0]["availability"] = "NONE"
+    with pytest.raises(NoCapacity, match="in EU-CZ-1 in stock; US-KS-2 have it"):
+        RunPod().launch(offer, 1, tags(), STARTUP)
 
 
 @pytest.mark.parametrize(

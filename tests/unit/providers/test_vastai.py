@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,14 +16,15 @@ import skyward_core as sky
 from skyward_core.errors import BadRequest, InstancesLeft, NoCapacity, ProviderFailed, RateLimited
 from skyward_core.machines.instances import InstanceState
 from skyward_core.machines.offers import Offer, Requirements
-from skyward_core.providers import ssh_keys, userdata
+from skyward_core.providers import ssh_keys
 from skyward_core.providers.base import LAUNCH_TAG, load
+from skyward_core.providers.tagging import MORE_TAGS
 from skyward_core.providers.vastai import launch
-from skyward_core.providers.vastai.boot import MAIN
+from skyward_core.providers.vastai.boot import MAIN, UNPACKED, environment_of, joined
 from skyward_core.providers.vastai.provider import VastAI
 from tests.providers.contract import POOL, STARTUP, Make, RestContract, tags
 from tests.providers.contract import cheapest as cheapest_of
-from tests.providers.fake_vastai import GONE, KEY, FakeVast, ask
+from tests.providers.fake_vastai import GONE, KEY, SPENT, FakeVast, ask, refusal
 from tests.providers.http_fake import Reply
 from tests.providers.in_process import Clock, Install
 
@@ -284,12 +286,13 @@ def test_the_parameters_of_the_creating_call(fake: FakeVast) -> None:
         "runtype": "args",
         "user": "root",
         "onstart": "/bin/sh",
-        "args": ["-c", MAIN.format(userdata.UNPACKED)],
+        "args": ["-c", MAIN.format(UNPACKED)],
         "target_state": "running",
         "cancel_unavail": True,
     }
     assert env["-p 22:22"] == "1"
-    script = gzip.decompress(base64.b64decode(env["SKYWARD_BOOT"])).decode()
+    assert len(env) > 10 and max(map(len, env.values())) <= 240  # the schema allows 256 characters
+    script = gzip.decompress(base64.b64decode(joined(env, "SKYWARD_BOOT"))).decode()
     assert STARTUP in script
     key = ssh_keys.our_key()
     host = ssh_keys.host_key(tags()[LAUNCH_TAG], key)
@@ -303,6 +306,23 @@ def test_the_parameters_of_the_creating_call(fake: FakeVast) -> None:
     )
     assert machine.directory == f"/root/.cache/skyward/instances/{POOL}-0"
     assert f"id=$(printf %s {POOL}-0)\n" in script  # its id is known before
+
+
+@pytest.mark.parametrize("length", [0, 1, 239, 240, 241, 9600])
+def test_long_values_of_the_environment_are_split_and_joined(length: int) -> None:
+    """Also tags that have no room in the label."""
+    boot, more = "b" * length, "".join(chr(65 + number % 26) for number in range(length))
+    environment = environment_of(boot, {MORE_TAGS: more})
+    assert (joined(environment, "SKYWARD_BOOT"), joined(environment, MORE_TAGS)) == (boot, more)
+    assert all(len(value) <= 240 for value in environment.values())
+
+
+def test_a_script_that_vast_would_refuse_is_refused_before(fake: FakeVast) -> None:
+    """Before anything is rented, with the reason."""
+    words = " ".join(hashlib.sha256(str(number).encode()).hexdigest() for number in range(1200))
+    with pytest.raises(BadRequest, match=r"an environment at Vast\.ai has 32768 characters at most"):
+        VastAI().launch(cheapest(), 1, tags(), f"#!/bin/sh\n: {words}\n")
+    assert fake.asked("PUT") == []
 
 
 def test_each_machine_uses_another_offer(fake: FakeVast) -> None:
@@ -396,6 +416,24 @@ def test_creating_calls_have_a_minimum_distance(fake: FakeVast, clock: Clock) ->
     assert launch.CREATE_SECONDS > 4
 
 
+def test_a_creating_call_that_came_too_early_is_repeated_late_enough(fake: FakeVast, clock: Clock) -> None:
+    """Vast.ai wants 4.5 s between two, and punishes an earlier one. The next call keeps the distance to the last try."""
+    fake.fail("PUT", "/api/v0/asks/", fake.too_many, times=2)
+    VastAI().launch(cheapest(), 2, tags(), STARTUP)
+    assert clock.pauses[:4] == [0.0, 4.5, 9.0, launch.CREATE_SECONDS]
+
+
+@pytest.mark.parametrize(
+    "reply", [SPENT, refusal(429, "spend_rate_limit", "slow down"), refusal(400, "invalid_args", "Spend rate limit")]
+)
+def test_the_spend_rate_limit_is_a_quota(fake: FakeVast, reply: Reply) -> None:
+    """Another offer does not help, and waiting does not either. The error says what does."""
+    fake.fail("PUT", "/api/v0/asks/", reply, times=99)
+    with pytest.raises(sky.QuotaExceeded, match=r"ask Vast\.ai's support for a higher limit"):
+        VastAI().launch(cheapest(), 1, tags(), STARTUP)
+    assert len(fake.asked("PUT")) == 1
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -425,7 +463,7 @@ def test_an_unknown_outcome_is_not_reported_as_no_capacity(fake: FakeVast) -> No
     assert fake.containers == {}
     fake.asks = {103: fake.asks[103]}
     fake.broken[103] = {"actual_status": "exited"}
-    fake.is_strict_about_bulk = True
+    fake.refuses_bulk = Reply(400, {"error": "invalid_args", "msg": "invalid request format"})
     fake.undying = {fake.next_contract + 1}
     with pytest.raises(ProviderFailed, match="did not destroy"):
         VastAI().launch(cheapest(), 1, tags(launch="L2"), STARTUP)
@@ -493,10 +531,22 @@ def test_many_are_destroyed_in_one_call(fake: FakeVast) -> None:
     assert [request.path for request in fake.asked("DELETE")] == ["/api/v0/instances/"]
 
 
-def test_if_a_common_deletion_is_refused_each_container_is_tried(fake: FakeVast) -> None:
-    """All are tried, and the error names those that are left."""
+@pytest.mark.parametrize(
+    "reply",
+    [
+        Reply(400, {"error": "invalid_args", "msg": "invalid request format"}),
+        Reply(403, {"success": False, "error": "auth_error", "msg": "this key may not destroy several"}),
+        Reply(404, {"error": "instances_not_found", "msg": "Instances not found."}),
+        Reply(404, "<html>Not Found</html>", is_text=True),
+        Reply(410, {"detail": "this endpoint was removed"}),
+        Reply(200, {"success": False, "msg": "one of them is busy"}),
+    ],
+    ids=lambda reply: str(reply.status),
+)
+def test_if_a_common_deletion_is_refused_each_container_is_tried(fake: FakeVast, reply: Reply) -> None:
+    """Whatever the reason. All are tried, and the error names those that are left."""
     first, second, third = VastAI().launch(cheapest(), 3, tags(), STARTUP)
-    fake.is_strict_about_bulk = True
+    fake.refuses_bulk = reply
     fake.undying = {int(second.id)}
     with pytest.raises(InstancesLeft) as caught:
         VastAI().terminate([first.id, second.id, third.id, "29000000"])

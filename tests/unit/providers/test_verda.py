@@ -16,6 +16,7 @@ from skyward_core.machines.offers import Offer, Requirements, matches, rank
 from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, load
 from skyward_core.providers.tagging import launch_word
 from skyward_core.providers.verda.provider import Verda
+from skyward_core.provisioning.candidates import ask, candidates
 from tests.providers.contract import POOL, STARTUP, Make, RestContract, tags
 from tests.providers.fake_verda import CLIENT_ID, CLIENT_SECRET, STRANGE_SCRIPT, FakeVerda, error
 from tests.providers.in_process import Install
@@ -67,6 +68,50 @@ def test_the_disk_is_counted(make: Make) -> None:
     (machine,) = provider.launch(offer, 1, tags(), STARTUP)
     (found,) = provider.instances()
     assert machine.extras_per_hour == found.extras_per_hour == offer.extras_per_hour
+
+
+def test_the_price_of_disks_is_verdas(make: Make, cloud: FakeVerda) -> None:
+    """It is that of `/volume-types`. Without an answer it is assumed, at once, because machines must be listed."""
+    provider = make(os_volume_gb=720)
+    cloud.nvme_price = 0.3
+    offer = rank(provider.offers(WANT), WANT)[0]
+    (machine,) = provider.launch(offer, 1, tags(), STARTUP)
+    (found,) = provider.instances()
+    for one in (offer, machine, found):
+        assert [(extra.name, round(extra.usd_per_hour, 6)) for extra in one.extras_per_hour] == [("disk", 0.3)]
+        assert "volume-types" in one.extras_per_hour[0].source
+    cloud.requests.clear()
+    cloud.fail("GET", "/v1/volume-types", cloud.outage, times=99)
+    assert round(provider.instances()[0].extras_per_hour[0].usd_per_hour, 6) == 0.2
+    assert len(cloud.asked("GET", "/v1/volume-types")) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1H100.80S.30V is out of stock in FIN-01",
+        "Not enough capacity for the requested instance",
+        "We have run out of capacity",
+        "Instance type is currently unavailable",
+    ],
+)
+def test_a_lack_of_stock_is_no_capacity(mine: Verda, cloud: FakeVerda, text: str) -> None:
+    """Verda has one code for most refusals."""
+    offer = offer_of(mine)
+    cloud.fail("POST", "/v1/instances", error(400, "invalid_request", text))
+    with pytest.raises(NoCapacity, match="Try again later, another location") as caught:
+        mine.launch(offer, 1, tags(), STARTUP)
+    assert type(caught.value) is NoCapacity
+    cloud.fail("POST", "/v1/instances", error(400, "invalid_request", "Quota exceeded: GPU capacity of your team"))
+    with pytest.raises(sky.QuotaExceeded, match="Verda's support"):
+        mine.launch(offer, 1, tags(launch="L2"), STARTUP)
+
+
+def test_locations_that_have_the_gpu_are_named(make: Make, cloud: FakeVerda) -> None:
+    cloud.sold["FIN-03", False] = ["CPU.4V.16G"]
+    (answer,) = ask([make(region="FIN-03")], WANT)
+    _, (refused,) = candidates(sky.PoolSpec.of(accelerator="H100"), [answer])
+    assert "verda sells it now in FIN-01" in refused.message
 
 
 def test_chips_have_the_catalogues_names(mine: Verda) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -87,6 +87,7 @@ def opened(tmp_path: Path) -> Iterator[Opened]:
             may_act: Callable[[], object] = lambda: None,
             meter: Meter | None = None,
             certificate: PoolCertificate | None = None,
+            others: Sequence[FakeProvider] = (),
             **options: Any,
         ) -> Pool:
             meter, spec, recorded = meter or Meter(), sky.PoolSpec.of(**options), RecordedEvents()
@@ -100,7 +101,7 @@ def opened(tmp_path: Path) -> Iterator[Opened]:
             limit = SpendingLimit("sky-1", meter, max_cost=spec.max_cost)
             machines = PoolMachines(
                 spec,
-                [provider],
+                [provider, *others],
                 "sky-1",
                 made,
                 emit=recorded,
