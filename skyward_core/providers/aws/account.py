@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import math
 import re
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -24,6 +25,7 @@ from skyward_core.errors import (
 )
 from skyward_core.machines.instances import InstanceState
 from skyward_core.providers import _http
+from skyward_core.urls import without_logins
 
 PAGE = 100
 MOST_THREADS = 8
@@ -180,6 +182,7 @@ class AwsAccount:
         except (kinds.BotoCoreError, ValueError) as error:
             kind, code, cause, message = BadRequest, "", error, f"AWS cannot be called for {what}: {error}"
         text = functools.reduce(lambda text, secret: text.replace(secret, "***"), self._secrets, message)
+        text = without_logins(text)
         # SignatureDoesNotMatch repeats the signed text, which may have a session token: then the cause is left out
         raise kind(text[: _http.QUOTED_CHARACTERS]).coded(code) from (cause if text == message else None)
 
@@ -302,6 +305,7 @@ def terminated(account: AwsAccount, region: str, ids: Sequence[str]) -> tuple[se
 
 def number(text: object) -> float | None:
     try:
-        return float(str(text))
+        found = float(str(text))
     except ValueError:
         return None
+    return found if math.isfinite(found) else None
