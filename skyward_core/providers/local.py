@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import datetime
@@ -244,7 +245,10 @@ class Local(Provider):
         if not is_dry_run:
             for directory in found:
                 remove_folders(directory.name, directory)
-        return [f"the folder of the ended node {directory}" for directory in found]
+        return [
+            f"folders of ended nodes in {parent}: {number}"
+            for parent, number in sorted(Counter(directory.parent for directory in found).items())
+        ]
 
     def _launch_one(self, tags: dict[str, str], startup: str) -> Instance:
         instance_id = f"local-{uuid.uuid4().hex[:12]}"
