@@ -7,6 +7,7 @@ import pytest
 import skyward_core as sky
 from skyward_core.errors import BootstrapFailed, CallCrashed, CommandFailed
 from skyward_core.providers._http import Api
+from skyward_core.providers.base import load
 from skyward_core.urls import shown_unread, without_logins
 
 
@@ -69,8 +70,8 @@ def in_full(error: BaseException) -> str:
         lambda: sky.Image(pip_extra_index_url=FTP),
         lambda: sky.Image(pip_indexes={INDEX: ("a",)}),
         lambda: sky.AWS(endpoint_url=INDEX),
-        lambda: sky.AWS(endpoint_url=INDEX, checkip_url=5),
-        lambda: sky.AWS(region=INDEX, use_ssm="no bool"),
+        lambda: load({"name": "aws", "endpoint_url": INDEX, "checkip_url": 5}),
+        lambda: load({"name": "aws", "region": INDEX, "use_ssm": "no bool"}),
         lambda: sky.DigitalOcean(endpoint_url=INDEX),
         lambda: sky.PoolSpec.of(machine=INDEX, nodes=0),
         lambda: sky.S3Volume(bucket="b", mount_path="/m", endpoint_url=INDEX),

@@ -46,7 +46,8 @@ def folder_of(launcher: Owner | None, age_seconds: float = 0.0, *, is_empty: boo
     if not is_empty:
         (directory / "log").write_text("killed")
     Path(node_folders.memory_directory(NODE), "value").write_text("large")
-    os.utime(directory, times=(time.time() - age_seconds,) * 2)
+    changed_at = time.time() - age_seconds
+    os.utime(directory, times=(changed_at, changed_at))
     return directory
 
 
