@@ -41,7 +41,9 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, Self
+from typing import Any, Self, cast
+
+from skyward_core.urls import without_logins
 
 ZERO_USD = Decimal(0)
 
@@ -51,12 +53,15 @@ type Bytes = bytes | bytearray | memoryview
 class SkywardError(Exception):
     """Anything that this library raises on its own account.
 
-    `code` is the provider's own code for it, "" if it has none or got no request.
+    `code` is the provider's own code for it, "" if it has none or got no request. Its texts show no password of a URL.
     """
 
     code = ""
     advice = ""
     """What the user does next, if it is known. The message ends with it."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*map(_shown, args))
 
     def coded(self, code: str) -> Self:
         """Note the provider's own word for it, and return the error."""
@@ -74,6 +79,12 @@ class SkywardError(Exception):
     def without_advice(self) -> str:
         """The message without the advice, for a text that has its own."""
         return str(self).removesuffix(f". {self.advice}") if self.advice else str(self)
+
+
+def _shown(argument: object) -> object:
+    if isinstance(argument, tuple):
+        return tuple(map(_shown, cast("tuple[object, ...]", argument)))
+    return without_logins(argument) if isinstance(argument, str) else argument
 
 
 class BadRequest(SkywardError, ValueError):
@@ -180,7 +191,7 @@ class BootstrapFailed(SkywardError):
         self.node = node
         self.phase = phase
         self.exit_code = exit_code
-        self.output = tuple(output)
+        self.output = tuple(map(without_logins, output))
 
 
 class CallCrashed(SkywardError):
@@ -194,7 +205,7 @@ class CallCrashed(SkywardError):
         super().__init__(message, node, exit_code, tuple(output))
         self.node = node
         self.exit_code = exit_code
-        self.output = tuple(output)
+        self.output = tuple(map(without_logins, output))
 
     def __str__(self) -> str:
         tail = "\n".join(f"  {line}" for line in self.output)
@@ -215,7 +226,7 @@ class CallTimedOut(SkywardError, TimeoutError):
         super().__init__(message)  # an OSError takes further arguments for the number of an error and a path
         self.node = node
         self.timeout_seconds = timeout_seconds
-        self.output = tuple(output)
+        self.output = tuple(map(without_logins, output))
 
     def __str__(self) -> str:
         tail = "\n".join(f"  {line}" for line in self.output)
@@ -257,7 +268,7 @@ class RemoteError(SkywardError):
 
     def __init__(self, message: str, text: str = "", type_name: str = "") -> None:
         super().__init__(message, text, type_name)
-        self.text = text
+        self.text = without_logins(text)
         self.type_name = type_name
 
     def __str__(self) -> str:
@@ -373,7 +384,7 @@ class CommandFailed(SkywardError):
     def __init__(self, message: str, exit_code: int | None = None, output: str = "") -> None:
         super().__init__(message, exit_code, output)
         self.exit_code = exit_code
-        self.output = output
+        self.output = without_logins(output)
 
     def __str__(self) -> str:
         tail = "\n".join(f"  {line}" for line in self.output.splitlines()[-20:])

@@ -12,7 +12,9 @@ from typing import Any, cast
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from skyward_core.errors import BadRequest
+from skyward_core.urls import without_logins
 
+SHOWN_CHARACTERS = 500
 _SHOWN = (str, int, float, bool, type(None))
 
 
@@ -22,7 +24,7 @@ class Frozen(BaseModel):
     Raises BadRequest, with the nearest name for a field that it has not, and without values where they may be secret.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def __init__(self, /, **fields: Any) -> None:
         """Raises BadRequest."""
@@ -30,9 +32,11 @@ class Frozen(BaseModel):
             super().__init__(**fields)
         except ValidationError as error:
             kind = type(self)
-            raise BadRequest(
-                explained(error, fields, kind.__name__, is_secret=bool(kind.model_config.get("hide_input_in_errors")))
-            ) from error
+            text = explained(
+                error, fields, kind.__name__, is_secret=bool(kind.model_config.get("hide_input_in_errors"))
+            )
+            # the cause shows the values again
+            raise BadRequest(text) from (error if without_logins(f"{text} {error}") == f"{text} {error}" else None)
 
     @model_validator(mode="before")
     @classmethod
@@ -47,6 +51,14 @@ class Frozen(BaseModel):
                     else f"{cls.__name__} has no fields"
                 )
         return data
+
+
+def _text(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # Python shows no number of more than 4300 digits
+        return "a longer number"
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 
 def explained(
@@ -70,7 +82,7 @@ def explained(
         elif fault["type"] == "value_error" and (name or message.startswith(field)):
             pass  # its own words name the field
         elif field in fields and not is_secret and field not in unshown and isinstance(value, _SHOWN):
-            message = f"{field}={value!r}: {message}"
+            message = f"{field}={_text(value)}: {message}"
         elif field:
             message = f"{field}: {message}"
         found.append(message)

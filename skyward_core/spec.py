@@ -47,6 +47,15 @@ OTHER_NAMES = {
 """Names of other libraries for the same setting."""
 
 LONGEST_SECONDS = 10 * 365 * 86_400.0
+MOST_NODES = 1000
+"""Machines of one pool. No more were ever tried: one scheduler serves them all (docs/performance.md)."""
+LONGEST_NUMBER = 9
+"""Digits of a number that is read or shown."""
+MOST_SLOTS = 1024
+"""Calls at once on one worker: each has its own process."""
+MOST_CORES, MOST_RETRIES = 100_000, 1_000_000
+MOST_USD = 1e12
+"""The ledger counts whole micro-dollars in 64 bits."""
 
 type Display = Literal["log", "spinner", "quiet"]
 
@@ -118,7 +127,12 @@ class PoolSpec(BaseModel):
     """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", arbitrary_types_allowed=True, validate_default=False, hide_input_in_errors=True
+        frozen=True,
+        extra="forbid",
+        arbitrary_types_allowed=True,
+        validate_default=False,
+        hide_input_in_errors=True,
+        allow_inf_nan=False,
     )
 
     provider: AnyProvider | None = Field(
@@ -134,7 +148,7 @@ class PoolSpec(BaseModel):
         default=None, description='Instance type, in the provider\'s own words ("p5.48xlarge").'
     )
     accelerator: AnyAccelerator | None = Field(default=None, description="The accelerators of one machine.")
-    cpu: int | None = Field(default=None, ge=1, description="CPU cores of one worker, at least.")
+    cpu: int | None = Field(default=None, ge=1, le=MOST_CORES, description="CPU cores of one worker, at least.")
     memory: str | None = Field(
         default=None, description='Memory of one worker, at least ("32GB"; GB = 10⁹ bytes, GiB = 2³⁰).'
     )
@@ -148,6 +162,7 @@ class PoolSpec(BaseModel):
     timeout: float = Field(
         default=3600,
         gt=0,
+        le=LONGEST_SECONDS,
         description="Auto-shutdown: seconds without a running call after which the pool ends itself.",
     )
     max_lifetime: float | None = Field(
@@ -160,10 +175,13 @@ class PoolSpec(BaseModel):
         description="Seconds without a sign of life from a client after which a node ends itself.",
     )
     retries: int = Field(
-        default=3, ge=0, description="How often a call runs again when its node is lost under it; 0: never twice."
+        default=3,
+        ge=0,
+        le=MOST_RETRIES,
+        description="How often a call runs again when its node is lost under it; 0: never twice.",
     )
     max_cost: float | None = Field(
-        default=None, gt=0, allow_inf_nan=False, description="Hard limit of the pool's cost, in USD."
+        default=None, gt=0, le=MOST_USD, description="Hard limit of the pool's cost, in USD."
     )
     budget: str | None = Field(
         default=None,
@@ -180,8 +198,10 @@ class PoolSpec(BaseModel):
             " name."
         ),
     )
-    concurrency: int = Field(default=1, ge=1, description="Calls that one worker runs at once.")
-    provision_timeout: float = Field(default=1800, gt=0, description="Seconds within which the machines must be ready.")
+    concurrency: int = Field(default=1, ge=1, le=MOST_SLOTS, description="Calls that one worker runs at once.")
+    provision_timeout: float = Field(
+        default=1800, gt=0, le=LONGEST_SECONDS, description="Seconds within which the machines must be ready."
+    )
     display: Display = Field(default="log", description='What is printed: "log", "spinner" or "quiet".')
     collect_metrics: bool = Field(
         default=True, description="Sample processor, memory and GPUs of each node every two seconds."
@@ -392,19 +412,30 @@ def _node_count(given: Any) -> int | tuple[int, int]:
         if len(sizes) != 2 or not all(type(size) is int for size in sizes):
             raise ValueError(f"nodes={given!r}: write the least and the most number of machines, as in nodes=(1, 8)")
         least, most = sizes
+        if max(sizes) > MOST_NODES:
+            raise ValueError(_too_many(max(sizes)))
         if least < 1:
             raise ValueError(f"nodes={given!r}: a pool keeps at least 1 machine, so write nodes=(1, {max(1, most)})")
         if most < least:
             raise ValueError(f"nodes={given!r}: the least number comes first, so write nodes=({most}, {least})")
         return (least, most)
-    number = int(given) if isinstance(given, str) and given.isdecimal() else given
-    if isinstance(number, float) and number.is_integer():
-        number = int(number)
+    # a text with more digits is too large in any case, and Python refuses to read thousands of them
+    number = int(given[:LONGEST_NUMBER]) if isinstance(given, str) and given.isdecimal() else given
+    if isinstance(number, int) and number > MOST_NODES:
+        raise ValueError(_too_many(number))
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise ValueError(
             f"nodes={given!r}: write how many machines, at least 1, or the least and the most, as in nodes=(1, 8)"
         )
     return number
+
+
+def _too_many(number: int) -> str:
+    shown = str(number) if number < 10**LONGEST_NUMBER else "a longer number"
+    return (
+        f"nodes={shown}: a pool has at most {MOST_NODES:,} machines, because one scheduler serves them all; open"
+        " several pools"
+    )
 
 
 def _plain(providers: Provider | tuple[Provider, ...]) -> Any:

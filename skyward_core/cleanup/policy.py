@@ -125,13 +125,15 @@ def answers(machines: Iterable[Instance], entries: Iterable[Intent]) -> dict[str
 def can_see(provider: Provider, owner: Owner, here: Owner) -> bool:
     """Return whether a listing from here must contain what that owner has rented.
 
-    Machines that are processes are visible on their own host, to their own user. After a reboot they are gone, so that
-    a listing without them is correct.
+    Machines that are processes are visible on their own host, to their own user: root too lists only its own, because
+    any user can start a process that claims to be another's. After a reboot they are gone, so that a listing without
+    them is correct.
     """
     if not provider.is_here:
         return True
-    is_same_place = owner.boot != here.boot or owner.namespace == here.namespace
-    return owner.host == here.host and is_same_place and here.user in (owner.user, "root")
+    has_rebooted = owner.boot != here.boot
+    is_same_place = owner.host == here.host and (has_rebooted or owner.namespace == here.namespace)
+    return is_same_place and (here.user == owner.user or (has_rebooted and here.user == "root"))
 
 
 def latest_request(entry: PoolEntry, intent: Intent, now: datetime) -> datetime:

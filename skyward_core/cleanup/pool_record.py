@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from skyward_core.cleanup.policy import answers, latest_request, paid_until, unsure_seconds
 from skyward_core.errors import ZERO_USD, LedgerConflict, LedgerError
-from skyward_core.ledger.journal import request_for_found
+from skyward_core.ledger.journal import not_billed, request_for_found, requested_by
 from skyward_core.ledger.rows import Bucket, CostBy, Intent, PoolEntry, ResourceKind
 from skyward_core.machines.instances import Instance
 from skyward_core.providers.base import Provider
@@ -47,6 +47,10 @@ class PoolRecord:
         self._why = why
         self._clock = clock
         self._entry: PoolEntry | None = None
+        self._of_machines: list[Intent] = []
+        """All entries of the pool's machines, also those of machines that are gone."""
+        self._strange: set[str] = set()
+        """The listed machines that none of them names."""
         self._intents: dict[int, Intent] = {}
         self._requested_before: dict[int, datetime | None] = {}
         """By entry: when another process requested the end of its machine."""
@@ -60,8 +64,10 @@ class PoolRecord:
     def _read(self) -> None:
         assert self._ledger is not None
         self._entry = self._ledger.pool(self._pool_id)
-        for intent in self._ledger.intents(pool_id=self._pool_id):
-            if intent.kind is ResourceKind.INSTANCE and (intent.gone_at is None or intent.cloud_id is None):
+        intents = self._ledger.intents(pool_id=self._pool_id)
+        self._of_machines = [intent for intent in intents if intent.kind is ResourceKind.INSTANCE]
+        for intent in self._of_machines:
+            if intent.gone_at is None or intent.cloud_id is None:
                 self._intents[intent.id] = intent
                 self._requested_before.setdefault(intent.id, intent.end_asked_at)
                 if intent.cloud_id is not None:
@@ -102,7 +108,10 @@ class PoolRecord:
         return {*self._numbers, *self._machines} - self._gone.keys()
 
     def found(self, instances: Iterable[Instance]) -> None:
-        """Record the listed machines. A new one is bound to its entry, or gets its own entry."""
+        """Record the listed machines. A new one is bound to its entry; a second one of an entry's launch gets its own.
+
+        A machine that no entry names is ended too, and not billed.
+        """
         listed = list(instances)
         for instance in listed:
             self._gone.pop(instance.id, None)  # an earlier listing lacked it by mistake
@@ -192,15 +201,12 @@ class PoolRecord:
                     self._take([self._ledger.bind(intent, instance_id)])
                     del new[instance_id]
         for instance in new.values():
-            self._take(
-                [
-                    self._ledger.adopt(
-                        self._pool_id,
-                        request_for_found(instance, self._provider, self._pool_id, self._clock()),
-                        instance.id,
-                    )
-                ]
-            )
+            if (intent := requested_by(instance, self._of_machines)) is not None:
+                request = request_for_found(instance, self._provider, self._pool_id, self._clock(), intent.price)
+                self._take([self._ledger.adopt(self._pool_id, request, instance.id)])
+            elif instance.id not in self._strange:
+                self._strange.add(instance.id)
+                _log.warning("%s", not_billed(self._pool_id, instance))
 
     def _ask_end_all(self, instance_ids: Iterable[str]) -> None:
         numbers = [self._numbers[instance_id] for instance_id in instance_ids if instance_id in self._numbers]

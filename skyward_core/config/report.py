@@ -141,7 +141,8 @@ def _ledger(environ: Mapping[str, str], given: str | None) -> Value:
 
 def _without_password(url: str) -> str:
     try:
-        return repr(importlib.import_module("skyward_core.ledger.sql_engine").parse_url(url))
+        engine = importlib.import_module("skyward_core.ledger.sql_engine")
+        return str(engine.shown(engine.parse_url(url)))
     except LedgerError:
         return MASK
 

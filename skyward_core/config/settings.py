@@ -199,5 +199,5 @@ def from_text(text: str) -> Any:
     """
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # also for a number of thousands of digits
         return text

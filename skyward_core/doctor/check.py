@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self
 
+from skyward_core.urls import without_logins
+
 
 class CheckState(StrEnum):
     """How a check ended. A warning stops no pool."""
@@ -23,6 +25,10 @@ class Check:
     state: CheckState
     message: str
     cure: str = ""
+
+    def __post_init__(self) -> None:
+        """Hide the passwords of URLs: a check says which address did not answer."""
+        object.__setattr__(self, "message", without_logins(self.message))
 
     @classmethod
     def ok(cls, subject: str, message: str) -> Self:

@@ -14,6 +14,7 @@ from skyward_core.ledger.database import Database
 from skyward_core.ledger.pools import must_live
 from skyward_core.ledger.rows import Account, Period, Reservation, UnreadableRow, micro_usd
 from skyward_core.ledger.run_accounts import SCOPE, refusal, run_account_of
+from skyward_core.ledger.sql_engine import shown
 from skyward_core.ledger.stewards import must_be_steward
 from skyward_core.ledger.tables import (
     ACCOUNTS,
@@ -134,8 +135,8 @@ class Accounts:
             )
             if row is None:
                 raise LedgerConflict(
-                    f"The ledger at {self._database.url!r} has no reservation {number}. Is it another ledger than the"
-                    " one it was made in?"
+                    f"The ledger at {shown(self._database.url)} has no reservation {number}. Is it another ledger than"
+                    " the one it was made in?"
                 )
             if row["settled_microseconds"] is not None:
                 if row["spent_micro_usd"] != spent:

@@ -13,6 +13,7 @@ from skyward_core.errors import BadRequest, LedgerConflict
 from skyward_core.ledger.database import NUMBERS_PER_STATEMENT, Database
 from skyward_core.ledger.pools import known_pool, must_live
 from skyward_core.ledger.rows import Bucket, Intent, Rented, ResourceRequest, UnreadableRow, micro_usd
+from skyward_core.ledger.sql_engine import shown
 from skyward_core.ledger.stewards import must_be_steward
 from skyward_core.ledger.tables import IS_OPEN, RESOURCES, Values, intent_of, milliseconds_of, read_rows, stamp
 from skyward_core.ledger.warm_time import closing_values, unnoted_milliseconds, warm_since, with_warm
@@ -187,8 +188,8 @@ class Intents:
         rows = {row["id"]: row for row in self._locked(connection, sorted(set(wanted)))}
         if missing := next((number for number in wanted if number not in rows), None):
             raise LedgerConflict(
-                f"The ledger at {self._database.url!r} has no entry {missing}. Is it another ledger than the one it was"
-                " written to?"
+                f"The ledger at {shown(self._database.url)} has no entry {missing}. Is it another ledger than the"
+                " one it was written to?"
             )
         changes = {number: changed for number, row in rows.items() if (changed := change(row))}
         columns = sorted({column for changed in changes.values() for column in changed})

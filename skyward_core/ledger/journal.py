@@ -64,8 +64,29 @@ def price_of(offer: Offer | Instance, provider: Provider) -> Price:
     )
 
 
-def request_for_found(instance: Instance, provider: Provider, pool_id: str, expires_at: datetime) -> ResourceRequest:
-    """Return the request for a machine that a listing shows and the ledger does not have."""
+def requested_by(instance: Instance, intents: Iterable[Intent]) -> Intent | None:
+    """Return an intent of the launch and the rank in a machine's tags; None if these intents requested no such machine.
+
+    Tags are a claim: whoever may write them can copy those of a pool. So a machine without such an intent is not
+    billed, and one with it has the intent's price, not one from the listing.
+    """
+    named = instance.tags.get(LAUNCH_TAG), str(instance.rank)
+    same = (one for one in intents if (one.tags.get(LAUNCH_TAG), one.tags.get(RANK_TAG)) == named)
+    return None if named[0] is None else next(same, None)
+
+
+def not_billed(pool_id: str, instance: Instance) -> str:
+    """Return the warning about a machine that a listing shows and no intent requested."""
+    return (
+        f"{instance.id} has the tags of pool {pool_id}, and no request in the ledger names it: it is ended with the"
+        " pool, and not billed to it"
+    )
+
+
+def request_for_found(
+    instance: Instance, provider: Provider, pool_id: str, expires_at: datetime, price: Price
+) -> ResourceRequest:
+    """Return the request for one more machine of a launch: a creating call that was repeated can create two."""
     return ResourceRequest(
         kind=ResourceKind.INSTANCE,
         provider=provider.name,
@@ -74,7 +95,7 @@ def request_for_found(instance: Instance, provider: Provider, pool_id: str, expi
         token=f"{pool_id}-found-{instance.id}",
         tags=dict(instance.tags),
         expires_at=expires_at,
-        price=price_of(instance, provider),
+        price=price,
     )
 
 
@@ -145,6 +166,10 @@ class Journal:
         self._numbers: dict[str, int] = {}
         self._unbound: dict[int, Launch] = {}
         """The creating calls of intents without an id, by the number of the intent."""
+        self._requested: dict[tuple[str, int], Launch] = {}
+        """All creating calls, by the launch and the rank in the tags of their machines."""
+        self._strange: set[str] = set()
+        """The machines of listings that no intent names."""
         self._launches = 0
         self._trouble: dict[str, LedgerError] = {}
 
@@ -174,12 +199,15 @@ class Journal:
         for intent in intents:
             if intent.cloud_id is not None:
                 self._meter.adopt(metered_of(intent, now, at, slots))
-            if intent.gone_at is None:
-                with self._lock:
-                    if intent.cloud_id is not None:
-                        self._numbers[intent.cloud_id] = intent.id
-                    else:
-                        self._unbound[intent.id] = _launch_of(intent, at - (now - intent.intended_at).total_seconds())
+            if intent.kind is not ResourceKind.INSTANCE:
+                continue
+            launch = _launch_of(intent, at - (now - intent.intended_at).total_seconds())
+            with self._lock:
+                self._know(launch)
+                if intent.gone_at is None and intent.cloud_id is not None:
+                    self._numbers[intent.cloud_id] = intent.id
+                elif intent.gone_at is None:
+                    self._unbound[intent.id] = launch
 
     def turn_to(self, provider: Provider, account: str) -> None:
         """Record the provider and account of all later requests. Raises LedgerError, LeaseLost.
@@ -280,6 +308,7 @@ class Journal:
         intents = self._ledger.intend_all(self._pool_id, requests, epoch=self._epoch)
         launch = Launch(tags, intents, first_rank, self._meter.now(), price)
         with self._lock:
+            self._know(launch)
             self._unbound |= dict.fromkeys(launch.by_rank.values(), launch)
         return launch
 
@@ -288,7 +317,7 @@ class Journal:
     def bind(self, launch: Launch, instances: Sequence[Instance]) -> None:
         """Record the ids of the launched machines.
 
-        Intents without a machine are closed. Machines without an intent are recorded too.
+        Intents without a machine are closed. If the answer has more machines, each gets an entry at the same price.
         """
         ids = {
             number: instance.id for instance in instances if (number := launch.by_rank.get(instance.rank)) is not None
@@ -307,7 +336,11 @@ class Journal:
         with self._kept("the ids of launched machines"):
             self._ledger.bind_all(ids, as_rented)
         self._never_were(launch.by_rank.values() - ids.keys(), "fewer machines came than were requested")
-        self.found(instances)
+        bound = set(ids.values())
+        with self._kept("machines that were launched beyond the request"):
+            for instance in instances:
+                if instance.id not in bound:
+                    self._adopt(instance, launch)
 
     def _price_as_rented(self, instance: Instance, launch: Launch) -> Price:
         """Return the price of a machine: that of its intent, or a lower one that the provider reports."""
@@ -330,36 +363,43 @@ class Journal:
                 self._ledger.close_all(gone, evidence)
 
     def found(self, instances: Iterable[Instance]) -> None:
-        """Record machines of the pool from a listing: the answer to their launch was lost."""
+        """Record machines of the pool from a listing: the answer to their launch was lost.
+
+        Those that no intent names are not billed (`requested_by`). The teardown ends them, as all that is listed.
+        """
         with self._lock:
             new = [instance for instance in instances if instance.id not in self._numbers]
-        answers = [(instance, self._answered_by(instance)) for instance in new]
-        for instance, launch in answers:
-            requested_at = self._meter.now() if launch is None else launch.requested_at
-            self._meter.start(
-                instance, requested_at, price_of(instance, self._provider) if launch is None else launch.price
-            )
+        answers = [(instance, launch) for instance in new if (launch := self._counted(instance)) is not None]
         # the first error ends the loop: each may take half a minute, and the machines must still be terminated
         with self._kept("machines of a listing"):
             for instance, launch in answers:
                 self._adopt(instance, launch)
 
-    def _answered_by(self, instance: Instance) -> Launch | None:
-        """Return the launch that has created a machine; None if its intent has another machine."""
+    def _counted(self, instance: Instance) -> Launch | None:
+        """Return the launch that has created a listed machine, and count the machine; None if no intent names it."""
         with self._lock:
-            return next(
+            first = next(
                 (launch for number, launch in self._unbound.items() if launch.answered_by(instance) == number), None
             )
+            launch = first or self._requested.get((instance.tags.get(LAUNCH_TAG, ""), instance.rank))
+            is_new_stranger = launch is None and instance.id not in self._strange
+            self._strange |= {instance.id} if launch is None else set()
+        if is_new_stranger:
+            _log.warning("%s", not_billed(self._pool_id, instance))
+        if launch is not None:
+            self._meter.start(instance, self._meter.now() if first is None else launch.requested_at, launch.price)
+        return launch
 
-    def _adopt(self, instance: Instance, launch: Launch | None) -> None:
-        number = None if launch is None else self._taken(launch, instance)
-        if number is not None:
+    def _know(self, launch: Launch) -> None:
+        self._requested |= {(launch.tags[LAUNCH_TAG], rank): launch for rank in launch.by_rank}
+
+    def _adopt(self, instance: Instance, launch: Launch) -> None:
+        if (number := self._taken(launch, instance)) is not None:
             with contextlib.suppress(LedgerConflict):  # a sweep has bound another machine before
                 self._ledger.bind(number, instance.id)
                 return
-        adopted = self._ledger.adopt(
-            self._pool_id, request_for_found(instance, self._provider, self._pool_id, self._now()), instance.id
-        )
+        request = request_for_found(instance, self._provider, self._pool_id, self._now(), launch.price)
+        adopted = self._ledger.adopt(self._pool_id, request, instance.id)
         with self._lock:
             self._numbers[instance.id] = adopted.id
 

@@ -10,6 +10,7 @@ from typing import Any
 from skyward_core.errors import ZERO_USD, LedgerConflict
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Bucket, CostBy, CostRow, Intent, UnreadableRow
+from skyward_core.ledger.sql_engine import shown
 from skyward_core.ledger.users import PoolUser, users_of
 from skyward_core.providers.base import TYPE_TAG
 
@@ -29,8 +30,8 @@ def receipt(ledger: Ledger, pool_id: str, *, unreadable: list[UnreadableRow] | N
     pool = ledger.pool(pool_id)
     if pool is None:
         raise LedgerConflict(
-            f"The ledger at {ledger.url!r} has no pool {pool_id!r}. Is it another ledger than the one it was opened"
-            " with?"
+            f"The ledger at {shown(ledger.url)} has no pool {pool_id!r}. Is it another ledger than the one it was"
+            " opened with?"
         )
     bills = {row.key: row for row in ledger.cost_rows(CostBy.RESOURCE, pool_id=pool_id, unreadable=unreadable)}
     intents = sorted(

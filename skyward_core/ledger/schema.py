@@ -31,6 +31,7 @@ from skyward_core.ledger.migrations import (
     v9_run_limits,
     v10_activity,
 )
+from skyward_core.ledger.sql_engine import shown
 from skyward_core.ledger.tables import META
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def schema_version(connection: Connection) -> int:
         return 0
     if not (str(version).isascii() and str(version).isdecimal()):
         raise LedgerError(
-            f"The ledger at {connection.engine.url!r} says that it has version {version!r}, which is none: it is"
+            f"The ledger at {shown(connection.engine.url)} says that it has version {version!r}, which is none: it is"
             f" damaged, or not skyward's. Name another ledger (SKYWARD_LEDGER), or set the right number in {META.name};"
             f" this release of skyward-core writes {len(MIGRATIONS)}."
         )
@@ -83,7 +84,7 @@ def migrate(connection: Connection, migrations: Sequence[ModuleType] = MIGRATION
     version = schema_version(connection)
     if version > len(migrations):
         raise LedgerError(
-            f"The ledger at {connection.engine.url!r} has version {version}; this release of skyward-core knows"
+            f"The ledger at {shown(connection.engine.url)} has version {version}; this release of skyward-core knows"
             f" {len(migrations)}. Use the newer release, or another ledger (SKYWARD_LEDGER)."
         )
     if version < len(migrations):

@@ -21,7 +21,8 @@ from sqlalchemy.pool import PoolProxiedConnection
 
 from skyward_core.errors import LedgerConflict, LedgerError
 from skyward_core.ledger import turns
-from skyward_core.worker.private_folders import NotPrivate, make_file, other_writers
+from skyward_core.urls import HIDDEN, shown_unread, without_logins
+from skyward_core.worker.private_folders import NotPrivate, kept_path, make_file, other_writers
 
 CONNECT_TIMEOUT_SECONDS = 10
 ANSWER_SECONDS = 10.0
@@ -38,14 +39,18 @@ _log = logging.getLogger("skyward")
 
 
 def parse_url(url: str) -> URL:
-    """Return the URL of a ledger. Raises LedgerError if no ledger can be there."""
-    try:
+    """Return the URL of a ledger. Raises LedgerError if no ledger can be there, without its cause, which may have a
+    piece of the password.
+    """
+    found = None
+    with suppress(ArgumentError, ValueError):  # ValueError: a port that is no number
         found = make_url(url)
-    except (ArgumentError, ValueError) as error:  # ValueError: a port that is no number
+    if found is None or "@" in (found.host or ""):
         raise LedgerError(
-            f"{url!r} is no URL of a ledger. Examples: sqlite:////var/lib/skyward/ledger.db,"
-            " postgresql+psycopg://host/database."
-        ) from error
+            f"{shown_unread(url)} is no URL of a ledger. Examples: sqlite:////var/lib/skyward/ledger.db,"
+            " postgresql+psycopg://user@host:5432/database. Special characters of a password are written as codes, such"
+            " as %40 for @ and %2F for /."
+        )
     if found.get_backend_name() not in ("sqlite", "postgresql"):
         raise LedgerError(f"A ledger is kept in SQLite or PostgreSQL, not in {found.get_backend_name()}.")
     if found.get_backend_name() == "sqlite" and found.database in (None, "", ":memory:"):
@@ -95,11 +100,16 @@ def _limits(busy_timeout_seconds: float) -> dict[str, int]:
 def _make_private(path: Path) -> None:
     """Create the file if it does not exist, and take all rights on it from other users. Raises OSError.
 
-    The files that SQLite keeps beside it are treated the same. No file is opened, because closing it would drop all
-    locks that this process has on it (fcntl(2)).
+    No other user may be able to exchange it or a folder above it: who renames one makes the next process begin an empty
+    ledger. The files that SQLite keeps beside it are treated the same. No file is opened, because closing it would drop
+    all locks that this process has on it (fcntl(2)).
     """
-    path = Path(os.path.realpath(path))
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = kept_path(path)
+    for folder in reversed(path.parents):
+        if not folder.exists():
+            with suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+    kept_path(path)  # another user may have made one of them first
     status = path.parent.stat()
     if others := other_writers(status):
         raise NotPrivate(
@@ -119,9 +129,10 @@ def _deny_others(file: Path) -> None:
     status = file.lstat()
     if not S_ISREG(status.st_mode):
         return  # SQLite raises an error for it
-    if status.st_uid != os.geteuid() and os.geteuid() != 0:
+    if status.st_uid != os.geteuid():
         raise NotPrivate(
-            f"{file} belongs to user {status.st_uid}: a ledger that several users share is kept in PostgreSQL"
+            f"{file} belongs to user {status.st_uid}: a ledger that several users share is kept in PostgreSQL. Run the"
+            " command as that user, or name another ledger"
         )
     if status.st_mode & 0o077:
         file.chmod(0o600)
@@ -218,6 +229,11 @@ _ADVICE = {
 }
 
 
+def shown(url: URL) -> str:
+    """Return the URL of a ledger for messages: without passwords, wherever they are in it."""
+    return without_logins(url.render_as_string(hide_password=True))
+
+
 @contextmanager
 def ledger_errors(url: URL) -> Generator[None]:
     """Turn errors of the database, its driver and the operating system into LedgerError, without passwords."""
@@ -225,19 +241,20 @@ def ledger_errors(url: URL) -> Generator[None]:
         yield
     except IntegrityError as error:
         raise LedgerConflict(
-            f"The ledger at {url!r} refuses this entry: {error.orig}. Its pool or account is not in the ledger,"
+            f"The ledger at {shown(url)} refuses this entry: {error.orig}. Its pool or account is not in the ledger,"
             " or another process was faster; try again."
         ) from error
     except DBAPIError as error:
-        raise LedgerError(f"The ledger at {url!r} {_advice(error)} ({_cause(error)})") from error
+        raise LedgerError(f"The ledger at {shown(url)} {_advice(error)} ({_cause(error, url)})") from error
     except (NoSuchModuleError, ImportError) as error:
         raise LedgerError(
-            f"The driver for {url!r} is not installed: {error}. For postgresql+psycopg: pip install 'psycopg[binary]'."
+            f"The driver for {shown(url)} is not installed: {error}. For postgresql+psycopg: pip install"
+            " 'psycopg[binary]'."
         ) from error
     except SQLAlchemyError as error:
-        raise LedgerError(f"The ledger at {url!r} could not be used: {error}") from error
+        raise LedgerError(f"The ledger at {shown(url)} could not be used: {error}") from error
     except OSError as error:
-        raise LedgerError(f"The ledger at {url!r} {_ADVICE[SQLITE_CANTOPEN]} ({error})") from error
+        raise LedgerError(f"The ledger at {shown(url)} {_ADVICE[SQLITE_CANTOPEN]} ({error})") from error
 
 
 def _advice(error: DBAPIError) -> str:
@@ -250,5 +267,7 @@ def _advice(error: DBAPIError) -> str:
     return f"refuses (SQLSTATE {state}). Look at the server's log; then try again."
 
 
-def _cause(error: DBAPIError) -> str:
-    return " ".join(str(error.orig).split())
+def _cause(error: DBAPIError, url: URL) -> str:
+    """Return the words of the driver, which may repeat what it was given."""
+    text = " ".join(str(error.orig).split())
+    return text.replace(str(url.password), HIDDEN) if url.password else text

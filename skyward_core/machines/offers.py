@@ -16,6 +16,12 @@ from skyward_core.events.narrator import usd
 MEMORY_TOLERANCE = 0.075
 
 
+MOST_USD_PER_HOUR = 100_000.0
+"""The highest price of one machine that is accepted: a hundred times that of the dearest one of any cloud. The ledger
+counts whole micro-dollars in 64 bits.
+"""
+MOST_MEMORY = 1e6
+"""Of any unit: no machine has more, and a longer number is a mistake."""
 GB_PER_UNIT = {"mb": 1e-3, "gb": 1.0, "tb": 1e3, "mib": 2**20 / 1e9, "gib": 2**30 / 1e9, "tib": 2**40 / 1e9}
 MOST_REASONS = 20
 
@@ -56,8 +62,8 @@ class Requirements(BaseModel):
     accelerator: Accelerator | None = None
     instance_type: str | None = None
     vcpus: int | None = Field(default=None, ge=1)
-    memory_gb: float | None = Field(default=None, gt=0)
-    max_price_per_hour: float | None = Field(default=None, gt=0)
+    memory_gb: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    max_price_per_hour: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     architecture: Architecture | None = None
     nodes: int = Field(default=1, ge=1)
     """How many machines work together: a provider may give them a special network."""
@@ -236,7 +242,7 @@ def memory_gb(text: str) -> float:
     """Read an amount of memory such as "32GB" or "512 MiB"; returns GB = 10⁹ bytes. Raises BadRequest."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)\s*", text, re.IGNORECASE)
     unit = match.group(2).lower() if match else ""
-    if match is None or unit not in GB_PER_UNIT or float(match.group(1)) <= 0:
+    if match is None or unit not in GB_PER_UNIT or not 0 < float(match.group(1)) <= MOST_MEMORY:
         raise BadRequest(
             f'memory={text!r} is no amount of memory: write a number and a unit, such as "32GB" or "512MiB"'
             f" ({', '.join(GB_PER_UNIT)})"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import getpass
 import os
+import pwd
 import socket
 from dataclasses import dataclass
 from enum import StrEnum
@@ -79,10 +79,11 @@ class Owner:
 
 
 def _user() -> str:
+    """Return the name of this process's user: not that of the environment, which `su` leaves as it was."""
     try:
-        return getpass.getuser()
-    except (OSError, KeyError):  # a container's user without a name
-        return str(os.getuid())
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:  # a container's user without a name
+        return str(os.geteuid())
 
 
 def _boot() -> str:

@@ -31,6 +31,7 @@ from skyward_core.errors import (
     RateLimited,
     SkywardError,
 )
+from skyward_core.urls import shown_unread, without_logins
 from skyward_core.worker.masking import spellings
 
 TIMEOUT_SECONDS = 30.0
@@ -173,8 +174,15 @@ class Api:
                 follow_redirects=False,
                 verify=_trust(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")),
             )
-        except httpx.InvalidURL as error:
-            raise BadRequest(self._clean(f"{name} cannot be reached at {base_url!r}: {error}")) from None
+        except BadRequest:
+            raise
+        except (httpx.InvalidURL, ValueError):  # its words may have a piece of a password
+            raise BadRequest(
+                self._clean(
+                    f"{name} cannot be reached at {shown_unread(base_url)}: that, or the address of a proxy"
+                    " (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY), is no URL"
+                )
+            ) from None
 
     def __enter__(self) -> Self:
         return self
@@ -293,7 +301,7 @@ class Api:
     def _clean(self, text: str) -> str:
         for secret in self._secrets:
             text = text.replace(secret, "***")
-        return text
+        return without_logins(text)
 
 
 type Row = Mapping[str, Any]

@@ -16,10 +16,13 @@ from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Self, cast
 
+from pydantic import model_validator
+
 from skyward_core.errors import BadRequest, SkywardError
 from skyward_core.frozen import Frozen
 from skyward_core.machines.instances import Instance
 from skyward_core.machines.offers import Offer, Requirements
+from skyward_core.urls import without_logins
 
 type Tags = Mapping[str, str]
 """Tags of an instance: `skyward-pool` (the pool's id) and others by which the caller finds it."""
@@ -137,6 +140,16 @@ class Provider(Frozen):
     def simulates(self) -> bool:
         """Whether accelerators of its machines are simulated. Calls can see this, and see no GPU."""
         return False
+
+    @model_validator(mode="after")
+    def _urls_hold_no_login(self) -> Self:
+        for field in sorted(self.model_fields_set):
+            value = getattr(self, field)
+            if field.endswith("url") and isinstance(value, str) and without_logins(value) != value:
+                raise ValueError(
+                    f"{field} must not hold a password or token, because providers are written to logs and the ledger"
+                )
+        return self
 
     def for_pool(self) -> Provider:
         """Return the provider as one pool uses it. It equals this one, and may cache what it has seen.

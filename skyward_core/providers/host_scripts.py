@@ -1,6 +1,6 @@
 """Scripts that `Hosts` runs on a host, in sh."""
 
-from skyward_core.providers.termination_shell import ENDING
+from skyward_core.providers.termination_shell import ENDING, OWN
 
 PLACES = r"""skyward_places() { # sets skyward_home, the folder of all our files on this host, and skyward_ip, its address for this connection
   skyward_home=${SKYWARD_HOME:-${HOME:-~}/.cache/skyward}
@@ -29,9 +29,15 @@ skyward_holders() { # prints the pools that have processes here: our own by thei
     env -i PATH="$PATH" LC_ALL=C grep -hsaz '^SKYWARD_POOL_ID=' /proc/[0-9]*/environ
   } | tr '\0' '\n' | sed 's/^[^=]*=/::skyward held /' | sort -u
 }
-skyward_list() { # prints the tags of all processes of nodes. The search must also find its own process, else it has failed
+skyward_list() { # prints the tags of this user's processes of nodes. The search must also find its own process, else it has failed
+  skyward_files=/proc/self/environ
+  for skyward_file in $(env -i PATH="$PATH" LC_ALL=C grep -lsaz '^SKYWARD_INSTANCE_ID=' /proc/[0-9]*/environ 9<&-); do
+    skyward_pid=${skyward_file#/proc/}
+    ! skyward_is_own "${skyward_pid%/environ}" || skyward_files="$skyward_files $skyward_file"
+  done
+  # shellcheck disable=SC2086 # one word each
   skyward_tags=$(env -i PATH="$PATH" LC_ALL=C SKYWARD_LOOK=1 grep -sHazE \
-    '^SKYWARD_(LOOK|INSTANCE_ID|POOL_ID|RANK|INSTANCE_DIRECTORY|INSTANCE_TYPE|PRICE_PER_HOUR|PRIVATE_IP|TAGS)=' /proc/[0-9]*/environ 9<&- | tr '\0' '\n')
+    '^SKYWARD_(LOOK|INSTANCE_ID|POOL_ID|RANK|INSTANCE_DIRECTORY|INSTANCE_TYPE|PRICE_PER_HOUR|PRIVATE_IP|TAGS)=' $skyward_files 9<&- | tr '\0' '\n')
   case $skyward_tags in
     *:SKYWARD_LOOK=1*) printf '%s\n' "$skyward_tags" ;;
     *) echo "grep does not find the tags of processes here" && exit 1 ;;
@@ -103,7 +109,8 @@ echo "::skyward directory $directory"
 """
 
 LIST = (
-    PLACES
+    OWN
+    + PLACES
     + r"""skyward_places
 echo "::skyward ip $skyward_ip"
 skyward_list

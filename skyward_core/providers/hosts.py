@@ -23,11 +23,11 @@ from pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_vali
 from skyward_core.accelerators import parse
 from skyward_core.errors import BadRequest, CommandFailed, HostKeyChanged, InstancesLeft, NoCapacity, SkywardError
 from skyward_core.machines.instances import Endpoint, Instance, InstanceState
-from skyward_core.machines.offers import ARCHITECTURES, Offer, Requirements, matches
+from skyward_core.machines.offers import ARCHITECTURES, MOST_USD_PER_HOUR, Offer, Requirements, matches
 from skyward_core.providers.base import POOL_TAG, RANK_TAG, Provider, Tags
 from skyward_core.providers.host_connections import COMMAND_SECONDS, HostAnswer, HostConnections, SeenKeys
 from skyward_core.providers.host_scripts import END, LIST, LOOK, START, SWEEP
-from skyward_core.providers.tagging import TAGS_VARIABLE, from_word, of_machine, to_word
+from skyward_core.providers.tagging import TAGS_VARIABLE, from_word, of_machine, price_in, rank_in, to_word
 from skyward_core.providers.termination_shell import PROOFS, UNPARTITION_SECONDS
 from skyward_core.worker.watchdog import INSTANCE_TAG
 from skyward_core.worker.watchdog import POOL_TAG as POOL_VARIABLE
@@ -78,7 +78,7 @@ class Hosts(Provider):
     key: str | None = Field(default=None, min_length=1)
     known_hosts: str | None = Field(default=None, min_length=1)
     config: str | None = Field(default=None, min_length=1)
-    price_per_hour: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    price_per_hour: float = Field(default=0.0, ge=0, le=MOST_USD_PER_HOUR)
     keep_environments: bool = True
     _keys: SeenKeys = PrivateAttr(default_factory=SeenKeys)
 
@@ -373,8 +373,12 @@ class Hosts(Provider):
                     }
                 ),
                 instance_id,
-                from_word(its.get(TAGS_VARIABLE, ""), its[POOL_VARIABLE], int(its.get("SKYWARD_RANK", "0"))),
-                float(its.get("SKYWARD_PRICE_PER_HOUR", self.price_per_hour)),
+                from_word(
+                    its.get(TAGS_VARIABLE, ""), its[POOL_VARIABLE], rank_in(its.get("SKYWARD_RANK", ""), instance_id)
+                ),
+                price_in(
+                    its.get("SKYWARD_PRICE_PER_HOUR", repr(self.price_per_hour)), self.price_per_hour, instance_id
+                ),
                 its.get("SKYWARD_INSTANCE_TYPE", self.name),
             )
             for instance_id, its in merged.items()

@@ -14,15 +14,16 @@ import logging
 import os
 import platform
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, ClassVar
 
@@ -32,31 +33,38 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from skyward_core.accelerators import Accelerator, parse
 from skyward_core.errors import BadRequest, InstancesLeft
 from skyward_core.machines.instances import Instance, InstanceState
-from skyward_core.machines.offers import ARCHITECTURES, Offer, Requirements
-from skyward_core.paths import existing, first_private, state_places
+from skyward_core.machines.offers import ARCHITECTURES, MOST_USD_PER_HOUR, Offer, Requirements
+from skyward_core.paths import existing, state_places
 from skyward_core.providers import control_groups
 from skyward_core.providers.base import POOL_TAG, RANK_TAG, Provider, Tags
 from skyward_core.providers.control_groups import ControlGroup
-from skyward_core.providers.tagging import TAGS_VARIABLE, from_word, of_machine, to_word
+from skyward_core.providers.node_folders import (
+    ID_SHAPE,
+    NODES,
+    abandoned,
+    make_folders,
+    remove_abandoned_memory,
+    remove_folders,
+)
+from skyward_core.providers.tagging import TAGS_VARIABLE, from_word, of_machine, price_in, rank_in, to_word
 from skyward_core.providers.termination_shell import PROOFS
 from skyward_core.secret import looks_secret
 from skyward_core.worker import keeper
 from skyward_core.worker.gpus import VISIBLE, gpus_here
-from skyward_core.worker.private_folders import NotPrivate, is_private
 from skyward_core.worker.settings import memory_directory, this_process
 from skyward_core.worker.watchdog import INSTANCE_TAG, kill_instance, members, tagged_processes
 from skyward_core.worker.watchdog import POOL_TAG as POOL_VARIABLE
 
 GB = 1e9
-ID_SHAPE = re.compile(r"local-[0-9a-f]{12}")
+NODE_BYTES = 100_000_000
+"""The least memory of a node: supervisor, scheduler or worker, and a runner for each slot."""
+FEW_NODES = 16
+"""As many may always be tried."""
 TERM_SECONDS = 1.0
 KILL_SECONDS = 10.0
 RANK_VARIABLE = "SKYWARD_RANK"
 PRICE_VARIABLE = "SKYWARD_PRICE_PER_HOUR"
 DIRECTORY_VARIABLE = "SKYWARD_INSTANCE_DIRECTORY"
-NODES = "nodes"
-ABANDONED_SECONDS = 86_400.0
-"""An empty folder in memory that is older, and has no process here, is that of a node that was killed."""
 
 KEPT_VARIABLES = (
     "PATH",
@@ -111,7 +119,7 @@ class Local(Provider):
     is_here: ClassVar[bool] = True
     ending_seconds: ClassVar[float] = 1.0
 
-    price_per_hour: float = Field(default=0.0, ge=0)
+    price_per_hour: float = Field(default=0.0, ge=0, le=MOST_USD_PER_HOUR)
     simulate: (
         Annotated[str, BeforeValidator(lambda value: _as_text(value)), AfterValidator(lambda text: _checked(text))]
         | None
@@ -127,7 +135,17 @@ class Local(Provider):
         return self if accelerator.mig or gpus_here() else self.model_copy(update={"simulate": _as_text(accelerator)})
 
     def offers(self, want: Requirements) -> list[Offer]:
-        """Return one offer: this machine, with the GPUs that its driver shows, or those that it simulates."""
+        """Return one offer: this machine, with the GPUs that its driver shows, or those that it simulates.
+
+        Raises BadRequest for more nodes than its memory has room for.
+        """
+        memory_bytes = psutil.virtual_memory().total
+        if want.nodes > (most := max(FEW_NODES, memory_bytes // NODE_BYTES)):
+            raise BadRequest(
+                f"{want.nodes} nodes are too many for this machine: each is several processes with"
+                f" {NODE_BYTES / 1e6:.0f} MB or more, and its {memory_bytes / GB:.0f} GB of memory are enough for"
+                f" {most}"
+            )
         simulated = None if self.simulate is None else parse(self.simulate)
         gpus = gpus_here() if want.accelerator is not None and simulated is None else ()
         if simulated is not None:
@@ -140,7 +158,7 @@ class Local(Provider):
                 price_per_hour=self.price_per_hour,
                 on_demand_price_per_hour=self.price_per_hour,
                 vcpus=float(len(os.sched_getaffinity(0))),
-                memory_gb=psutil.virtual_memory().total / GB,
+                memory_gb=memory_bytes / GB,
                 accelerator=_catalogue_name(gpus[0][0]) if gpus else None,
                 accelerators=len(gpus),
                 architecture=ARCHITECTURES.get(platform.machine()),
@@ -157,20 +175,20 @@ class Local(Provider):
         """Return the pool's instances with a living process; without a pool, those of all this user's pools.
 
         They are sorted by pool. A process belongs to an instance if it has its tag, is below its keeper (which has the
-        tag), or is in its control group.
+        tag), or is in its control group. Processes of other users are never an instance's because of a tag alone.
         """
         found: dict[str, Instance] = {}
-        for pid, environ in tagged_processes():
+        for _, environ in tagged_processes():
             instance_id, pool = environ.get(INSTANCE_TAG, ""), environ.get(POOL_VARIABLE)
             # machines of other providers may be processes here: containers, the test bed
             if not ID_SHAPE.fullmatch(instance_id) or instance_id in found:
                 continue
             if pool is not None and pool_id in (None, pool):
-                found[instance_id] = _from_process(pid, environ, pool, instance_id)
+                found[instance_id] = _from_process(environ, pool, instance_id)
         for group in control_groups.all_groups():
             if group.instance_id not in found and pool_id in (None, group.pool_id) and group.is_populated:
                 found[group.instance_id] = _from_process(
-                    0, {RANK_VARIABLE: str(group.rank)}, group.pool_id, group.instance_id
+                    {RANK_VARIABLE: str(group.rank)}, group.pool_id, group.instance_id
                 )
         return sorted(found.values(), key=lambda instance: (instance.pool_id, instance.rank))
 
@@ -217,14 +235,32 @@ class Local(Provider):
             group.remove()
         for instance_id in wanted:
             for directory in directories[instance_id]:
-                if is_private(directory.parent):  # in another user's folder it is not ours
-                    shutil.rmtree(directory, ignore_errors=True)
-            shutil.rmtree(memory_directory(instance_id), ignore_errors=True)
+                remove_folders(instance_id, directory)
         return {instance_id: proof for instance_id, proof in proofs.items() if proof}
+
+    def prune(self, now: datetime, *, is_dry_run: bool) -> list[str]:
+        """Remove the folders of nodes that were killed together with all processes that would have removed them."""
+        populated = {group.instance_id for group in control_groups.all_groups() if group.is_populated}
+        found = abandoned(lambda instance_id: instance_id in populated or bool(members(instance_id)))
+        if not is_dry_run:
+            for directory in found:
+                remove_folders(directory.name, directory)
+        return [
+            f"folders of ended nodes in {parent}: {number}"
+            for parent, number in sorted(Counter(directory.parent for directory in found).items())
+        ]
 
     def _launch_one(self, tags: dict[str, str], startup: str) -> Instance:
         instance_id = f"local-{uuid.uuid4().hex[:12]}"
-        directory = _make_folders(instance_id)
+        directory = make_folders(instance_id)
+        try:
+            return self._start(instance_id, directory, tags, startup)
+        except BaseException:  # a signal too; if a process has started, `terminate` finds it by its tags
+            if not members(instance_id):
+                remove_folders(instance_id, directory)
+            raise
+
+    def _start(self, instance_id: str, directory: Path, tags: dict[str, str], startup: str) -> Instance:
         owner = this_process()
         environ = kept_environment() | {
             INSTANCE_TAG: instance_id,
@@ -239,7 +275,7 @@ class Local(Provider):
             control_groups.make(instance_id, tags[POOL_TAG], tags[RANK_TAG]), directory, memory_directory(instance_id)
         )
         control_groups.remove_abandoned()
-        _remove_abandoned_folders()
+        remove_abandoned_memory(lambda other: bool(members(other)))
         with _in_memory(f"exec </dev/null\n{startup}") as script, (directory / "log").open("wb") as log:
             process = subprocess.Popen(
                 [*command, "bash", "/proc/self/fd/0"],
@@ -329,35 +365,6 @@ def _signal(ids: set[str], sig: int) -> set[str]:
     return {instance_id for instance_id in ids if kill_instance(instance_id, sig)}
 
 
-def _make_folders(instance_id: str) -> Path:
-    """Create the folders of an instance, on disk and in memory, before another process can know its id.
-
-    Raises BadRequest if no folder is safe.
-    """
-    try:
-        directory = first_private(NODES, state_places(), is_locked=True) / instance_id
-    except NotPrivate as error:
-        raise BadRequest(f"nodes of this machine need a separate folder: {error}") from error
-    directory.mkdir(mode=0o700)
-    with contextlib.suppress(OSError):  # large values go into the other folder
-        os.mkdir(memory_directory(instance_id), 0o700)
-    return directory
-
-
-def _remove_abandoned_folders() -> None:
-    """Remove the empty folders in memory of nodes whose keepers were killed together with all other processes.
-
-    No other process would. Only old and empty ones: processes of another container cannot be seen here.
-    """
-    pattern = Path(memory_directory(f"{Local.name}-*"))
-    for folder in pattern.parent.glob(pattern.name):
-        instance_id = f"{Local.name}-{folder.name.rpartition('-')[2]}"
-        with contextlib.suppress(OSError):  # it is not empty, or another process removes it
-            is_old = time.time() - folder.stat().st_mtime > ABANDONED_SECONDS
-            if is_old and ID_SHAPE.fullmatch(instance_id) and not members(instance_id):
-                folder.rmdir()
-
-
 def _in_memory(text: str) -> BinaryIO:
     """Return a file without a name, with this text: another user could replace a file that has a path."""
     file = os.fdopen(os.memfd_create("skyward-startup"), "w+b")
@@ -372,8 +379,8 @@ def _directories(instance_id: str) -> list[Path]:
     The latter differ if it was started with other settings.
     """
     named = [
-        _directory_of(pid, environ, instance_id)
-        for pid, environ in tagged_processes()
+        _directory_of(environ, instance_id)
+        for _, environ in tagged_processes()
         if environ.get(INSTANCE_TAG) == instance_id
     ]
     return list(
@@ -381,28 +388,22 @@ def _directories(instance_id: str) -> list[Path]:
     )
 
 
-def _directory_of(pid: int, environ: Mapping[str, str], instance_id: str) -> str:
-    """Return the folder of an instance that one of its processes names.
-
-    A process of another user, which root can see too, is not trusted.
-    """
+def _directory_of(environ: Mapping[str, str], instance_id: str) -> str:
+    """Return the folder of an instance that one of its processes names."""
     named = environ.get(DIRECTORY_VARIABLE, "")
-    with contextlib.suppress(OSError):
-        if os.stat(f"/proc/{pid}").st_uid == os.geteuid() and os.path.isabs(named) and Path(named).name == instance_id:
-            return named
+    if os.path.isabs(named) and Path(named).name == instance_id:
+        return named
     return str(existing(NODES, state_places())[0] / instance_id)
 
 
-def _from_process(pid: int, environ: Mapping[str, str], pool_id: str, instance_id: str) -> Instance:
+def _from_process(environ: Mapping[str, str], pool_id: str, instance_id: str) -> Instance:
     """Return the instance of a process, from the process's environment.
 
-    Variables that a call on the node has removed get defaults.
+    Variables that a call on the node has removed or changed get defaults: a listing must not fail.
     """
-    rank = environ.get(RANK_VARIABLE, "")
-    tags = from_word(environ.get(TAGS_VARIABLE, ""), pool_id, int(rank) if rank.isdigit() else 0)
-    return _instance(
-        tags, instance_id, float(environ.get(PRICE_VARIABLE, "0")), _directory_of(pid, environ, instance_id)
-    )
+    tags = from_word(environ.get(TAGS_VARIABLE, ""), pool_id, rank_in(environ.get(RANK_VARIABLE, ""), instance_id))
+    price = price_in(environ.get(PRICE_VARIABLE, "0"), 0.0, instance_id)
+    return _instance(tags, instance_id, price, _directory_of(environ, instance_id))
 
 
 def _instance(tags: dict[str, str], instance_id: str, price: float, directory: str) -> Instance:

@@ -5,8 +5,11 @@ The variable is set by the creating call, all processes of a node inherit it, an
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import logging
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,7 +42,10 @@ WORK_VALUE_CHARACTERS = 120
 
 Other clouds escape characters, which takes more room.
 """
-MACHINE = re.compile(r"(?P<pool>.+)-(?P<rank>[0-9]+)")
+MACHINE = re.compile(r"(?P<pool>.+)-(?P<rank>[0-9]{1,9})")
+RANK = re.compile(r"[0-9]{1,9}")
+
+_log = logging.getLogger("skyward")
 
 
 def to_word(tags: Tags) -> str:
@@ -56,7 +62,49 @@ def from_word(word: str, pool_id: str, rank: int) -> dict[str, str]:
 
     Its own pool and rank override those of the word, and are the only tags if the word is missing.
     """
-    return {**_parse(word), POOL_TAG: pool_id, RANK_TAG: str(rank)}
+    return {**_parse(word), POOL_TAG: _storable(pool_id), RANK_TAG: str(rank)}
+
+
+def rank_in(text: str, instance_id: str) -> int:
+    """Return the rank in a machine's tags; 0, with a warning, for what is no rank: a listing must not fail.
+
+    >>> rank_in("3", "local-1")
+    3
+    """
+    if RANK.fullmatch(text):
+        return int(text)
+    if text:
+        _warn_once(instance_id, "rank", text)
+    return 0
+
+
+def price_in(text: str, default: float, instance_id: str) -> float:
+    """Return the price in a machine's tags, in USD per hour; the default, with a warning, for what is no price.
+
+    It is only shown. Bills have the price of the request.
+
+    >>> price_in("1.5", 0.0, "local-1")
+    1.5
+    """
+    try:
+        price = float(text)
+    except ValueError:
+        price = math.nan
+    if math.isfinite(price) and price >= 0:
+        return price
+    _warn_once(instance_id, "price per hour", text)
+    return default
+
+
+@functools.cache
+def _warn_once(instance_id: str, what: str, text: str) -> None:
+    """Warn of what cannot be read; once, because a pool that ends is listed many times."""
+    _log.warning("%s: its tags have %r in the place of its %s; it is listed without it", instance_id, text[:80], what)
+
+
+def _storable(text: str) -> str:
+    """Return a text without halves of surrogate pairs, which stand for bytes that are no UTF-8."""
+    return text.encode(errors="replace").decode()
 
 
 def work_tags(work: Work) -> dict[str, str]:
@@ -167,8 +215,9 @@ def _parse(word: str) -> Mapping[str, str]:
     """
     try:
         read: object = json.loads(word)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     if not isinstance(read, dict):
         return {}
-    return {name: value for name, value in cast("dict[str, object]", read).items() if isinstance(value, str)}
+    items = cast("dict[str, object]", read).items()
+    return {_storable(name): _storable(value) for name, value in items if isinstance(value, str)}

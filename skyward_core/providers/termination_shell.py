@@ -16,8 +16,8 @@ PROOFS = {
     "group": "its control group (cgroup v2) is empty, and nothing is left below its keeper",
     "tree": "nothing is left below its keeper, from which all of its processes come (no control group)",
     "tag": (
-        "no process has its tag; its keeper was killed and it had no control group: a process that has removed the tag"
-        " would not be seen"
+        "no process has its tag; its keeper was killed and it had no control group: a process that has removed the tag,"
+        " or has another user, would not be seen"
     ),
 }
 """Proofs that nothing of a node is left, by the mechanism that kept its processes together; for receipts.
@@ -25,13 +25,21 @@ PROOFS = {
 `worker/keeper.py` has the states.
 """
 
-_ENDING = r"""skyward_find() { # id: sets skyward_pids to the processes with this instance's tag and all below them, this shell left out
+OWN = r"""skyward_is_own() { # pid: whether it runs as this user, by its real user id: a tag of another user's process says what that user likes
+  for skyward_process in self "$1"; do
+    skyward_user=${skyward_uid:-} skyward_uid=
+    { while read -r skyward_key skyward_uid _ && [ "$skyward_key" != Uid: ]; do :; done <"/proc/$skyward_process/status"; } 2>/dev/null
+  done
+  [ "$skyward_uid" = "$skyward_user" ]
+}
+"""  # noqa: E501
+_ENDING = r"""skyward_find() { # id: sets skyward_pids to this user's processes with this instance's tag and all below them, this shell left out
   # Of these, skyward_keepers are its keepers, and skyward_others the others.
   skyward_pids=" " skyward_others='' skyward_keepers=" " skyward_rows=''
   for skyward_file in $(exec env -i PATH="$PATH" LC_ALL=C grep -lsaxzF -e "SKYWARD_INSTANCE_ID=$1" /proc/[0-9]*/environ 9<&-); do
     skyward_pid=${skyward_file#/proc/}
     skyward_pid=${skyward_pid%/environ}
-    [ "$skyward_pid" = "$$" ] || skyward_pids="$skyward_pids$skyward_pid "
+    [ "$skyward_pid" = "$$" ] || ! skyward_is_own "$skyward_pid" || skyward_pids="$skyward_pids$skyward_pid "
   done
   if [ "$skyward_pids" = " " ]; then
     skyward_pids='' skyward_keepers=''
@@ -145,7 +153,7 @@ skyward_clean() { # id, directory: removes all that the node leaves, other than 
 ENDING = f"""skyward_unpartition_seconds={UNPARTITION_SECONDS}
 # shellcheck disable=SC2016 # a program
 skyward_unpartition_program={shlex.quote(UNPARTITION)}
-{_ENDING}"""
+{OWN}{_ENDING}"""
 """Functions, all named `skyward_...`.
 
 Descriptor 9 is the provider's lock on the machine. Short-lived commands must not inherit it.

@@ -35,6 +35,7 @@ from skyward_core.provisioning.guard import guard_script
 from skyward_core.spec import PoolSpec
 from skyward_core.transport.code_upload import shipped_archive, shipped_package
 from skyward_core.transport.transport import Transport
+from skyward_core.urls import without_logins
 from skyward_core.worker.preemption_notice import Notice
 from skyward_core.worker.settings import NodeSettings, this_process
 
@@ -260,7 +261,8 @@ class Preparation:
         for line in self.transport.new_lines():
             kind, _, rest = line.removeprefix(MARK).partition(" ")
             if not line.startswith(MARK):
-                self._tail = [*self._tail, line][-LAST_LINES:]
+                # pip, uv and git may repeat the address of an index or a repository
+                self._tail = [*self._tail, without_logins(line)][-LAST_LINES:]
                 if line.startswith(GUARD_ENDS):
                     self.has_ended = True
                     raise self.failure(line.removeprefix("skyward: "))

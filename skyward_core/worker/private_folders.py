@@ -80,6 +80,22 @@ def real_path(path: Path) -> Path:
     return _without_links(path.absolute().parent) / path.name
 
 
+def kept_path(path: Path) -> Path:
+    """Return where a file of this path is, without symlinks. It, and folders above it, may be missing.
+
+    Raises NotPrivate if another user could exchange one of the folders above it: each belongs to this user or root, and
+    no other user may rename what is in it. Or if a symlink of another user leads there.
+    """
+    path = _without_links(path.absolute())
+    for folder in reversed(path.parents):
+        try:
+            status = folder.lstat()
+        except FileNotFoundError:
+            break
+        _refuse_parent(folder, status)
+    return path
+
+
 def make_file(path: Path, content: bytes = b"") -> None:
     """Make a file that only this user can read (mode 0600), atomically. A file that exists already, perhaps from
     another process, is not changed.

@@ -45,14 +45,17 @@ PR_SET_PDEATHSIG = 1
 
 
 def tagged_processes() -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield pid and starting environment of every living process of this user that carries an instance tag."""
+    """Yield pid and starting environment of every living process of this user that carries an instance tag.
+
+    Those of other users, which root can read too, are left out: a tag there says whatever that user has written.
+    """
     needle = f"{INSTANCE_TAG}=".encode()
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
         with contextlib.suppress(OSError):
             raw = Path(f"/proc/{entry}/environ").read_bytes()
-            if needle in raw and not _is_zombie(entry):
+            if needle in raw and _real_user(entry) == os.geteuid() and not _is_zombie(entry):
                 yield int(entry), _parse(raw)
 
 
@@ -326,6 +329,16 @@ class Watch:
         return Clocks(settings.timeout_seconds, settings.max_lifetime_seconds).verdict(
             now, self._started, self._busy_at, lease_until, self._paid_until
         )
+
+
+def _real_user(pid: str) -> int:
+    """Return the real user id of a process (proc(5) status).
+
+    The owner of /proc/PID proves nothing: it is root where a process has made itself undumpable. Nor does the effective
+    user id: a program with the set-user-ID bit runs with the environment of the user who has started it.
+    """
+    status = Path(f"/proc/{pid}/status").read_bytes()
+    return int(status.partition(b"\nUid:")[2].split(None, 1)[0])
 
 
 def _is_zombie(pid: str) -> bool:

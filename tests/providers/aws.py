@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
+import skyward_core.providers.aws.provider
 from skyward_core.accelerators import parse
 from skyward_core.machines.offers import Offer, Requirements
 from skyward_core.providers.aws.provider import AWS

@@ -11,12 +11,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import skyward_core as sky
+from skyward_core.ledger import Account, Ledger, Period, default_url
 from tests.waiting import wait_until
 
 ALICE, BOB = 61_001, 61_002
@@ -169,17 +171,94 @@ def test_folders_of_another_user_are_not_used(users: Users, squatted: str) -> No
     assert out.split()[1].startswith(f"{runtime}/skyward/nodes/local-")
 
 
-def test_roots_cleanup_ignores_folders_named_by_another_users_process(users: Users) -> None:
+ALICE_CLAIMS = """
+import ctypes, time
+
+ctypes.CDLL(None).prctl(4, int("{dumpable}"))  # PR_SET_DUMPABLE: with 0 the files of /proc/PID belong to root
+print("ready", flush=True)
+time.sleep(300)
+"""
+
+
+def alice_claims(users: Users, pool_id: str, *, dumpable: bool = True, **more: str) -> subprocess.Popen[str]:
+    """Start a process of Alice's with the tags of a node."""
+    tags = {
+        "SKYWARD_INSTANCE_ID": "local-0123456789ab",
+        "SKYWARD_INSTANCE_DIRECTORY": "/nowhere/local-0123456789ab",
+        "SKYWARD_POOL_ID": pool_id,
+        "SKYWARD_RANK": "0",
+        **more,
+    }
+    process = users.start(ALICE, ALICE_CLAIMS.format(dumpable=int(dumpable)), **tags)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("dumpable", [True, False])
+def test_roots_cleanup_ignores_folders_named_by_another_users_process(users: Users, dumpable: bool) -> None:
     """A process of Alice's may have the tags of a node, with any folder as its directory."""
     victim = users.folder / "local-0123456789ab"
     (victim / "precious").mkdir(parents=True)
-    tags = {"SKYWARD_INSTANCE_ID": victim.name, "SKYWARD_POOL_ID": "sky-two", "SKYWARD_INSTANCE_DIRECTORY": str(victim)}
-    users.start(ALICE, "import time; time.sleep(300)", **tags)
-    wait_until(lambda: victim.name in [instance.id for instance in sky.Local().instances("sky-two")], "her process")
-    (found,) = sky.Local().instances("sky-two")
-    assert found.directory != str(victim)
+    hers = alice_claims(users, "sky-two", dumpable=dumpable, SKYWARD_INSTANCE_DIRECTORY=str(victim))
+    assert sky.Local().instances("sky-two") == []
+    assert "sky-two" not in [instance.pool_id for instance in sky.Local().instances()]
     sky.Local().terminate([victim.name])
     assert (victim / "precious").is_dir()
+    assert hers.poll() is None
+
+
+@pytest.mark.parametrize("price", ["9999999", "abc"])
+def test_another_users_process_costs_root_nothing_and_delays_no_close(
+    users: Users, price: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root can read the tags of Alice's process. Its pool is billed for its own node, and the sweep sees its own."""
+    monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{users.folder}/root/ledger.db")
+    with Ledger(default_url()) as ledger:
+        ledger.set_account(Account("team", Decimal(200), Period.MONTH))
+        provider = sky.Local(price_per_hour=1.0)
+        with sky.ComputePool(provider=provider, max_cost=5, budget="team", display="quiet") as pool:
+            node, pool_id = pool.lease.nodes[0].instance.id, pool.lease.pool_id
+            hers = alice_claims(users, pool_id, SKYWARD_PRICE_PER_HOUR=price)
+            assert found_of(pool_id) == [(node,)]
+        assert pool.receipt is not None
+        assert [machine["cloud_id"] for machine in pool.receipt["resources"]] == [node]
+        assert (pool.receipt["left"], pool.cost < 1) == ([], True)
+        assert ledger.left_usd("team", pool_id) > 199
+        assert found_of(pool_id) == []
+    assert hers.poll() is None
+
+
+def found_of(pool_id: str) -> list[tuple[str, ...]]:
+    """Return what a sweep of root finds of a pool. It fails nowhere."""
+    report = sky.sweep(is_dry_run=True)
+    assert report.failures == ()
+    return [finding.resource_ids for finding in report.findings if finding.pool_id == pool_id]
+
+
+@pytest.mark.parametrize("name", ["SKYWARD_PRICE_PER_HOUR", "SKYWARD_RANK", "SKYWARD_POOL_ID", "SKYWARD_TAGS"])
+def test_one_process_with_unreadable_tags_hides_no_other(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It is a process of the same user, for instance of a call. It is listed with what can be read, and ended."""
+    provider = sky.Local()
+    (offer,) = provider.offers(sky.Requirements())
+    (good,) = provider.launch(offer, 1, {"skyward-pool": "sky-two", "skyward-rank": "0"}, "sleep 300")
+    tags = {"SKYWARD_INSTANCE_ID": "local-0123456789ab", "SKYWARD_POOL_ID": "sky-two", name: "\udcff[" * 1000}
+    odd = subprocess.Popen(["env", "-i", f"PATH={os.environ['PATH']}", *map("=".join, tags.items()), "sleep", "300"])
+    try:
+        wait_until(lambda: "local-0123456789ab" in [one.id for one in provider.instances()], "the odd process")
+        listed = {instance.id: instance for instance in provider.instances()}
+        assert {good.id, "local-0123456789ab"} <= listed.keys()
+        assert (listed["local-0123456789ab"].price_per_hour, listed["local-0123456789ab"].rank) == (0.0, 0)
+        provider.terminate([*listed.keys() & {good.id, "local-0123456789ab"}])
+        assert odd.wait(10) != 0
+    finally:
+        odd.kill()
+        odd.wait()
+        provider.terminate([good.id])
+    said = [
+        record.getMessage() for record in caplog.records if record.getMessage().startswith("local-0123456789ab: its")
+    ]
+    assert len(said) == (name in ("SKYWARD_PRICE_PER_HOUR", "SKYWARD_RANK"))
 
 
 @pytest.mark.nightly
@@ -284,6 +363,34 @@ def test_the_ledger_of_another_user_is_refused(users: Users, beside: str) -> Non
     assert out == ""
     expected = f"{path} belongs to user {ALICE}: a ledger that several users share is kept in PostgreSQL"
     assert expected in errors.splitlines()[-1]
+
+
+@pytest.mark.parametrize("owned", ["above", "above/folder", "above/folder/ledger.db", "link"])
+@pytest.mark.parametrize("victim", ["root", "bob"])
+def test_a_ledger_that_another_user_could_exchange_is_refused(users: Users, owned: str, victim: str) -> None:
+    """As OpenSSH does with its files: each folder above it belongs to this user or to root. That holds for root too."""
+    folder = users.folder / "above" / "folder"
+    folder.mkdir(parents=True)
+    (folder / "ledger.db").touch(mode=0o600)
+    (users.folder / "link").symlink_to(users.folder / "above")
+    if victim == "bob":
+        for path in (folder.parent, folder, folder / "ledger.db"):
+            os.chown(path, BOB, BOB)
+    os.chown(users.folder / owned, ALICE, ALICE, follow_symlinks=False)
+    start = users.folder / ("link" if owned == "link" else "above")
+    url = f"sqlite:///{start}/folder/ledger.db"
+    if victim == "bob":
+        out, errors = users.run(BOB, BOB_LEDGER, url)
+        assert out == ""
+        said = errors.splitlines()[-1]
+    else:
+        with pytest.raises(sky.LedgerError) as caught:
+            Ledger(url)
+        said = str(caught.value)
+    words = f"is a symlink of user {ALICE}" if owned == "link" else f"belongs to user {ALICE}"
+    assert f"{users.folder / owned} {words}" in said
+    assert "SKYWARD_LEDGER" in said
+    assert (folder / "ledger.db").stat().st_size == 0
 
 
 BOB_POOL = """

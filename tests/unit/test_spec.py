@@ -108,6 +108,8 @@ def test_the_signature_has_every_keyword_with_its_type_and_default() -> None:
     assert sky.ComputePool.from_spec(sky.PoolSpec.of(**fields)).spec == sky.PoolSpec.of(**fields)
 
 
+NO_PRICES = (float("inf"), float("nan"), 1e300, 100_001.0, -1.0)
+
 # ── bad input ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -122,6 +124,17 @@ def test_the_signature_has_every_keyword_with_its_type_and_default() -> None:
         ({"nodes": (0, 3)}, "so write nodes=(1, 3)"),
         ({"nodes": 2, "scale_up_after": 5}, "scale_up_after is for a pool that grows"),
         ({"nodes": (1, 2), "scale_down_after": -1}, "scale_down_after=-1"),
+        *(
+            ({"nodes": nodes}, "a pool has at most 1,000 machines")
+            for nodes in (1001, 10**23, "9" * 5000, (1, 10**400))
+        ),
+        *(({"nodes": nodes}, "write how many machines") for nodes in ("1e3", 1000.0, float("inf"), float("nan"), True)),
+        *(
+            ({name: value}, f"{name}={value}")
+            for name in ("timeout", "max_lifetime", "provision_timeout", "scale_up_after", "keep_warm", "max_cost")
+            for value in (float("inf"), float("nan"), 1e300)
+        ),
+        ({"memory": f"{'9' * 400}GB"}, "is no amount of memory"),
         ({"concurrency": 0}, "concurrency=0"),
         ({"timeout": 0}, "timeout=0"),
         *(({"lease_seconds": seconds}, "lease_seconds") for seconds in (4.9, 1e12, float("inf"), float("nan"))),
@@ -153,6 +166,13 @@ def test_a_wrong_spec_is_refused_with_advice(options: dict[str, Any], advice: st
         sky.PoolSpec.of(**options)
 
 
+@pytest.mark.parametrize("name", ["nodes", "concurrency", "retries", "cpu"])
+def test_a_number_of_thousands_of_digits_is_refused_and_not_shown(name: str) -> None:
+    """Python refuses to show it; the message says so."""
+    with pytest.raises(sky.BadRequest, match=f"{name}=a longer number"):
+        sky.PoolSpec.of(**{name: 10**5000})
+
+
 @pytest.mark.parametrize(
     ("ask", "advice"),
     [
@@ -162,6 +182,9 @@ def test_a_wrong_spec_is_refused_with_advice(options: dict[str, Any], advice: st
         (lambda: sky.S3Volume(), "S3Volume needs 'mount_path': write S3Volume(mount_path=...)"),
         (lambda: sky.S3Volume(mount_path="/d", bukket="abc"), "S3Volume has no field 'bukket': did you mean 'bucket'?"),
         (lambda: sky.S3Volume(mount_path="/d", bucket=5), "bucket=5"),
+        *((lambda usd=usd: sky.Local(price_per_hour=usd), f"price_per_hour={usd}") for usd in NO_PRICES),
+        *((lambda usd=usd: sky.Hosts("a", price_per_hour=usd), "price_per_hour") for usd in NO_PRICES),
+        *((lambda usd=usd: sky.VastAI(bid_margin=usd), "bid_margin") for usd in (float("inf"), float("nan"))),
     ],
 )
 def test_a_wrong_image_provider_or_volume_is_refused_with_advice(ask: Callable[[], object], advice: str) -> None:

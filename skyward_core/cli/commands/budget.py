@@ -31,7 +31,7 @@ def set_(
 
     with open_ledger(context) as ledger:
         ledger.set_account(Account(name, limit, Period(per)))
-    print(f"{name}: {limit} USD per {per}")
+    print(f"{name}: {limit:f} USD per {per}")
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import math
 import re
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -24,6 +25,7 @@ from skyward_core.errors import (
 )
 from skyward_core.machines.instances import InstanceState
 from skyward_core.providers import _http
+from skyward_core.urls import without_logins
 
 PAGE = 100
 MOST_THREADS = 8
@@ -217,7 +219,8 @@ class AwsAccount:
         raise kind(text[: _http.QUOTED_CHARACTERS]).coded(code) from (cause if text == message else None)
 
     def _clean(self, message: str) -> str:
-        return functools.reduce(lambda text, secret: text.replace(secret, "***"), self._secrets, message)
+        text = functools.reduce(lambda text, secret: text.replace(secret, "***"), self._secrets, message)
+        return without_logins(text)
 
     def refusal(self, code: str, status: int, message: str) -> SkywardError:
         """Return the error for an answer of AWS, with what the user does next."""
@@ -360,6 +363,7 @@ def terminated(account: AwsAccount, region: str, ids: Sequence[str]) -> tuple[se
 
 def number(text: object) -> float | None:
     try:
-        return float(str(text))
+        found = float(str(text))
     except ValueError:
         return None
+    return found if math.isfinite(found) else None

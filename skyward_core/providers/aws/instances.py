@@ -19,7 +19,7 @@ from skyward_core.providers.aws.region_offers import CHIP_FAMILIES
 from skyward_core.providers.aws.session_manager import command
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG
 from skyward_core.providers.ssh_keys import Key, host_key
-from skyward_core.providers.tagging import of_machine
+from skyward_core.providers.tagging import of_machine, rank_in
 
 ADDRESS_SECONDS = 300.0
 """How long a machine may take from the creating call to an address. A few seconds are usual."""
@@ -108,8 +108,7 @@ class InstanceReader:
         machine's place in the call.
         """
         tags = {tag["Key"]: tag["Value"] for tag in machine.get("Tags", [])}
-        first = tags.get(RANK_TAG, "")
-        rank = (int(first) if first.isdigit() else 0) + int(machine.get("AmiLaunchIndex", 0))
+        rank = rank_in(tags.get(RANK_TAG, ""), machine["InstanceId"]) + int(machine.get("AmiLaunchIndex", 0))
         has_chips = machine["InstanceType"].startswith(CHIP_FAMILIES)
         return Instance(
             id=machine["InstanceId"],

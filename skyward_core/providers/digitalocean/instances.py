@@ -10,6 +10,7 @@ from skyward_core.providers._http import Row
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG
 from skyward_core.providers.digitalocean.offers import SPOT_SUFFIX
 from skyward_core.providers.ssh_keys import Key, host_key
+from skyward_core.providers.tagging import rank_in
 from skyward_core.providers.userdata import directory_of
 
 
@@ -23,7 +24,7 @@ def to_instance(row: Row, tags: Mapping[str, str], key: Key) -> Instance:
         id=str(row["id"]),
         provider="digitalocean",
         pool_id=tags[POOL_TAG],
-        rank=int(tags.get(RANK_TAG, "0")),
+        rank=rank_in(tags.get(RANK_TAG, ""), str(row["id"])),
         state=state_of(row),
         region=row["region"]["slug"],
         instance_type=slug.removesuffix(SPOT_SUFFIX),

@@ -180,6 +180,30 @@ def test_another_users_pool_holds_the_host(machines) -> None:
         launch(provider)
 
 
+def test_a_tag_of_another_users_process_is_no_machine(machines) -> None:
+    """We log in as root, which can read all environments. The stranger is neither listed nor ended, and delays nothing.
+
+    A process of our own with unreadable tags hides no other.
+    """
+    (host,) = machines(1)
+    provider = provider_of([host])
+    (instance,) = launch(provider)
+    tags = f"SKYWARD_INSTANCE_ID={instance.id} SKYWARD_POOL_ID={POOL} SKYWARD_PRICE_PER_HOUR=9999999"
+    said(host, f"setsid setpriv --reuid=nobody --clear-groups env -i {tags} sleep 299 </dev/null >/dev/null 2>&1 &")
+    other = tags.replace(instance.id, "host-0123456789ab").replace("9999999", "abc SKYWARD_RANK=x")
+    said(host, f"setsid setpriv --reuid=nobody --clear-groups env -i {other} sleep 299 </dev/null >/dev/null 2>&1 &")
+    wait_until(lambda: host.run("pgrep -fc 'sleep 29[9]'").stdout.strip() == "2", "the strangers")
+    assert provider.instances() == [instance]
+    said(host, f"setsid env -i {other} sleep 298 </dev/null >/dev/null 2>&1 &")
+    wait_until(lambda: len(provider.instances()) == 2, "our own process")
+    odd = next(one for one in provider.instances() if one.id != instance.id)
+    assert (odd.id, odd.rank, odd.price_per_hour) == ("host-0123456789ab", 0, 0.0)
+    provider.terminate([instance.id, odd.id])
+    assert provider.instances() == []
+    assert host.run("pgrep -fc 'sleep 29[9]'").stdout.strip() == "2"
+    said(host, "pkill -f 'sleep 29[9]'")
+
+
 def test_pools_that_launch_at_the_same_time_share_no_host(machines) -> None:
     """Two launches at the same moment, without an earlier check: only one of them gets the host."""
     (host,) = machines(1)

@@ -83,6 +83,34 @@ def test_another_process_finds_complete_tags(pool_id: str) -> None:
     assert [instance for instance in found if instance.pool_id == pool_id] == launched
 
 
+KILLED_AT_ITS_START = """
+import os, signal, subprocess
+import skyward_core as sky
+
+subprocess.Popen = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+(offer,) = sky.Local().offers(sky.Requirements())
+sky.Local().launch(offer, 3, {"skyward-pool": "sky-killed", "skyward-rank": "0"}, "")
+"""
+
+
+def test_a_sweep_removes_the_folders_of_a_launch_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was killed after it had made the folders and before the first process."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path}/ledger/ledger.db")
+    killed = subprocess.run([sys.executable, "-c", KILLED_AT_ITS_START], timeout=120, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (folder,) = (tmp_path / "skyward/nodes").iterdir()
+    memory = Path(memory_directory(folder.name))
+    assert memory.is_dir()
+    line = f"local: folders of ended nodes in {folder.parent}: 1"
+    assert line in sky.sweep([sky.Local()], is_dry_run=True).pruned
+    assert folder.is_dir()
+    assert line in sky.sweep([sky.Local()], is_dry_run=False, min_age_seconds=1e9).pruned
+    assert (folder.exists(), memory.exists()) == (False, False)
+
+
 def test_a_script_is_run_without_a_path(pool_id: str) -> None:
     """A file with a path could be replaced between check and start. bash reads an unnamed file, and no file of the node
     contains the script.

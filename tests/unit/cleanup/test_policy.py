@@ -187,15 +187,17 @@ def test_each_finding_names_its_provider_and_a_reason() -> None:
 
 
 def test_processes_of_another_host_are_not_recorded_as_gone() -> None:
-    """Another host, user or container cannot list local machines. After a reboot of their own host they are certainly
-    gone.
+    """Another host, user or container cannot list local machines, and root does not list those of other users. After a
+    reboot of their own host they are certainly gone.
     """
     for owner in (ELSEWHERE, replace(HERE, namespace="1"), replace(HERE, user="other")):
-        expected = "close" if owner.user == "other" and HERE.user == "root" else "leave"
         pool = entry(owner=owner, lease_seconds=-1000)
-        assert [verdict[0] for verdict in verdicts([], [pool], [intent(1, cloud_id="m")], LOCAL)] == [expected]
-    rebooted = entry(owner=replace(HERE, boot="before", namespace="1"), lease_seconds=-1000)
-    assert verdicts([], [rebooted], [intent(1, cloud_id="m")], LOCAL) == [("close", "sky-1", ("m",))]
+        assert [verdict[0] for verdict in verdicts([], [pool], [intent(1, cloud_id="m")], LOCAL)] == ["leave"]
+    for user in (HERE.user, "other"):
+        owner = replace(HERE, boot="before", namespace="1", user=user)
+        expected = "close" if HERE.user in (user, "root") else "leave"
+        pool = entry(owner=owner, lease_seconds=-1000)
+        assert verdicts([], [pool], [intent(1, cloud_id="m")], LOCAL) == [(expected, "sky-1", ("m",))]
 
 
 @pytest.mark.parametrize(

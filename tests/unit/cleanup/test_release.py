@@ -17,7 +17,7 @@ from skyward_core.errors import BadRequest, CredentialsError, LeaseLost, LedgerE
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Account, Bucket, CostBy, Period, ResourceKind
 from skyward_core.machines.signing import signed
-from skyward_core.providers.base import EXPIRES_TAG, POOL_TAG, load
+from skyward_core.providers.base import EXPIRES_TAG, LAUNCH_TAG, POOL_TAG, RANK_TAG, load
 from tests.cleanup.pools import (
     CLOUD,
     ELSEWHERE,
@@ -255,6 +255,28 @@ def test_a_machine_without_an_entry_gets_one(world: World) -> None:
     assert {its.cloud_id for its in world.ledger.intents()} == both
     assert world.ledger.open_intents() == []
     assert world.ids() == set()
+
+
+@pytest.mark.parametrize("copied", [{}, {LAUNCH_TAG: "sky-1-launch9"}, {LAUNCH_TAG: "sky-1-launch0", RANK_TAG: "4"}])
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_a_machine_that_no_entry_names_is_ended_and_not_billed(
+    world: World, caplog: pytest.LogCaptureFixture, copied: dict[str, str], is_gone: bool
+) -> None:
+    """Whoever may write tags can copy those of a pool, and a ledger may have lost an entry: it is ended, and said."""
+    pool = world.pool()
+    (ours,) = world.rent(pool)
+    if is_gone:
+        world.provider.terminate([ours.id])
+        world.ledger.close_all([1], "seen to be gone")
+    dear = world.offer().model_copy(update={"price_per_hour": 1e7})
+    (strange,) = world.provider.launch(dear, 1, {POOL_TAG: pool, RANK_TAG: "0", **copied}, "")
+    world.hands.go(100)
+    world.end(pool)
+    assert world.ids() == set()
+    assert [its.cloud_id for its in world.ledger.intents()] == [ours.id]
+    assert world.ledger.cost_rows(CostBy.POOL)[0].cost_usd <= 2
+    (warning,) = [record.getMessage() for record in caplog.records if "not billed" in record.getMessage()]
+    assert strange.id in warning
 
 
 def test_an_entry_that_was_closed_too_early_is_opened_and_closed_again(world: World) -> None:

@@ -458,23 +458,68 @@ def test_without_a_token_the_rank_identifies_the_launch(make: Make) -> None:
     assert [intent.cloud_id for intent in it.intents()] == ["fake-0", "fake-1"]
 
 
-def test_a_machine_without_an_intent_gets_one(make: Make) -> None:
+def test_a_second_machine_of_a_launch_gets_its_own_entry(make: Make) -> None:
+    """A creating call that was repeated has created two. Both are billed at the price of the intent."""
     it = make()
-    it.rent(1)
-    strange = it.provider.launch(it.offer, 1, {POOL_TAG: POOL, RANK_TAG: "7", "colour": "red"}, "")
-    it.journal.found([*strange, *strange])
+    launch, (first,) = it.launch(1)
+    it.journal.bind(launch, [first])
+    second = it.provider.launch(it.offer, 1, {**launch.tags, "colour": "red"}, "")
+    it.journal.found([*second, *second])
     it.ledger.condemn(POOL, seen=NOON + timedelta(seconds=120))
-    another = it.provider.launch(it.offer, 1, {POOL_TAG: POOL, RANK_TAG: "8"}, "")
-    it.journal.found([*strange, *another])
+    third = it.provider.launch(it.offer, 1, launch.tags, "")
+    it.journal.found([*second, *third])
     assert [intent.cloud_id for intent in it.intents()] == ["fake-0", "fake-1", "fake-2"]
     found = it.intents()[1]
     assert found.tags["colour"] == "red"
     assert (found.kind, found.provider, found.region) == (ResourceKind.INSTANCE, "fake", "nowhere-1")
-    assert (found.name, found.price.per_hour) == (f"{POOL}-7", PRICE)
+    assert (found.name, found.price.per_hour) == (f"{POOL}-0", PRICE)
     it.clock.go(10)
     it.tear_down()
     assert it.open_ids() == []
     assert it.bill() == Decimal("0.3")
+
+
+@pytest.mark.parametrize(
+    "tags",
+    [
+        {RANK_TAG: "0"},
+        {RANK_TAG: "7"},
+        {RANK_TAG: "0", LAUNCH_TAG: f"{POOL}-2"},
+        {RANK_TAG: "7", LAUNCH_TAG: f"{POOL}-1"},
+    ],
+)
+def test_a_machine_that_no_intent_names_is_ended_and_not_billed(
+    make: Make, caplog: pytest.LogCaptureFixture, tags: dict[str, str]
+) -> None:
+    """Anybody who may write tags can copy those of a pool, with any price."""
+    it = make()
+    it.rent(1)
+    (strange,) = it.provider.launch(
+        it.offer.model_copy(update={"price_per_hour": 1e7}), 1, {POOL_TAG: POOL, **tags}, ""
+    )
+    it.clock.go(10)
+    it.journal.found([strange])
+    it.journal.found([strange])
+    assert it.journal.rented() == {"fake-0"}
+    it.clock.go(90)
+    it.tear_down()
+    it.journal.close()
+    assert it.provider.machines.running == {}
+    assert [intent.cloud_id for intent in it.intents()] == ["fake-0"]
+    assert it.bill() == 1
+    (warning,) = [record.getMessage() for record in caplog.records if strange.id in record.getMessage()]
+    assert "no request in the ledger names it" in warning
+
+
+def test_a_second_machine_costs_what_was_requested_and_not_what_its_listing_says(make: Make) -> None:
+    it = make()
+    launch, (first,) = it.launch(1)
+    it.journal.bind(launch, [first])
+    it.provider.launch(it.offer.model_copy(update={"price_per_hour": 1e7}), 1, launch.tags, "")
+    it.journal.found(it.provider.instances(POOL))
+    it.clock.go(50)
+    it.tear_down()
+    assert it.bill() == 1
 
 
 def test_an_intent_that_a_sweep_has_bound_to_another_machine_does_not_change(make: Make) -> None:

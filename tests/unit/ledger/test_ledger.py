@@ -1,6 +1,7 @@
 """The ledger in a file: its place, its modes and locks, its entries, and its bills when a row is damaged."""
 
 import os
+import re
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
@@ -118,13 +119,23 @@ def test_a_garbage_file_is_refused_and_not_changed(tmp_path: Path, garbage: byte
         ("postgresql+nothing://ada:secret@host/x", "driver for .*is not installed"),
         ("postgresql+psycopg://ada:secret@127.0.0.1:9/x", "is not installed|cannot be reached"),
         (f"sqlite:///{__file__}/ledger.db", "Check the path"),
+        ("postgresql+psycopg://ada:secret@host:54 32/x", r"^postgresql\+psycopg://\*\*\* is no URL"),
+        ("postgresql+psycopg://ada:se@cret@host:port/x", "is no URL.*%40 for @"),
+        ("postgresql+psycopg://ada:x@secret@host/x", "is no URL.*%40 for @"),
+        ("postgresql+psycopg://ada:secret/x", "is no URL"),
+        ("host=db user=ada password=secret", "is no URL"),
+        ("postgresql+nothing://host/x?user=ada&password=secret&sslpassword=secret", "driver for .*is not installed"),
+        ("postgresql+psycopg://127.0.0.1:9/x?password=secret", "is not installed|cannot be reached"),
     ],
 )
 def test_a_wrong_url_is_an_error(url: str, message: str) -> None:
-    """The message has the reason, and no password."""
+    """The message has the reason, and no password; nor has what was raised before it."""
     with pytest.raises(LedgerError, match=message) as caught:
         Ledger(url)
-    assert "secret" not in str(caught.value)
+    error: BaseException | None = caught.value
+    while error is not None:
+        assert not {"secret", "cret"} & set(re.findall("se?cret|cret", f"{error} {error!r}"))
+        error = error.__cause__ or error.__context__
 
 
 def modes(folder: Path) -> dict[str, int]:
@@ -181,6 +192,27 @@ def test_a_ledger_in_a_folder_that_others_can_write_is_refused(tmp_path: Path, m
     with pytest.raises(LedgerError, match=rf"SKYWARD_LEDGER.*may be written to by everybody \(mode {mode:04o}\)"):
         Ledger(f"sqlite:///{tmp_path / 'ledger.db'}")
     assert modes(tmp_path) == {}
+
+
+@pytest.mark.parametrize(("mode", "is_good"), [(0o755, True), (0o1777, True), (0o777, False)])
+@pytest.mark.parametrize("below", ["b", "not/there/yet"])
+def test_no_folder_above_a_ledger_can_be_renamed_by_others(
+    tmp_path: Path, mode: int, is_good: bool, below: str
+) -> None:
+    """After a rename the next command would begin an empty ledger. In a sticky folder only owners rename."""
+    above = tmp_path / "above"
+    above.mkdir()
+    (above / "b").mkdir(mode=0o700)
+    above.chmod(mode)
+    (tmp_path / "link").symlink_to(above)
+    for start in (above, tmp_path / "link"):
+        url = f"sqlite:///{start}/{below}/ledger.db"
+        if is_good:
+            Ledger(url).close()
+        else:
+            with pytest.raises(LedgerError, match=rf"SKYWARD_LEDGER.*{above} may be written to by everybody"):
+                Ledger(url)
+    assert [path.name for path in above.rglob("*.db")] == ["ledger.db"] * is_good
 
 
 def test_a_transaction_that_a_signal_interrupts_keeps_no_lock(tmp_path: Path) -> None:

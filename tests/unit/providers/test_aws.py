@@ -597,11 +597,12 @@ def test_a_state_is_reported_by_its_cost(cloud: FakeAWS, word: str, state: Insta
     assert [instance.state for instance in make_aws().instances(POOL)] == ([] if state is None else [state])
 
 
-def test_a_listing_tolerates_malformed_tags(cloud: FakeAWS) -> None:
+@pytest.mark.parametrize(("rank", "price"), [("first", "much"), ("²", "inf"), ("9" * 200, "nan")])
+def test_a_listing_tolerates_malformed_tags(cloud: FakeAWS, rank: str, price: str) -> None:
     """The machine must still be found and terminated. A pattern matches no other pool: EC2's filters have wildcards."""
     (machine,) = launch()
     its = cloud.machine(machine.id).tags
-    its |= {RANK_TAG: "first", aws_launch.PRICE_TAG: "much"}
+    its |= {RANK_TAG: rank, aws_launch.PRICE_TAG: price}
     del its[LAUNCH_TAG]
     (listed,) = make_aws().instances(POOL)
     assert (listed.id, listed.rank, listed.price_per_hour, listed.endpoint) == (machine.id, 0, 0.0, None)

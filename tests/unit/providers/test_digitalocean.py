@@ -252,6 +252,19 @@ def test_a_machine_without_tags_is_found_by_its_name(cloud: FakeDigitalOcean, ma
     assert provider.instances(POOL[:-1]) == provider.instances() == []
 
 
+@pytest.mark.parametrize("rank", ["first", "²", "9" * 200])
+def test_a_rank_that_somebody_else_has_set_makes_no_listing_fail(
+    cloud: FakeDigitalOcean, make: Make, rank: str
+) -> None:
+    """All droplets are listed, that one with rank 0: it must still be found and destroyed."""
+    provider = make()
+    (launched,) = provider.launch(cheapest(provider, CPU), 1, tags(first_rank=1), STARTUP)
+    order = {"region": "nyc1", "image": 42, "tags": to_tags({POOL_TAG: POOL, RANK_TAG: rank})}
+    found = cloud.add("any-name", SIZES[1], order)
+    found.looks = 9
+    assert {one.id: one.rank for one in provider.instances()} == {launched.id: 1, str(found.id): 0}
+
+
 def test_each_status_has_a_state() -> None:
     """No status means GONE, because a listed machine is billed. An unknown status does not mean RUNNING."""
     words = {"new": "PENDING", "active": "RUNNING", "off": "STOPPING", "archive": "STOPPING", "migrating": "PENDING"}

@@ -14,6 +14,8 @@ from skyward_core.providers.tagging import (
     from_word,
     launch_word,
     of_machine,
+    price_in,
+    rank_in,
     to_codes,
     to_word,
 )
@@ -29,10 +31,34 @@ def test_tags_are_encoded_as_one_ascii_word(tags: dict[str, str]) -> None:
     assert from_word(word, "sky-one", 3) == {**tags, "skyward-pool": "sky-one", "skyward-rank": "3"}
 
 
-@pytest.mark.parametrize("word", ["", "{", "null", "[1]", '{"odd": 1}', '"text"'])
+@pytest.mark.parametrize("word", ["", "{", "null", "[1]", '{"odd": 1}', '"text"', "[" * 100_000])
 def test_an_invalid_word_has_no_tags(word: str) -> None:
     """Pool and rank remain. No error is raised, because a changed variable must not make a listing fail."""
     assert from_word(word, "sky-one", 3) == {"skyward-pool": "sky-one", "skyward-rank": "3"}
+
+
+def test_halves_of_surrogate_pairs_are_replaced() -> None:
+    """They stand for bytes of an environment that are no UTF-8. No machine could be listed with them."""
+    read = from_word(r'{"\ud800": "\udcff"}', "sky-\udcff", 3)
+    assert read == {"?": "?", "skyward-pool": "sky-?", "skyward-rank": "3"}
+
+
+@pytest.mark.parametrize("text", ["abc", "nan", "inf", "-inf", "-1", "1e999", "", "1,5"])
+def test_what_is_no_price_is_reported_once_and_not_believed(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A listing must not fail because of one machine, and the sweep ends all others."""
+    assert [price_in(text, default, f"m-{text}") for default in (0.0, 1.5)] == [0.0, 1.5]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"m-{text}: its tags have {text!r} in the place of its price per hour; it is listed without it"
+    ]
+    assert price_in("0.25", 1.5, "m") == 0.25
+
+
+@pytest.mark.parametrize("text", ["abc", "²", "-1", "1e3", "9" * 5000])
+def test_what_is_no_rank_is_reported_once_and_is_rank_zero(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert (rank_in(text, f"m-{text}"), rank_in(text, f"m-{text}")) == (0, 0)
+    (record,) = caplog.records
+    assert text[:80] in record.getMessage() and len(record.getMessage()) < len(text) + 200
+    assert (rank_in("12", "m"), rank_in("", "m")) == (12, 0)
 
 
 def test_each_machine_of_a_launch_has_its_own_rank() -> None:
