@@ -115,7 +115,7 @@ class CurrentSession:
         use = NamedUse(prepared.spec, prepared.providers, prepared.work)
 
         def attach(lease: Lease, keys: PoolKeys) -> Attached:
-            return _attach(lease, None, keys, prepared.spec, prepared.on_event, ATTACH_SECONDS)
+            return _attach(lease, None, keys, prepared.spec, prepared.on_event, ATTACH_SECONDS, log=use.log)
 
         try:
             opened = open_named(
@@ -202,7 +202,8 @@ class CurrentSession:
         pays: bool,
     ) -> None:
         """Connect to the nodes of a lease, with this SSH key, or the keys that the ledger had sealed."""
-        attached = _attach(lease, key, sealed, spec, on_event, timeout_seconds, pays=pays)
+        log = console.log_of("log")  # an attachment shows no events, but its user has not asked for silence
+        attached = _attach(lease, key, sealed, spec, on_event, timeout_seconds, pays=pays, log=log)
         self.was_opened = True
         self._opened = attached
         self._calls = _call_ledger(attached, lease.pool_id)
@@ -401,11 +402,12 @@ def _attach(
     timeout_seconds: float,
     *,
     pays: bool = False,
+    log: Callable[..., object],
 ) -> Attached:
-    """Connect to the nodes of a lease; nothing stays open if that fails."""
+    """Connect to the nodes of a lease; nothing stays open if that fails. `log` as in `EventQueue`."""
     show = console.display(spec.display, pool_id=claim.pool_id)
     callback = compose(*[sink for sink in (registered_callback(), on_event) if sink is not None], show)
-    events = EventQueue(callback, show.close)
+    events = EventQueue(callback, show.close, log=log)
     attached = Attached(claim, key, sealed, spec.lease_seconds, spec.retries, events, pays=pays)
     try:
         attached.start(timeout_seconds)
@@ -432,7 +434,7 @@ def _regaining(opened: NamedSession, use: NamedUse, prepared: Prepared, secrets:
 
     def attach() -> Attached:
         lease, keys = find_lease(pool_id)
-        return _attach(lease, None, keys, quiet, None, ATTACH_SECONDS)
+        return _attach(lease, None, keys, quiet, None, ATTACH_SECONDS, log=use.log)
 
     def new(attached: Attached, on_end: Callable[[str, SkywardError | None], object]) -> Stewardship:
         return Stewardship(attached, spec, prepared.providers, prepared.work, secrets, use, use.ledger, on_end)
