@@ -42,6 +42,7 @@ from skyward_core.session.size_here import size_here
 from skyward_core.session.stewardship import Stewardship
 from skyward_core.session.successor import Successor
 from skyward_core.spec import PoolSpec
+from skyward_core.work import NO_WORK, Work
 
 ATTACH_SECONDS = 60.0
 """How long a process tries to reach the nodes of a pool that another one has opened."""
@@ -115,7 +116,9 @@ class CurrentSession:
         use = NamedUse(prepared.spec, prepared.providers, prepared.work)
 
         def attach(lease: Lease, keys: PoolKeys) -> Attached:
-            return _attach(lease, None, keys, prepared.spec, prepared.on_event, ATTACH_SECONDS, log=use.log)
+            return _attach(
+                lease, None, keys, prepared.spec, prepared.on_event, ATTACH_SECONDS, log=use.log, work=prepared.work
+            )
 
         try:
             opened = open_named(
@@ -403,12 +406,13 @@ def _attach(
     *,
     pays: bool = False,
     log: Callable[..., object],
+    work: Work = NO_WORK,
 ) -> Attached:
     """Connect to the nodes of a lease; nothing stays open if that fails. `log` as in `EventQueue`."""
     show = console.display(spec.display, pool_id=claim.pool_id)
     callback = compose(*[sink for sink in (registered_callback(), on_event) if sink is not None], show)
     events = EventQueue(callback, show.close, log=log)
-    attached = Attached(claim, key, sealed, spec.lease_seconds, spec.retries, events, pays=pays)
+    attached = Attached(claim, key, sealed, spec.lease_seconds, spec.retries, events, pays=pays, work=work)
     try:
         attached.start(timeout_seconds)
         attached.events.flush()
@@ -434,7 +438,7 @@ def _regaining(opened: NamedSession, use: NamedUse, prepared: Prepared, secrets:
 
     def attach() -> Attached:
         lease, keys = find_lease(pool_id)
-        return _attach(lease, None, keys, quiet, None, ATTACH_SECONDS, log=use.log)
+        return _attach(lease, None, keys, quiet, None, ATTACH_SECONDS, log=use.log, work=prepared.work)
 
     def new(attached: Attached, on_end: Callable[[str, SkywardError | None], object]) -> Stewardship:
         return Stewardship(attached, spec, prepared.providers, prepared.work, secrets, use, use.ledger, on_end)

@@ -193,7 +193,7 @@ class Bookkeeping:
         )
 
     def note_what_is_left(self) -> None:
-        """Record the cost so far, and read the receipt: machines are not confirmed gone, and it names them in `left`."""
+        """Record the cost so far, and read the receipt: machines are not confirmed gone, and its `left` names them."""
         assert self.journal is not None
         with contextlib.suppress(SkywardError):  # of a ledger that does not answer, or of another steward
             self.journal.note()

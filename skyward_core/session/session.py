@@ -119,7 +119,7 @@ class Session:
         self.emit = self._emitter.emit
         self.events = self._emitter.queue
         self.meter = self._emitter.meter
-        self._engine = SessionEngine(self.pool_id, spec, self._emitter, secrets)
+        self._engine = SessionEngine(self.pool_id, spec, self._emitter, secrets, work)
         self._guard = guard
         """With a name: whether this process keeps the pool."""
         self._claims = Claims()

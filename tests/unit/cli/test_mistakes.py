@@ -142,6 +142,8 @@ def test_a_ledger_that_cannot_be_opened_ends_the_command(skyward: Skyward, tmp_p
         "sweep --provider ''",
         "--ledger '' ps",
         "cost --since 2026-11-21 --until 2026-11-20",
+        "calls nightly --owner ada",
+        "calls --stacks",
         "cost --since 2026-11-21 --until 2026-11-21T00:00+00:00",
     ],
 )
