@@ -182,3 +182,15 @@ class DyingLocal(Local):
 
     def launch(self, offer: Offer, count: int, tags: Mapping[str, str], startup: str) -> list[Instance]:
         return super().launch(offer, count, tags, "echo 'going down'; exit 7")
+
+
+class StubbornLocal(Local):
+    """Real local processes that their provider does not end while `trouble` has an item."""
+
+    gone_deadline_seconds: ClassVar[float] = 0.5
+    trouble: ClassVar[list[str]] = []
+
+    def terminate(self, ids: Sequence[str]) -> None:
+        if self.trouble:
+            raise ConnectionError(self.trouble[0])
+        super().terminate(ids)

@@ -40,9 +40,21 @@ PoolName = Annotated[
 PoolId = Annotated[
     str,
     typer.Argument(
-        metavar="POOL_ID", parser=values.name, autocompletion=complete_pools, help="as `skyward ps` shows it"
+        metavar="POOL",
+        parser=values.name,
+        autocompletion=complete_pools,
+        help="its id or its name, as `skyward ps` shows them",
     ),
 ]
+
+
+def id_of(ledger: Ledger, pool: str) -> str:
+    """Return the id of the pool that has a name now, or had it last; a text that is no name is an id already.
+
+    Raises LedgerError.
+    """
+    named = ledger.names.named(pool)
+    return named.pool_id if named is not None and named.pool_id else pool
 
 
 def open_ledger(context: typer.Context) -> Ledger:

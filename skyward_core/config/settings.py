@@ -107,7 +107,10 @@ class SettingsFile:
         """Read a file. Raises BadRequest for what is no TOML, and for names that do not exist."""
         try:
             found = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except UnicodeDecodeError as error:
+            line = error.object[: error.start].count(b"\n") + 1
+            raise BadRequest(f"{path}: line {line} is not UTF-8: save the file with that encoding") from error
+        except tomllib.TOMLDecodeError as error:
             raise BadRequest(f"{path}: {error}") from error
         profiles, pools = (_tables(found.pop(name, {}), name, path) for name in (PROFILES, POOLS))
         _check(found, str(path), (PROFILES, POOLS))

@@ -32,6 +32,7 @@ from skyward_core.engine.dispatcher import Dispatcher
 from skyward_core.engine.futures import CallFuture
 from skyward_core.engine.item_futures import ItemFuture
 from skyward_core.engine.node_draining import NodeDraining
+from skyward_core.engine.outbox import Entry
 from skyward_core.engine.owner import Counts, EngineThread, Watcher
 from skyward_core.engine.packed_functions import ArgumentPacker, packed_entries
 from skyward_core.errors import NodeLost, PoolClosed, SkywardError
@@ -39,11 +40,12 @@ from skyward_core.events.events import CallRetrying, SkywardEvent
 from skyward_core.machines.instances import Lease
 from skyward_core.serialization import pickling
 from skyward_core.transport.transport import Transports
+from skyward_core.work import NO_WORK, Work
 from skyward_core.worker import calls as messages
 from skyward_core.worker.draining import HOLD
 from skyward_core.worker.masking import SecretValues
 from skyward_core.worker.shared_values import SharedValue
-from skyward_core.worker.wire import Call, Parcel
+from skyward_core.worker.wire import Parcel
 
 TICK_SECONDS = 0.5
 JOIN_POLL_SECONDS = 0.01
@@ -59,7 +61,8 @@ class Cluster:
     is sent and no call is lost. The pool calls `resume` if the same scheduler answers again, `restart` if there is
     another one, or `give_up`.
 
-    `delivered` returns the number of the last event that callbacks and displays have taken.
+    `delivered` returns the number of the last event that callbacks and displays have taken. `work` is that of this
+    client.
     """
 
     def __init__(
@@ -72,10 +75,11 @@ class Cluster:
         counts: Counts | None = None,
         secrets: SecretValues | None = None,
         delivered: Callable[[], int] = lambda: 0,
+        work: Work = NO_WORK,
     ) -> None:
         is_here = all(node.instance.endpoint is None for node in lease.nodes)
         self.dispatcher = Dispatcher(lease.nodes, f"skyward-{uuid.uuid4().hex}", retries, is_here=is_here)
-        self.owner = EngineThread(self.dispatcher, transports, emit, delivered, counts, secrets)
+        self.owner = EngineThread(self.dispatcher, transports, emit, delivered, counts, secrets, work)
         self._certificate = certificate
         self._transports = transports
         self._ranks = BroadcastRanks(node.rank for node in lease.nodes)
@@ -391,7 +395,8 @@ class Cluster:
             entries = packed_entries(calls, pack, job_id, ahead, undo)
             for entry in entries if places else ():
                 entry.call = entry.call._replace(place=places.get(entry.worker or ""))
-            futures = [self._future(entry.call) for entry in entries]
+            now = time.monotonic()
+            futures = [self._future(entry, now) for entry in entries]
             if self._lost is not None:
                 raise self._lost
             undo.pop_all()
@@ -403,12 +408,15 @@ class Cluster:
             self._end_late(futures)
         return futures
 
-    def _future(self, call: Call) -> CallFuture[Any]:
-        if not call.ahead:
-            return CallFuture(call.call_id, self._cancel, self.owner.callbacks.put)
-        return ItemFuture(
-            call.call_id, call.ahead, self._cancel, self.owner.callbacks.put, self._give_credit, self.owner.post
+    def _future(self, entry: Entry, now: float) -> CallFuture[Any]:
+        call, call_back = entry.call, self.owner.callbacks.put
+        future = (
+            ItemFuture(call.call_id, call.ahead, self._cancel, call_back, self._give_credit, self.owner.post)
+            if call.ahead
+            else CallFuture[Any](call.call_id, self._cancel, call_back)
         )
+        future.function, future.submitted_at = entry.title, now
+        return future
 
     def _give_credit(self, call_id: str, below: int) -> None:
         self.owner.post(lambda: self.dispatcher.give_credit(call_id, below))

@@ -31,6 +31,7 @@ from skyward_core.engine.dask_loop import DaskLoop
 from skyward_core.engine.dispatcher import PoolNews
 from skyward_core.errors import NodeLost
 from skyward_core.worker import calls
+from skyward_core.worker.call_lists import INTRODUCE, TELL_CALLS
 from skyward_core.worker.calls import BusyTime
 from skyward_core.worker.detached_calls import BUSY_TIMES
 from skyward_core.worker.pool_scheduler import RUN_BATCH, STALLED_SECONDS
@@ -59,6 +60,7 @@ class ReportInbox(Protocol):
     def on_tasks_finished(self, epoch: int, numbers: Collection[int]) -> None: ...
     def on_task_failed(self, epoch: int, number: int, reason: str) -> None: ...
     def on_ping(self, epoch: int, busy_times: Collection[BusyTime] | None) -> None: ...
+    def on_asked_for_calls(self, epoch: int, request: int) -> None: ...
 
 
 class DaskClient(distributed.Client):
@@ -206,7 +208,22 @@ class SchedulerConnection:
             self.client.subscribe_topic(topic, on_topic)
         except ClosedClientError as error:
             raise NotSent from error
+        cast(Any, self.client)._stream_handlers[TELL_CALLS] = lambda request, **_: inbox.on_asked_for_calls(
+            epoch, request
+        )
         self.send(calls.resume(self.client.id, topic, after, epoch))
+
+    def introduce(self, who: Mapping[str, Any]) -> None:
+        """Say who this client is. A scheduler of an earlier release does not know the operation."""
+        with contextlib.suppress(RuntimeError):  # Dask's thread has ended: the next connection says it
+            cast(Any, self.client.loop).add_callback(self._introduce, who)
+
+    async def _introduce(self, who: Mapping[str, Any]) -> None:
+        try:
+            async with asyncio.timeout(PING_SECONDS):
+                await getattr(cast(Any, self.client.scheduler), INTRODUCE)(client=self.client.id, who=dict(who))
+        except Exception as error:  # `skyward calls` then shows its calls without their client
+            _log.debug("the scheduler does not know who this client is: %s", error)
 
     def _on_answer(self, resumed: Resumed, inbox: ReportInbox) -> None:
         # The scheduler says next how these tasks have ended, perhaps before the engine follows them.

@@ -25,6 +25,7 @@ class Fetching:
     instance_id: str
     lies_at: str
     until: float
+    since: float
     error: Exception | None = None
 
 
@@ -43,7 +44,7 @@ class Fetches:
         call_id = outcome.call_id
         until = now + (FETCH_SECONDS if self._members.knows(instance_id) else KNOWN_SECONDS)
         self._pop(call_id)
-        self.by_call[call_id] = Fetching(entry, outcome, node, instance_id, str(outcome.parcel.path), until)
+        self.by_call[call_id] = Fetching(entry, outcome, node, instance_id, str(outcome.parcel.path), until, now)
         self._counts[instance_id] += 1
         self._do(do.Fetch(call_id, instance_id, outcome.parcel))
 

@@ -42,6 +42,8 @@ class Entry:
     remote_args: tuple[str, Parcel] | None = None
     shared: Mapping[str, SharedValue] = field(default_factory=dict[str, SharedValue])
     """The scattered values that it uses, by name."""
+    title: str = ""
+    """The name of its function, for people."""
     items: int = 0
     """How many items have come, if it streams."""
 

@@ -31,8 +31,11 @@ from skyward_core.engine.results import Callbacks, NotPlain, Results, Settled, p
 from skyward_core.engine.transfers import Transfers
 from skyward_core.errors import NodeLost, PoolClosed
 from skyward_core.events.events import SkywardEvent
+from skyward_core.machines.owner import Owner
 from skyward_core.transport.transport import Transports
+from skyward_core.work import NO_WORK, Work
 from skyward_core.worker import calls
+from skyward_core.worker.call_lists import MOST_WAITING, told
 from skyward_core.worker.calls import BusyTime
 from skyward_core.worker.masking import SecretValues
 from skyward_core.worker.scheduler_messages import Resumed
@@ -89,8 +92,10 @@ class EngineThread:
         delivered: Callable[[], int],
         counts: Counts | None = None,
         secrets: SecretValues | None = None,
+        work: Work = NO_WORK,
     ) -> None:
         self.dispatcher = dispatcher
+        self._work = work
         self.connection: SchedulerConnection | None = None
         """The present connection to a scheduler. Only the owner's thread sets it."""
         self.futures: dict[str, CallFuture[Any]] = {}
@@ -259,6 +264,16 @@ class EngineThread:
         if self._secrets:  # first, so that no call can come before them
             connection.send({"op": PUT_SECRETS, "secrets": to_serialize(self._secrets)})
         connection.listen(epoch, dispatcher.topic, dispatcher.heard, self)
+        me = Owner.here()
+        connection.introduce(
+            {
+                "topic": dispatcher.topic,
+                "user": me.name,
+                "pid": me.pid,
+                "work": self._work.labels(),
+                "work_text": str(self._work),
+            }
+        )
         return answer
 
     def disconnect(self, only: SchedulerConnection | None = None) -> SchedulerConnection | None:
@@ -312,6 +327,31 @@ class EngineThread:
             self._on_seen(busy_times or ())
 
         self.post(pinged)
+
+    def on_asked_for_calls(self, epoch: int, request: int) -> None:
+        """Post it."""
+
+        def asked() -> None:
+            if (connection := self.connection) is not None and connection.epoch == epoch:
+                _try_to_send(connection, told(request, self._list_calls()))
+
+        self.post(asked)
+
+    def _list_calls(self) -> dict[str, Any]:
+        """Return the calls that have not ended: id, function, state, worker or node, and for how many seconds it has
+        been in that state. Of those that wait, the first ones, and how many there are.
+        """
+        now, listed, waiting = time.monotonic(), list[list[Any]](), 0
+        for call_id, future in list(self.futures.items()):  # callers add
+            if future.returned_at is not None:
+                stage, where, since = "fetching", None, future.returned_at
+            else:
+                stage, where, since = self.dispatcher.stage(call_id)
+            waiting += stage == "waiting"
+            if stage != "waiting" or waiting <= MOST_WAITING:
+                seconds = now - (future.submitted_at if since is None else since)
+                listed.append([call_id, future.function, stage, where, seconds])
+        return {"listed": listed, "waiting": waiting}
 
     def _on_seen(self, busy_times: Collection[BusyTime]) -> None:
         for instance_id, process, seconds, own_seconds in busy_times:
@@ -444,6 +484,8 @@ class EngineThread:
         try:
             value = plain_value(outcome)
         except NotPlain:
+            if future is not None:
+                future.returned_at = time.monotonic()
             self._settle(action.call_id, lambda: value_of(outcome, action.node), spent)
         else:
             self._settle(action.call_id, lambda: value, spent, is_plain=True)

@@ -24,6 +24,8 @@ class PackedFunction:
 
     name: str
     parcel: Parcel
+    title: str
+    """Its name in the source, for people."""
     shared: Mapping[str, SharedValue]
     """The scattered values among its variables: then runners load it for each call, and forget the values after it."""
 
@@ -32,7 +34,7 @@ class PackedFunction:
         """Pickle a function. Raises NotPicklable."""
         with shared_values.noted() as used:
             name, parcel = packed_function(fn, replace_object)
-        return PackedFunction(name, parcel, used)
+        return PackedFunction(name, parcel, name_of(fn), used)
 
     def entry(
         self,
@@ -48,7 +50,7 @@ class PackedFunction:
         in_group = job_id is not None and pending.forms_group
         job_id = job_id or call_id
         call = Call(call_id, self.name, arguments, job_id, pending.timeout_seconds, tuple(used), not self.shared, ahead)
-        return Entry(call, self.parcel, worker, in_group, shared=used)
+        return Entry(call, self.parcel, worker, in_group, shared=used, title=self.title)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,12 @@ def packed_entries(
             undo.callback(arguments.release)
         entries.append(function.entry(pending, arguments, used, job_id, worker, ahead))
     return entries
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """Return the name of a function in its source; of an object that can be called, that of its class."""
+    inner = getattr(fn, "func", fn)  # of a functools.partial
+    return str(getattr(inner, "__name__", None) or type(inner).__name__)
 
 
 def packed_function(fn: Callable[..., Any], replace_object: pickling.Replace | None) -> tuple[str, Parcel]:

@@ -11,6 +11,7 @@ import difflib
 import logging
 import sys
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TextIO, override
 
 from skyward_core.errors import BadRequest
@@ -64,8 +65,8 @@ def display(kind: str, *, file: TextIO | None = None, pool_id: str = "") -> Disp
     "log" writes through `logging` (loggers "skyward", and "skyward.node" for what nodes print); where logging is not
     configured, to stderr. Its records have the fields of `_Log`. "spinner" draws progress bars on a terminal, and
     writes plain lines elsewhere. In a Jupyter notebook both are one output that is replaced (`NotebookDisplay`), but
-    "log" writes through `logging` if that is configured. "quiet" shows nothing: errors are raised anyway. Raises
-    BadRequest for any other kind.
+    "log" writes through `logging` if that is configured. "quiet" shows nothing, no warning either (`log_of`): errors
+    are raised anyway. Raises BadRequest for any other kind.
 
         with use_callback(display("log")): ...
     """
@@ -81,6 +82,20 @@ def display(kind: str, *, file: TextIO | None = None, pool_id: str = "") -> Disp
             near = difflib.get_close_matches(str(kind), KINDS, n=1, cutoff=0.3)
             hint = f'Did you mean "{near[0]}"? ' if near else ""
             raise BadRequest(f'display={kind!r} is not known. {hint}Choose "log", "spinner" or "quiet".')
+
+
+def log_of(kind: str) -> Callable[..., None]:
+    """Return `Logger.log` of the logger "skyward", for what is said of a pool beside its events.
+
+    For a "quiet" pool it drops the records of programs that have not configured logging: `logging` prints the warnings
+    of these on stderr by itself.
+    """
+    return _log_if_heard if kind == "quiet" else _log.log
+
+
+def _log_if_heard(level: int, message: str, *args: object, exc_info: BaseException | None = None) -> None:
+    if _others_listen():
+        _log.log(level, message, *args, exc_info=exc_info)
 
 
 class _Quiet:

@@ -42,7 +42,7 @@ class EventQueue:
     """The events of one pool. Safe to use from any thread, from signal handlers and from finalizers.
 
     `deliver` is called for each event, `at_end` after the last one: it closes the display. Both run in the context
-    (`contextvars`) in which the queue was made.
+    (`contextvars`) in which the queue was made. `log` takes the records of the pool (`console.log_of`).
     """
 
     def __init__(
@@ -50,10 +50,12 @@ class EventQueue:
         deliver: Callable[[SkywardEvent], object],
         at_end: Callable[[], object] = lambda: None,
         most_waiting: int = MOST_WAITING,
+        log: Callable[..., object] = _log.log,
     ) -> None:
         self._deliver = deliver
         self._at_end = at_end
         self._most_waiting = most_waiting
+        self._log = log
         self._context = contextvars.copy_context()
         self._process = os.getpid()
         self._lock = threading.RLock()  # re-entrant: a signal handler or a finalizer may call `put` during a `put`
@@ -109,9 +111,9 @@ class EventQueue:
             return
         with self._lock:
             if not self._is_over:
-                self._add(lambda: _log.log(level, message, *args, exc_info=error))
+                self._add(lambda: self._log(level, message, *args, exc_info=error))
                 return
-        _log.log(level, message, *args, exc_info=error)
+        self._log(level, message, *args, exc_info=error)
 
     def _add(self, item: SkywardEvent | Callable[[], object]) -> int:
         self.number += 1

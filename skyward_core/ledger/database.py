@@ -13,6 +13,7 @@ from sqlalchemy import cast as cast_to
 
 from skyward_core.ledger.checkpoints import Checkpoints
 from skyward_core.ledger.schema import MIGRATIONS, migrate, schema_version
+from skyward_core.ledger.shared_engines import SHARED
 from skyward_core.ledger.sql_engine import ledger_errors, open_engine, parse_url
 from skyward_core.ledger.tables import ATTEMPTS, CALLS, POOLS, RESERVATIONS, RESOURCES, stamp
 from skyward_core.ledger.turns import Turns
@@ -61,9 +62,12 @@ class Database:
                 migrate(connection)
 
     def close(self) -> None:
-        """Close all connections. May be called twice. A later transaction opens its own connection."""
-        self._is_closed = True
-        self._engine.dispose()
+        """Close all connections, unless other ledgers of this process share them. May be called twice. A later
+        transaction opens its own connection.
+        """
+        if not self._is_closed:
+            self._is_closed = True
+            SHARED.leave(self._engine)
 
     def vacuum(self) -> None:
         """Free the space of deleted rows: on the disk (SQLite), or in the tables (PostgreSQL)."""
@@ -129,7 +133,7 @@ class Database:
         try:
             yield
         finally:
-            if self._is_closed:
+            if self._is_closed and not SHARED.is_used(self._engine):
                 pool.dispose()  # the pool from before `close`, if that was called meanwhile
                 self._engine.dispose()
 

@@ -21,6 +21,7 @@ from sqlalchemy.pool import PoolProxiedConnection
 
 from skyward_core.errors import LedgerConflict, LedgerError
 from skyward_core.ledger import turns
+from skyward_core.ledger.shared_engines import SHARED
 from skyward_core.urls import HIDDEN, shown_unread, without_logins
 from skyward_core.worker.private_folders import NotPrivate, kept_path, make_file, other_writers
 
@@ -61,7 +62,8 @@ def parse_url(url: str) -> URL:
 
 
 def open_engine(url: URL, busy_timeout_seconds: float) -> Engine:
-    """Return the engine for the URL of a ledger.
+    """Return the engine for the URL of a ledger, which calls `SHARED.leave` at its end. Ledgers on one PostgreSQL
+    server share it.
 
     In SQLite, a transaction with the execution option `skyward_writes` takes the write lock when it begins.
     """
@@ -73,16 +75,22 @@ def open_engine(url: URL, busy_timeout_seconds: float) -> Engine:
                 # a server that was set up with LC_ALL=C has no encoding, and the driver would return texts as bytes
                 "client_encoding": "utf8",
             }
-            engine = create_engine(url, pool_pre_ping=True, connect_args=settings)
-            answers = importlib.import_module("skyward_core.ledger.answers")
-            connect = answers.connector(busy_timeout_seconds + ANSWER_SECONDS)
-            event.listen(engine, "do_connect", lambda _, __, args, settings: connect(*args, **settings))
-            return engine
+            answer_seconds = busy_timeout_seconds + ANSWER_SECONDS
+            key = (url.render_as_string(hide_password=False), answer_seconds, tuple(settings.items()))
+            return SHARED.take(key, lambda: _open_server(url, settings, answer_seconds))
         _make_private(Path(str(url.database)))
         engine = create_engine(url, connect_args={"timeout": busy_timeout_seconds})
     event.listen(engine, "connect", lambda connection, _: _prepare_sqlite(connection, busy_timeout_seconds))
     event.listen(engine, "begin", _begin_sqlite)
     event.listen(engine, "handle_error", _keep_connection)
+    return engine
+
+
+def _open_server(url: URL, settings: dict[str, Any], answer_seconds: float) -> Engine:
+    # without a limit of connections: each of many ledgers had its own before, and none may wait for those of another
+    engine = create_engine(url, pool_pre_ping=True, max_overflow=-1, connect_args=settings)
+    connect = importlib.import_module("skyward_core.ledger.answers").connector(answer_seconds)
+    event.listen(engine, "do_connect", lambda _, __, args, settings: connect(*args, **settings))
     return engine
 
 

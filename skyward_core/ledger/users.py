@@ -32,6 +32,8 @@ class PoolUser:
     slot_seconds: float
     cost_usd: Decimal
     is_detached: bool = False
+    pid: int | None = None
+    """Of the process on its host; None for detached calls."""
     lives: bool = False
 
 
@@ -65,6 +67,7 @@ def _of_client(client: Client, now: datetime) -> PoolUser:
         client.left_at,
         client.slot_seconds,
         ZERO_USD,
+        pid=client.owner.pid or None,
         lives=client.lives(now, client.owner.state()),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -77,6 +78,12 @@ class Observer:
             except OSError as error:
                 raise NodeLost(f"the scheduler of pool {self.pool_id} does not answer: try again") from error
         return self._client
+
+    def ask(self, operation: str, seconds: float, /, **what: Any) -> Any:
+        """Return the answer of the pool's scheduler. Raises NodeLost if none comes in time, and as `client` does."""
+        client, until = self.client(), time.monotonic() + seconds
+        module = importlib.import_module("skyward_core.engine.connection")
+        return module.call_scheduler(client, operation, lambda: time.monotonic() < until, what)
 
     def dashboard(self) -> str:
         """Return the URL, on this machine, of the pages that Dask's scheduler serves. It works until the end."""

@@ -42,6 +42,7 @@ from skyward_core.session.size_here import size_here
 from skyward_core.session.stewardship import Stewardship
 from skyward_core.session.successor import Successor
 from skyward_core.spec import PoolSpec
+from skyward_core.work import NO_WORK, Work
 
 ATTACH_SECONDS = 60.0
 """How long a process tries to reach the nodes of a pool that another one has opened."""
@@ -115,7 +116,9 @@ class CurrentSession:
         use = NamedUse(prepared.spec, prepared.providers, prepared.work)
 
         def attach(lease: Lease, keys: PoolKeys) -> Attached:
-            return _attach(lease, None, keys, prepared.spec, prepared.on_event, ATTACH_SECONDS)
+            return _attach(
+                lease, None, keys, prepared.spec, prepared.on_event, ATTACH_SECONDS, log=use.log, work=prepared.work
+            )
 
         try:
             opened = open_named(
@@ -202,7 +205,8 @@ class CurrentSession:
         pays: bool,
     ) -> None:
         """Connect to the nodes of a lease, with this SSH key, or the keys that the ledger had sealed."""
-        attached = _attach(lease, key, sealed, spec, on_event, timeout_seconds, pays=pays)
+        log = console.log_of("log")  # an attachment shows no events, but its user has not asked for silence
+        attached = _attach(lease, key, sealed, spec, on_event, timeout_seconds, pays=pays, log=log)
         self.was_opened = True
         self._opened = attached
         self._calls = _call_ledger(attached, lease.pool_id)
@@ -401,12 +405,14 @@ def _attach(
     timeout_seconds: float,
     *,
     pays: bool = False,
+    log: Callable[..., object],
+    work: Work = NO_WORK,
 ) -> Attached:
-    """Connect to the nodes of a lease; nothing stays open if that fails."""
+    """Connect to the nodes of a lease; nothing stays open if that fails. `log` as in `EventQueue`."""
     show = console.display(spec.display, pool_id=claim.pool_id)
     callback = compose(*[sink for sink in (registered_callback(), on_event) if sink is not None], show)
-    events = EventQueue(callback, show.close)
-    attached = Attached(claim, key, sealed, spec.lease_seconds, spec.retries, events, pays=pays)
+    events = EventQueue(callback, show.close, log=log)
+    attached = Attached(claim, key, sealed, spec.lease_seconds, spec.retries, events, pays=pays, work=work)
     try:
         attached.start(timeout_seconds)
         attached.events.flush()
@@ -432,7 +438,7 @@ def _regaining(opened: NamedSession, use: NamedUse, prepared: Prepared, secrets:
 
     def attach() -> Attached:
         lease, keys = find_lease(pool_id)
-        return _attach(lease, None, keys, quiet, None, ATTACH_SECONDS)
+        return _attach(lease, None, keys, quiet, None, ATTACH_SECONDS, log=use.log, work=prepared.work)
 
     def new(attached: Attached, on_end: Callable[[str, SkywardError | None], object]) -> Stewardship:
         return Stewardship(attached, spec, prepared.providers, prepared.work, secrets, use, use.ledger, on_end)

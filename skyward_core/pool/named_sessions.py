@@ -22,8 +22,6 @@ from skyward_core.session.sealed_lease import PoolKeys, find_lease
 from skyward_core.session.session import Session, new_pool_id
 from skyward_core.session.warm_pools import keep_warm
 
-_log = logging.getLogger("skyward")
-
 RETRIES = Backoff(0.5, 10.0)
 """The pauses of a process that cannot reach a pool that others use: its head may be replaced just now. Also those of
 one that cannot extend the leases of the pool that it has left.
@@ -62,7 +60,7 @@ def open_named(use: NamedUse, open_own: Open, attach: Attach, timeout_seconds: f
                     raise
                 words = "the pool %r (%s), which other processes use, does not answer; it is tried again: %s"
                 time.sleep(pause)
-            _log.warning(words, row.name, row.pool_id, error)
+            use.log(logging.WARNING, words, row.name, row.pool_id, error)
     raise AssertionError  # the pauses have no end
 
 
@@ -149,10 +147,10 @@ def _leave_own(session: Session, use: NamedUse) -> None:
             raise
         if use.leave(may_be_warm=False) is NameState.CLOSING:
             # for example the account does not pay for the warm time: a pool that stays open would cost more
-            _log.warning("the pool %r is not kept warm, and is ended: %s", use.name, error)
+            use.log(logging.WARNING, "the pool %r is not kept warm, and is ended: %s", use.name, error)
             _end(session)
         else:
-            _log.warning("the pool %r was left without a last renewal of its leases: %s", use.name, error)
+            use.log(logging.WARNING, "the pool %r was left without a last renewal of its leases: %s", use.name, error)
             session.let_go("the pool was left")
     else:
         _end_if_last(use, lease.pool_id, is_extended=is_last)
@@ -187,10 +185,10 @@ def _leave_attached(attached: Attached, use: NamedUse) -> None:
             use.extend(pool_id, seconds)
             is_extended = True
         except BudgetExceeded as error:
-            _log.warning("the pool %r is not kept warm, and is ended: %s", use.name, error)
+            use.log(logging.WARNING, "the pool %r is not kept warm, and is ended: %s", use.name, error)
             may_be_warm = False
         except SkywardError as error:
-            _log.info("the leases of the pool %r are extended after it was left: %s", use.name, error)
+            use.log(logging.INFO, "the leases of the pool %r are extended after it was left: %s", use.name, error)
     _adopt_no_more(use)
     attached.stop("the pool was left")
     _end_if_last(use, pool_id, may_be_warm=may_be_warm, is_extended=is_extended)
@@ -222,13 +220,13 @@ def _extend(use: NamedUse, pool_id: str) -> None:
             keep_warm(use.ledger, use.name, use.keep_warm)
             return
         except BudgetExceeded as error:
-            _log.warning("the pool %r is not kept warm, and is ended: %s", use.name, error)
+            use.log(logging.WARNING, "the pool %r is not kept warm, and is ended: %s", use.name, error)
             if use.give_up(pool_id):
                 use.end_pool(pool_id)
             return
         except SkywardError as error:
             if not isinstance(error, LedgerError | Unreachable) or time.monotonic() + pause > deadline:
                 words = "the pool %r ends before its warm time is over, %.0f s after it was left at the latest: %s"
-                _log.warning(words, use.name, use.spec.lease_seconds, error)
+                use.log(logging.WARNING, words, use.name, use.spec.lease_seconds, error)
                 return
         time.sleep(pause)

@@ -422,7 +422,7 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
     @property
     def receipt(self) -> Mapping[str, Any] | None:
         """The cost and the times of each rented resource, as JSON data, once the pool has ended: when it was requested,
-        ended and confirmed gone.
+        ended and confirmed gone. After InstancesLeft it has the cost so far, and the machines in `left`.
         """
         return self._session.receipt
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 
 from skyward_core.config.settings import Settings
 from skyward_core.errors import BadRequest
+from skyward_core.events import console
 from skyward_core.events.events import Callback
 from skyward_core.providers.base import Provider
 from skyward_core.providers.local import Local
@@ -19,8 +20,6 @@ from skyward_core.serialization import pickling
 from skyward_core.spec import PoolSpec
 from skyward_core.work import NO_WORK, Work
 from skyward_core.worker.masking import SecretValues
-
-_log = logging.getLogger("skyward")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class Prepared:
         """
         if self.why_provider:
             is_stand_in = not self.spec.providers and any(provider.simulates for provider in self.providers)
-            _log.log(logging.WARNING if is_stand_in else logging.INFO, "%s", self.why_provider)
+            self._log(logging.WARNING if is_stand_in else logging.INFO, "%s", self.why_provider)
 
     def read_secrets(self) -> SecretValues:
         """Return the values of the spec's secrets, and warn of plain text that should be a secret.
@@ -52,16 +51,21 @@ class Prepared:
         """
         values = read_values(self.spec.secrets or {}, self.given_secrets)
         if short := too_short_to_mask(values):
-            _log.warning("%s: too short a value to be masked in what calls print", ", ".join(short))
+            self._log(logging.WARNING, "%s: too short a value to be masked in what calls print", ", ".join(short))
         if plain := self.spec.plain_secrets:
             names = ", ".join(plain)
-            _log.warning(
+            self._log(
+                logging.WARNING,
                 "env holds %s as plain text, on the nodes' disks too: write secrets=(%r,) if the calls need it"
                 " (docs/secrets.md)",
                 names,
                 plain[0],
             )
         return values
+
+    @property
+    def _log(self) -> Callable[..., None]:
+        return console.log_of(self.spec.display)
 
 
 def prepare(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from typing import TextIO
+from collections.abc import Generator
+from typing import TextIO, override
 
 from skyward_core.events.events import LogLine, SkywardEvent
 from skyward_core.events.narrator import Narrator
@@ -35,6 +37,16 @@ class ProgramOutput:
         """Print news of the pool."""
         self._print("stderr", f"skyward: {words}")
 
+    @contextlib.contextmanager
+    def warnings(self) -> Generator[None]:
+        """Report the warnings of the logger "skyward" too: those of a pool that are no events."""
+        logger, handler = logging.getLogger("skyward"), _Reporter(self)
+        logger.addHandler(handler)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+
     def text(self, text: str, *, is_error: bool) -> None:
         """Print what a function has returned or raised."""
         self._print("stderr" if is_error else "stdout", text)
@@ -52,3 +64,13 @@ class ProgramOutput:
                 print(line, file=self._out if name == "stdout" else self._err, flush=True)
             except (OSError, ValueError):  # a closed pipe or a full disk is no reason to stop the program
                 self._broken.add(name)
+
+
+class _Reporter(logging.Handler):
+    def __init__(self, output: ProgramOutput) -> None:
+        super().__init__(logging.WARNING)
+        self._output = output
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        self._output.report(self.format(record))

@@ -39,7 +39,7 @@ def run_program(program: Program, spec: PoolSpec, output: ProgramOutput, *, ever
     pool = ComputePool.from_spec(spec, on_event=output, work=Work(system="skyward", workflow=program.name))
     what_ends = "its machines end" if spec.name is None else f"the pool {spec.name} is left"
     try:
-        with interruptible(output.report, pool.terminate_now, what_ends), pool:
+        with output.warnings(), interruptible(output.report, pool.terminate_now, what_ends), pool:
             return _exit_code(pool, program, output, everywhere=everywhere)
     except Interrupted as interrupted:
         output.report("stopped")

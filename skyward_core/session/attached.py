@@ -44,6 +44,7 @@ from skyward_core.session.lease_payments import LeasePayments
 from skyward_core.session.scheduler_search import SchedulerSearch
 from skyward_core.session.sealed_lease import PoolKeys, find_lease
 from skyward_core.transport.transport import Transport, Transports
+from skyward_core.work import NO_WORK, Work
 from skyward_core.worker.private_folders import NotPrivate, check_private
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class Attached:
         events: EventQueue,
         *,
         pays: bool = False,
+        work: Work = NO_WORK,
     ) -> None:
         """`pays`: this process reserves the money of a detached pool, as its opener did."""
         self.lease = lease
@@ -99,6 +101,7 @@ class Attached:
         self.events = events
         self._lease_seconds = lease_seconds
         self._retries = retries
+        self._work = work
         self.paid_seconds: Callable[[], float | None] = lambda: None
         """For how many seconds from now the nodes are paid; the steward sets it."""
         self.transports = Transports(lease_seconds, self.emit, lambda: self.paid_seconds())
@@ -164,6 +167,7 @@ class Attached:
                     None,
                     None,
                     lambda: self.events.delivered,
+                    self._work,
                 ),
             )
             cluster.draining.keep(None)

@@ -192,8 +192,17 @@ class Bookkeeping:
             logging.WARNING, "the ledger had refused some of the end of %s, and has it now: %s", self._pool_id, refusal
         )
 
+    def note_what_is_left(self) -> None:
+        """Record the cost so far, and read the receipt: machines are not confirmed gone, and its `left` names them."""
+        assert self.journal is not None
+        with contextlib.suppress(SkywardError):  # of a ledger that does not answer, or of another steward
+            self.journal.note()
+        self.take_receipt()
+
     def take_receipt(self) -> None:
         """Read the receipt, if the ledger can be read. Otherwise reaper and sweeps finish without this process."""
+        if self._ledger is None:
+            return
         receipt = importlib.import_module("skyward_core.ledger.receipt")
         with contextlib.suppress(SkywardError):
             self.receipt = receipt.receipt(self._ledger, self._pool_id)

@@ -125,16 +125,14 @@ class Departure:
         The reaper repeats its requests for half an hour; after that, sweeps do. The entries of machines and pool stay
         open. If this process is killed here, the pool has a dead owner: reaper and sweeps end it.
         """
-        journal = self._bookkeeping.journal
-        if journal is None:
+        if self._bookkeeping.journal is None:
             return
         level = logging.WARNING if machines.may_be_left_to_their_lease else logging.ERROR
         self._emitter.queue.log(
             level, "%s was closed, and some of its machines are not confirmed gone: %s", self._pool_id, left
         )
         self._claims.is_released = self._claims.is_written_down = True
-        journal.note()
-        self._bookkeeping.take_receipt()
+        self._bookkeeping.note_what_is_left()
         self._reaper.hang_up()
         self.close_ledger()
 

@@ -38,7 +38,7 @@ class EventEmitter:
     def _new_queue(self, spec: PoolSpec, on_event: Callback | None) -> EventQueue:
         display = console.display(spec.display)
         sinks = [callback for callback in (registered_callback(), on_event) if callback is not None]
-        return EventQueue(compose(*sinks, display), display.close)
+        return EventQueue(compose(*sinks, display), display.close, log=console.log_of(spec.display))
 
     def emit(self, event: SkywardEvent) -> int:
         """Count one event, and queue it for the callbacks; return its number in `queue`.

@@ -22,6 +22,7 @@ from skyward_core.cleanup.release import release
 from skyward_core.concurrency.backoff import Backoff
 from skyward_core.concurrency.periodic import PeriodicThread
 from skyward_core.errors import BadRequest, LeaseLost, LedgerError, ProvisioningTimeout, SkywardError
+from skyward_core.events import console
 from skyward_core.ledger.names_policy import Join, NameState, NotSteward, Refused, Rent, Standing, Usage, Wait
 from skyward_core.machines.owner import Owner
 from skyward_core.providers.base import Provider
@@ -63,16 +64,15 @@ class Succession(Protocol):
 class NamedUse:
     """This process as a client of a named pool. `close` it at the end; it does not end the pool."""
 
-    def __init__(
-        self, spec: PoolSpec, providers: Sequence[Provider], work: Work, log: Callable[..., object] = logging.log
-    ) -> None:
+    def __init__(self, spec: PoolSpec, providers: Sequence[Provider], work: Work) -> None:
         """Connect to the ledger. Raises LedgerError."""
         assert spec.name is not None
         self.name = spec.name
         self.spec = spec
         self._work = work
         self._providers = providers
-        self._log = log
+        self.log = console.log_of(spec.display)
+        """Logs what is said of the pool, before and after its session too."""
         self.terms = terms_of(spec, providers)
         """The settings that all clients of the pool must have in common."""
         self._client_id = ""
@@ -145,7 +145,7 @@ class NamedUse:
         if not claim.dead_pool:
             return
         words = "the pool %r is rented again, because %s cannot be used any more: %s. Machines that are left of it end"
-        self._log(logging.WARNING, words, self.name, claim.dead_pool, claim.why_dead)
+        self.log(logging.WARNING, words, self.name, claim.dead_pool, claim.why_dead)
         threading.Thread(
             target=self._end, args=(claim.dead_pool, claim.why_dead), name="skyward-clear", daemon=True
         ).start()
@@ -157,7 +157,7 @@ class NamedUse:
             with module.Ledger(self._ledger.url, busy_timeout_seconds=LEDGER_BUSY_SECONDS) as ledger:
                 self._release(ledger, pool_id, why)
         except (SkywardError, OSError) as error:
-            self._log(logging.WARNING, "%s could not be ended; `skyward sweep` tries again: %s", pool_id, error)
+            self.log(logging.WARNING, "%s could not be ended; `skyward sweep` tries again: %s", pool_id, error)
 
     def measure(self, count: Callable[[], Usage]) -> None:
         """Record from now on what this process has of the pool, as `count` returns it."""
@@ -207,7 +207,7 @@ class NamedUse:
             try:
                 self._ledger.stewards.resign(self.name, self._client_id, epoch)
             except LedgerError as error:
-                self._log(logging.WARNING, "the ledger does not know yet that %r has no steward: %s", self.name, error)
+                self.log(logging.WARNING, "the ledger does not know yet that %r has no steward: %s", self.name, error)
 
     def begin_to_end(self) -> None:
         """Record that this process, the steward, ends the pool at one of its limits. A process that opens the name
@@ -227,7 +227,7 @@ class NamedUse:
         except LedgerError as error:
             self.guard.check()
             words = "the ledger does not know that the pool %r ends: a process may still attach to it: %s"
-            self._log(logging.WARNING, words, self.name, error)
+            self.log(logging.WARNING, words, self.name, error)
         self._is_ending = True
 
     # ── leave ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -294,7 +294,7 @@ class NamedUse:
             try:
                 self._ledger.names.let_go(self.name, self._client_id, self._count())
             except LedgerError as trouble:
-                self._log(logging.WARNING, "the ledger does not know yet that %r was left: %s", self.name, trouble)
+                self.log(logging.WARNING, "the ledger does not know yet that %r was left: %s", self.name, trouble)
 
     def extend(self, pool_id: str, seconds: float) -> None:
         """Let the pool live for so many seconds in the ledger. Raises LeaseLost and LedgerError."""
@@ -316,7 +316,7 @@ class NamedUse:
             if self._client_id:
                 self._ledger.names.closed(self._client_id, self._count())
         except LedgerError as error:
-            self._log(logging.WARNING, "the ledger does not know yet that %r was left: %s", self.name, error)
+            self.log(logging.WARNING, "the ledger does not know yet that %r was left: %s", self.name, error)
         finally:
             self._renewal.join(LEDGER_BUSY_SECONDS)
             self._ledger.close()
@@ -366,7 +366,7 @@ class NamedUse:
             self.on_vacant()
 
     def _on_trouble(self, error: Exception) -> None:
-        self._log(logging.WARNING, "this process is not renewed as a client of the pool %r: %s", self.name, error)
+        self.log(logging.WARNING, "this process is not renewed as a client of the pool %r: %s", self.name, error)
 
 
 def _refusal(name: str, pool_id: str, differences: Mapping[str, tuple[Any, Any]]) -> str:

@@ -119,7 +119,7 @@ class Session:
         self.emit = self._emitter.emit
         self.events = self._emitter.queue
         self.meter = self._emitter.meter
-        self._engine = SessionEngine(self.pool_id, spec, self._emitter, secrets)
+        self._engine = SessionEngine(self.pool_id, spec, self._emitter, secrets, work)
         self._guard = guard
         """With a name: whether this process keeps the pool."""
         self._claims = Claims()
@@ -177,7 +177,7 @@ class Session:
 
     @property
     def receipt(self) -> Mapping[str, Any] | None:
-        """The ledger's receipt of the pool, once it has ended."""
+        """The ledger's receipt of the pool, once it has ended, or could not be ended (`left`)."""
         return self._bookkeeping.receipt
 
     @property
@@ -391,6 +391,7 @@ class Session:
                 self.unconfirmed = error
                 self.emit(InstancesUnconfirmed(error.ids, str(error), self.machines.may_be_left_to_their_lease))
                 if not self.machines.may_be_left_to_their_lease:
+                    self._bookkeeping.note_what_is_left()
                     raise
                 self.hand_over(error)
                 return

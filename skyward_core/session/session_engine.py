@@ -22,6 +22,7 @@ from skyward_core.session.call_ledger import note_all
 from skyward_core.session.event_emitter import EventEmitter
 from skyward_core.session.pool_size import SETTLE_SECONDS, PoolSize, policy_of
 from skyward_core.spec import PoolSpec
+from skyward_core.work import Work
 
 if TYPE_CHECKING:
     from skyward_core.engine.certificates import PoolCertificate
@@ -32,11 +33,14 @@ if TYPE_CHECKING:
 class SessionEngine:
     """Owns what connects one session with its nodes."""
 
-    def __init__(self, pool_id: str, spec: PoolSpec, emitter: EventEmitter, secrets: SecretValues | None) -> None:
+    def __init__(
+        self, pool_id: str, spec: PoolSpec, emitter: EventEmitter, secrets: SecretValues | None, work: Work
+    ) -> None:
         self._pool_id = pool_id
         self._spec = spec
         self._emitter = emitter
         self._secrets = secrets
+        self._work = work
         self.certificate: Future[PoolCertificate] = Future()
         self.cluster: Cluster | None = None
         self.recovery: Recovery | None = None
@@ -76,6 +80,7 @@ class SessionEngine:
             emitter.meter,
             self._secrets,
             lambda: emitter.queue.delivered,
+            self._work,
         )
         undo.callback(cluster.close, PoolClosed("the pool could not be opened"))
         cluster.start(machines.scheduler, deadline, machines.check)

@@ -313,6 +313,7 @@ class Stewardship:
         except InstancesLeft as left:
             self._emitter.emit(InstancesUnconfirmed(left.ids, str(left), self._machines.may_be_left_to_their_lease))
             self._log(logging.ERROR, "%s was ended, and some machines are not confirmed gone: %s", self._pool_id, left)
+            self._bookkeeping.note_what_is_left()
         except SkywardError as error:
             self._log(logging.ERROR, "the end of %s is not in the ledger: %s", self._pool_id, error)
         self._emitter.emit_bill()

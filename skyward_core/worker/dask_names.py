@@ -11,6 +11,8 @@ CLIENT = (
     "distributed.client:Client._send_to_scheduler(msg)",
     "distributed.client:Client.scheduler_comm",
     "distributed.client:Client.loop",
+    # engine/connection.py: a question of the scheduler for this client's calls
+    "distributed.client:Client._stream_handlers",
     # engine/connection.py: a client without automatic reconnect
     "distributed.client:Client._reconnect()",
     # engine/dask_loop.py: a loop of ours in place of Dask's, with the methods that the client calls

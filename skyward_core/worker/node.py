@@ -19,6 +19,7 @@ import uvloop
 from distributed import Security  # noqa: TID253
 from distributed.core import Status, rpc  # noqa: TID253
 
+from skyward_core.worker.call_lists import CallLists
 from skyward_core.worker.calls import CallMemory
 from skyward_core.worker.coordination import Coordination
 from skyward_core.worker.draining import NodeHolding
@@ -101,6 +102,7 @@ def run_scheduler(directory: Path, settings: NodeSettings) -> NoReturn:
                 NodeHolding(POOL_TOPIC),
                 SecretStore(),
                 Coordination(),
+                CallLists(),
             ],
         )
         async with scheduler:

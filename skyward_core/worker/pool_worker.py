@@ -19,6 +19,7 @@ from distributed.core import Status  # noqa: TID253
 from distributed.diagnostics.plugin import WorkerPlugin  # noqa: TID253
 
 from skyward_core.worker.call_connections import ANSWER, CallConnections, socket_path
+from skyward_core.worker.call_lists import TELL_CALLS, TELLS_CALLS, told
 from skyward_core.worker.calls import CREDIT
 from skyward_core.worker.detached_calls import BUSY_TIMES, CANCEL, DROP_RESULT
 from skyward_core.worker.metrics import Sampler
@@ -28,6 +29,7 @@ from skyward_core.worker.scheduler_messages import POOL_TOPIC
 from skyward_core.worker.secret_values import ask_for
 from skyward_core.worker.settings import NodeSettings
 from skyward_core.worker.slot import News, Slot
+from skyward_core.worker.stacks import stacks_of
 from skyward_core.worker.streams import ReportedOutcomes, send_at_once
 from skyward_core.worker.topic_seconds import WorkerTime, added_up
 from skyward_core.worker.wire import Batch, Outcome, Parcel, Sealed
@@ -95,6 +97,8 @@ class Slots(WorkerPlugin):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._older: set[str] = set()
         """Keys of the batches from an earlier head that still have slots."""
+        self._telling: set[asyncio.Task[None]] = set()
+        """The answers that wait for stacks."""
         self.worker: PoolWorker | None = None
         self.connections = CallConnections(socket_path(directory, index), self._send)
         self.is_attached = False
@@ -123,7 +127,9 @@ class Slots(WorkerPlugin):
         worker.stream_handlers[CREDIT] = self.give_credit
         worker.stream_handlers[DROP_RESULT] = self.drop_result
         worker.stream_handlers[ANSWER] = self.connections.answer
+        worker.stream_handlers[TELL_CALLS] = self.tell_calls
         worker.metrics[BUSY_TIMES] = self.busy_time
+        worker.metrics[TELLS_CALLS] = lambda _: True
         worker.metrics[OLDER] = lambda _: len(self._older.intersection(self.retained.running))
         interval = self.settings.metrics_interval_seconds
         if self.index == 0 and interval is not None:
@@ -260,6 +266,19 @@ class Slots(WorkerPlugin):
         """Return the process of each slot, and for how many seconds its batch has run; None for an idle one."""
         now = time.monotonic()
         return [(slot.pid, None if (since := slot.busy_since) is None else now - since) for slot in self._all]
+
+    def tell_calls(self, request: int, *, with_stacks: bool) -> None:
+        """Send the scheduler the calls in the slots (`CallLists`). In Dask's loop, which goes on meanwhile."""
+        telling = asyncio.get_running_loop().create_task(self._tell_calls(request, with_stacks=with_stacks))
+        self._telling.add(telling)
+        telling.add_done_callback(self._telling.discard)
+
+    async def _tell_calls(self, request: int, *, with_stacks: bool) -> None:
+        running = [(number, slot.pid, slot.running) for number, slot in enumerate(self._all)]
+        busy = [(number, pid, call) for number, pid, call in running if call is not None]
+        stacks = await asyncio.gather(*(stacks_of(pid) for _, pid, _ in busy)) if with_stacks else [None] * len(busy)
+        with contextlib.suppress(OSError):  # the scheduler is gone, and so is its question
+            self._send(told(request, [[*one, *call, text] for (*one, call), text in zip(busy, stacks, strict=True)]))
 
     @contextlib.contextmanager
     def borrowed(self) -> Generator[Slot]:

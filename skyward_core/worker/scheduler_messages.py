@@ -10,6 +10,10 @@ from dataclasses import dataclass, field
 
 POOL_TOPIC = "skyward-pool"
 """The topic of these messages, of samples and of announcements of workers."""
+LIST_CALLS = "skyward_list_calls"
+"""The operation by which an observer asks for the calls of all clients (`call_lists.py`)."""
+LISTING_SECONDS = 5.0
+"""How long clients and workers may take to answer it: longer than a worker waits for the stacks of its slots."""
 HELD = "paused"
 """Dask's name for the state of a worker that gets no more calls."""
 

@@ -108,6 +108,8 @@ class Slot:
         self.killed_for: OutcomeKind | None = None
         self.kill_at: float | None = None
         self.busy_since: float | None = None
+        self._run: _BatchRun | None = None
+        """The running batch."""
         self.ended_seconds = 0.0
         self.by_topic = TopicSeconds()
         """The same for each client, by its topic."""
@@ -211,6 +213,16 @@ class Slot:
             seconds[topic] += time.monotonic() - busy_since
         return seconds
 
+    @property
+    def running(self) -> tuple[str, str, float] | None:
+        """The topic and the id of the running call, and for how many seconds it has run; None: the slot is idle.
+
+        Called from any thread: the call may have ended just now.
+        """
+        run, topic = self._run, self._topic
+        call = None if run is None else run.first_sent
+        return None if run is None or call is None else (topic, call.call_id, run.first_seconds)
+
     def spent(self, seconds: float) -> None:
         """A call of the running batch has kept the slot busy for so long."""
         self.ended_seconds += seconds
@@ -226,8 +238,10 @@ class Slot:
         with self.lock:
             self._streaming = next((call.call_id for call in batch.calls if call.ahead), "")
         try:
-            _BatchRun(self, batch, report).run()
+            self._run = _BatchRun(self, batch, report)
+            self._run.run()
         finally:
+            self._run = None
             with self.lock:
                 self._topic = self._streaming = ""
                 self.credit = None
@@ -297,6 +311,19 @@ class _BatchRun:
             self.slot.busy_since = None
             for parcel in self._moved:
                 parcel.release()
+
+    @property
+    def first_sent(self) -> Call | None:
+        """The call that the runner has, or gets next."""
+        try:
+            return self._sent[0]
+        except IndexError:
+            return None
+
+    @property
+    def first_seconds(self) -> float:
+        """For how long it has been the first."""
+        return time.monotonic() - self._first_since
 
     @property
     def _is_runner_doomed(self) -> bool:

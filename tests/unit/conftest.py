@@ -4,6 +4,7 @@ An audit hook refuses it (sys.addaudithook), in the test and in its fixtures. So
 cannot depend on the speed of the machine. A test that needs one of these belongs to tests/system.
 """
 
+import logging
 import sys
 import threading
 from collections.abc import Iterator
@@ -57,3 +58,13 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     if _refused:
         pytest.fail(f"a unit test must not {REFUSED[_refused[0]]} ({_refused[0]}): it belongs to tests/system")
     return result
+
+
+@pytest.fixture
+def unconfigured(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
+    """Logging as in a script that has configured nothing: a new root logger in place of the one to which pytest
+    listens.
+    """
+    root = logging.RootLogger(logging.WARNING)
+    monkeypatch.setattr(logging.getLogger("skyward"), "parent", root)
+    return root

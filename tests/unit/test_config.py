@@ -110,6 +110,7 @@ def test_a_pool_with_a_name_has_the_settings_of_its_table(project: Path, monkeyp
     ("text", "message"),
     [
         ("nodes = \n", r"skyward\.toml.*line 1"),
+        ("nodes = 2\n# caf\udce9\n", r"skyward\.toml: line 2 is not UTF-8"),
         ("[profiles.a]\nnode = 1\n", r"\[profiles\.a\]: there is no setting 'node'; did you mean 'nodes'"),
         ("[pools.a]\nnode = 1\n", r"\[pools\.a\]: there is no setting 'node'"),
         ("[pools.a]\nname = 'b'\n", r"\[pools\.a\]: the table's own name is that of the pool"),
@@ -119,7 +120,7 @@ def test_a_pool_with_a_name_has_the_settings_of_its_table(project: Path, monkeyp
     ],
 )
 def test_a_wrong_file_is_refused_with_its_place(project: Path, text: str, message: str) -> None:
-    (project / "skyward.toml").write_text(text)
+    (project / "skyward.toml").write_text(text, errors="surrogateescape")
     with pytest.raises(sky.BadRequest, match=message):
         sky.Settings.read({}, project)
 

@@ -9,7 +9,7 @@ import typer
 
 from skyward_core.cli import values
 from skyward_core.cli.options import SHOWN_ROWS, AsJson, open_ledger
-from skyward_core.cli.printing import print_json, print_table, print_warnings
+from skyward_core.cli.printing import iso, print_json, print_table, print_warnings
 from skyward_core.cli.views import cost as view
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ def cost(
     """Add up what was spent, and what spot has saved."""
     from skyward_core.ledger.rows import CostBy
 
+    if since is not None and until is not None and until <= since:
+        raise typer.BadParameter(f"--until {iso(until)} is not after --since {iso(since)}: nothing is between them")
     unreadable: list[UnreadableRow] = []
     with open_ledger(context) as ledger:
         rows = ledger.cost_rows(CostBy(by), since=since, until=until, unreadable=unreadable)

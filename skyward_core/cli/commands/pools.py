@@ -8,7 +8,7 @@ import typer
 
 from skyward_core.cli import values
 from skyward_core.cli.listing import pools_of
-from skyward_core.cli.options import SHOWN_ROWS, AsJson, PoolId, open_ledger, provider_from
+from skyward_core.cli.options import SHOWN_ROWS, AsJson, PoolId, id_of, open_ledger, provider_from
 from skyward_core.cli.printing import print_json, print_table, print_warnings
 from skyward_core.cli.views import pools as view
 
@@ -44,7 +44,7 @@ def ps(
 
 def stop(
     context: typer.Context,
-    pool_id: PoolId,
+    pool: PoolId,
     *,
     provider: Annotated[
         str | None,
@@ -55,8 +55,7 @@ def stop(
     from skyward_core.cleanup.release import release
 
     with open_ledger(context) as ledger:
-        if (named := ledger.names.named(pool_id)) is not None:
-            pool_id = named.pool_id
+        pool_id = id_of(ledger, pool)
         credentials = None if provider is None else provider_from(provider)
         is_known = _is_known(ledger, pool_id)
         ended = release(pool_id, ledger=ledger, credentials=credentials, why="it was stopped with `skyward stop`")

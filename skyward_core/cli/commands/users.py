@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from skyward_core.cli import values
-from skyward_core.cli.options import AsJson, complete_pools, open_ledger
+from skyward_core.cli.options import AsJson, complete_pools, id_of, open_ledger
 from skyward_core.cli.printing import print_json, print_table, print_warnings
 from skyward_core.cli.views import users as view
 from skyward_core.errors import ZERO_USD, BadRequest
@@ -31,8 +31,7 @@ def users(
 
     unreadable: list[UnreadableRow] = []
     with open_ledger(context) as ledger:
-        named = ledger.names.named(name)
-        pool_id = name if named is None or not named.pool_id else named.pool_id
+        pool_id = id_of(ledger, name)
         found = users_of(ledger, pool_id, unreadable=unreadable)
         if not found:
             raise BadRequest(f"the ledger has no pool with the name {name!r}, and no users of a pool of this id")

@@ -25,6 +25,7 @@ def as_json(pool_id: str, users: Sequence[PoolUser], cost_usd: Decimal) -> dict[
 def _as_json(user: PoolUser, cost_usd: Decimal) -> dict[str, Any]:
     return {
         "user": user.name,
+        "pid": user.pid,
         "is_detached": user.is_detached,
         "state": _state(user),
         "work": user.work.labels(),
@@ -38,16 +39,17 @@ def _as_json(user: PoolUser, cost_usd: Decimal) -> dict[str, Any]:
 
 def table(users: Sequence[PoolUser], cost_usd: Decimal) -> tuple[list[str], list[list[str]]]:
     """Return heads and rows: the users, what was used for no call, and the total."""
-    heads = ["USER", "STATE", "SINCE", ">SLOT SECONDS", ">SHARE", ">COST USD", "WORK"]
-    rest = ["(no calls)", "", "", "", "", money(float(cost_usd - _sum(users))), ""]
+    heads = ["USER", ">PID", "STATE", "SINCE", ">SLOT SECONDS", ">SHARE", ">COST USD", "WORK"]
+    rest = ["(no calls)", "", "", "", "", "", money(float(cost_usd - _sum(users))), ""]
     seconds = sum(user.slot_seconds for user in users)
-    total = ["total", "", "", f"{seconds:.1f}", "", money(float(cost_usd)), ""]
+    total = ["total", "", "", "", f"{seconds:.1f}", "", money(float(cost_usd)), ""]
     return heads, [*(_row(user, cost_usd) for user in users), rest, total]
 
 
 def _row(user: PoolUser, cost_usd: Decimal) -> list[str]:
     return [
         f"detached calls of {user.name or '(no owner)'}" if user.is_detached else user.name,
+        "" if user.pid is None else str(user.pid),
         _state(user),
         iso(user.joined_at),
         f"{user.slot_seconds:.1f}",

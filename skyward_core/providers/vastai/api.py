@@ -45,9 +45,9 @@ def find_key() -> Found:
     config = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
     for file in (config / "vastai" / "vast_api_key", Path("~/.vast_api_key").expanduser()):
         try:
-            if key := file.read_text().strip():
+            if key := file.read_text(encoding="utf-8").strip():
                 return Found(key, f"the file {file}")
-        except OSError:
+        except (OSError, UnicodeDecodeError):
             continue
     raise CredentialsError("there is no key for Vast.ai: set VAST_API_KEY, run `vastai set api-key`, or give api_key=")
 

@@ -1,5 +1,6 @@
 """The ledger: writes are committed, dead pools spend nothing, and no limit is overdrawn. On both databases."""
 
+import gc
 import itertools
 import subprocess
 import sys
@@ -668,3 +669,34 @@ def test_the_locks_of_an_open_ledger_survive_another_open(tmp_path: Path) -> Non
         code = f"import sqlite3; sqlite3.connect({str(path)!r}, timeout=0).execute('BEGIN IMMEDIATE')"
         done = subprocess.run([sys.executable, "-IS", "-c", code], capture_output=True, text=True, check=False)
     assert "database is locked" in done.stderr
+
+
+def test_ledgers_of_one_server_share_their_connections(postgresql_url: str) -> None:
+    """A process opens the ledger of a pool with a name again and again, and keeps nothing of it: SQLAlchemy keeps
+    some two hundred objects of each engine. The last ledger that is closed closes the connections.
+    """
+
+    def sessions() -> int:
+        with Ledger(postgresql_url, busy_timeout_seconds=7) as looker, looker._database.read() as connection:
+            words = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
+            return int(connection.exec_driver_sql(words).scalar_one()) - 1
+
+    def objects_after(times: int) -> int:
+        for _ in range(times):
+            with Ledger(postgresql_url) as opened:
+                opened.try_write()
+        gc.collect()
+        return len(gc.get_objects())
+
+    first, second = Ledger(postgresql_url), Ledger(postgresql_url)
+    with first._database.read(), first._database.read():  # more than one at once
+        second.close()
+        second.close()
+        assert sessions() == 2
+    assert first.try_write() > 0
+    first.close()
+    assert sessions() == 0
+    assert second.try_write() > 0  # a ledger that is used after its end
+    assert sessions() == 0
+    before = objects_after(3)
+    assert objects_after(10) - before < 10 * 60

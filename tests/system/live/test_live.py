@@ -4,6 +4,7 @@ import asyncio
 import builtins
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ import skyward_core as sky
 from skyward_core.cli.commands import live as commands
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.live.pool_nodes import find_nodes
+from skyward_core.machines.owner import Owner
 from skyward_core.worker import stacks
 from tests.cli.ledger import check_fields, documented
 from tests.unit.live.test_live import (  # noqa: F401 - fixtures
@@ -25,6 +27,7 @@ from tests.unit.live.test_live import (  # noqa: F401 - fixtures
     skyward,
     url,
 )
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
 
@@ -60,6 +63,22 @@ def test_a_process_shows_its_stacks_and_goes_on(kind: str) -> None:
 
 def wait_for_end(file: str) -> str:
     print("it waits", flush=True)
+    while not os.path.exists(file):
+        time.sleep(0.05)
+    return "done"
+
+
+class Heavy:
+    """A value whose load at the client takes until a file exists."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return load_at_last, (self.file,)
+
+
+def load_at_last(file: str) -> str:
     while not os.path.exists(file):
         time.sleep(0.05)
     return "done"
@@ -113,6 +132,86 @@ def test_a_live_pool_is_looked_at(
         assert "it has nightly:1" in skyward(f"logs {pool.id} --call other", code=1)
         Path(end).touch()
         assert (waiting.result(60), call.result(60)) == ("done", "done")
+        loading = pool.submit(sky.compute(Heavy)(f"{end} of load"))
+        last: list[Any] = []
+
+        def is_fetched() -> bool:
+            last[:] = json.loads(skyward(f"calls {pool.id} --json"))["calls"]
+            return [one["state"] for one in last] == ["fetching"]
+
+        try:
+            wait_until(is_fetched, "the result to be loaded here")
+            assert (last[0]["function"], last[0]["client_pid"]) == ("Heavy", os.getpid())
+        finally:
+            Path(f"{end} of load").touch()
+        assert loading.result(60) == "done"
+        assert f"{pool.id} has no calls now" in skyward(f"calls {pool.id}")
         assert skyward(f"logs {pool.id} --call nightly:1 --follow") == "it waits\n"
         pool.close()
     assert "its nodes are gone" in skyward(f"logs {pool.id}", code=1)
+
+
+HANGING = """
+import sys, time
+import skyward_core as sky
+
+def wait_for_ever():
+    while True:
+        time.sleep(0.1)
+
+work = sky.Work(system="cron", workflow="nightly", run="2026-11-27", task="train")
+spec = sky.PoolSpec(provider=sky.Local(), nodes=2, name="nightly", display="quiet")
+with sky.ComputePool.from_spec(spec, work=work) as pool:
+    calls = [pool.submit(sky.compute(wait_for_ever)()) for _ in range(3)]
+    print(pool.id, flush=True)
+    sys.stdin.readline()
+    for call in calls:
+        call.cancel()
+"""
+
+
+def test_a_call_that_hangs_is_found_from_another_process(
+    skyward: Callable[..., str],
+) -> None:
+    """With its client, its work, its node and where in the code it is; also when its client does not answer any more."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HANGING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as program:
+        assert program.stdin is not None
+        assert program.stdout is not None
+        try:
+            pool_id = program.stdout.readline().strip()
+            found: dict[str, Any] = {"calls": []}
+
+            def are_all_found() -> bool:
+                found.update(json.loads(skyward("calls nightly --stacks --json")))
+                return [one["state"] for one in found["calls"]] == ["running", "running", "waiting"] and all(
+                    "in wait_for_ever" in one["stacks"] for one in found["calls"][:2]
+                )
+
+            wait_until(are_all_found, "both slots to have a call")
+            running, waiting = found["calls"][:2], found["calls"][2]
+            assert found["pool"] == pool_id
+            assert {one["node"] for one in running} == {0, 1}
+            for one in found["calls"]:
+                assert (one["function"], one["client_pid"], one["user"]) == (
+                    "wait_for_ever",
+                    program.pid,
+                    Owner.here().name,
+                )
+                assert one["work"]["task"] == "train"
+            assert (waiting["node"], waiting["slot"], waiting["stacks"]) == (None, None, None)
+            assert check_fields("calls", json.dumps(found), documented("live calls")) == documented("live calls").keys()
+            text = skyward("calls nightly --stacks")
+            assert "cron:nightly/2026-11-27/train" in text
+            assert "in wait_for_ever" in text
+            assert str(program.pid) in skyward("users nightly")
+            program.send_signal(signal.SIGSTOP)
+            complaint = skyward("calls nightly --json", code=1)
+            assert f"process {program.pid}, does not answer" in complaint
+            program.send_signal(signal.SIGCONT)
+            print("", file=program.stdin, flush=True)
+            assert program.wait(120) == 0
+        finally:
+            program.kill()
+    assert "its nodes are gone" in skyward("calls nightly", code=1)

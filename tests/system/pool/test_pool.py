@@ -24,7 +24,7 @@ import pytest
 
 import skyward_core as sky
 from tests.conftest import RecordedEvents, members
-from tests.fakes import DyingLocal, NoCapacityProvider, UnpreparableLocal
+from tests.fakes import DyingLocal, NoCapacityProvider, StubbornLocal, UnpreparableLocal
 from tests.pool.local import _crashing, block, crash, crashing, double, one_node, pid_of, runs  # noqa: F401 - fixtures
 from tests.waiting import wait_until
 
@@ -443,6 +443,24 @@ def test_the_bill_is_emitted_once_and_last(way: Callable[[sky.ComputePool], None
     wait_until(lambda: recorded.of(sky.CostFinal), "the bill")
     assert len(recorded.of(sky.CostFinal)) == 1
     assert isinstance(recorded.events[-1], sky.CostFinal)
+
+
+def test_a_pool_whose_machines_are_not_confirmed_gone_has_a_receipt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the cost so far, and names the machines that are left; closing again completes it."""
+    monkeypatch.setattr(StubbornLocal, "trouble", ["503 from the provider"])
+    pool = sky.ComputePool(provider=StubbornLocal(price_per_hour=3600), nodes=2, display="quiet")
+    with pytest.raises(sky.InstancesLeft) as caught, pool:
+        assert double(1) >> pool == 2
+    so_far = pool.receipt
+    assert so_far is not None
+    assert {one["cloud_id"] for one in so_far["left"]} == set(caught.value.ids)
+    assert so_far["ended_at"] is None
+    assert so_far["total_cost_usd"] > 0
+    StubbornLocal.trouble.clear()
+    pool.close()
+    assert pool.receipt is not None
+    assert pool.receipt["left"] == []
+    assert pool.receipt["total_cost_usd"] >= so_far["total_cost_usd"]
 
 
 @pytest.mark.parametrize(

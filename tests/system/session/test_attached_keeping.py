@@ -43,6 +43,7 @@ class Connections:
             self.made.append(it)
 
         it.listen = listen
+        it.introduce = lambda who: None
         return it
 
 

@@ -141,6 +141,10 @@ def test_a_ledger_that_cannot_be_opened_ends_the_command(skyward: Skyward, tmp_p
         "receipt 'sky\udcff'",
         "sweep --provider ''",
         "--ledger '' ps",
+        "cost --since 2026-11-21 --until 2026-11-20",
+        "calls nightly --owner ada",
+        "calls --stacks",
+        "cost --since 2026-11-21 --until 2026-11-21T00:00+00:00",
     ],
 )
 def test_a_meaningless_argument_is_an_error_with_a_message(line: str, skyward: Skyward) -> None:

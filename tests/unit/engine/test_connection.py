@@ -53,6 +53,7 @@ class Line:
             ),
             subscribe_topic=self.handlers.__setitem__,
             _send_to_scheduler=lambda message: None,
+            _stream_handlers={},
         )
         engine: Any = SimpleNamespace(
             on_resumed=lambda epoch, resumed: None,

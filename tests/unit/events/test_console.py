@@ -41,16 +41,6 @@ CLOSING: list[sky.SkywardEvent] = [
 ]
 
 
-@pytest.fixture
-def unconfigured(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
-    """Logging as in a script that has configured nothing: a new root logger in place of the one to which pytest
-    listens.
-    """
-    root = logging.RootLogger(logging.WARNING)
-    monkeypatch.setattr(logging.getLogger("skyward"), "parent", root)
-    return root
-
-
 def _written(kind: str, events: Sequence[sky.SkywardEvent], file: io.StringIO | None = None) -> str:
     file = file or io.StringIO()
     shown = display(kind, file=file)

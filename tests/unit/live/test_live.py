@@ -2,17 +2,21 @@
 
 import shlex
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import skyward_core as sky
 from skyward_core import cli
+from skyward_core.cli.views import live_calls as view
 from skyward_core.errors import Unreachable
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.live import metrics
+from skyward_core.live.calls import call_list, calls_of
 from skyward_core.live.login import login_command
 from skyward_core.live.metrics import PoolUses
 from skyward_core.live.pool_nodes import PoolNodes
@@ -58,11 +62,11 @@ def ledger(url: str) -> Iterator[Ledger]:
 
 
 def test_a_pool_that_cannot_be_looked_at_says_why(ledger: Ledger, skyward: Callable[..., str]) -> None:
-    for command in ("logs", "metrics", "stacks", "ssh", "dashboard"):
+    for command in ("logs", "metrics", "stacks", "ssh", "dashboard", "calls"):
         assert "the ledger has no pool 'nonesuch'" in skyward(f"{command} nonesuch", code=1)
         assert "local lists no node of pool sky-1" in skyward(f"{command} sky-1", code=1)
     ledger.end_pool("sky-1")
-    for command in ("logs", "metrics", "stacks", "ssh", "dashboard"):
+    for command in ("logs", "metrics", "stacks", "ssh", "dashboard", "calls"):
         complaint = skyward(f"{command} sky-1", code=1)
         assert "its nodes are gone with their logs. What is kept: `skyward receipt`" in complaint
 
@@ -116,3 +120,116 @@ def test_a_pool_out_of_reach_is_tried_again_later(ledger: Ledger, monkeypatch: p
         monkeypatch.setattr(metrics, "AGAIN_SECONDS", 0.0)
         uses.of("sky-1")
     assert tried == ["sky-1", "sky-1"]
+
+
+# ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+ADA = {"topic": "skyward-a", "user": "ada@laptop", "pid": 4711, "work": {"run": "7"}, "work_text": "cron:7"}
+BOB = {"topic": "skyward-b", "user": "bob@server", "pid": 4712, "work": {}, "work_text": ""}
+
+
+def answer(**more: Any) -> dict[str, Any]:
+    """What a scheduler answers: two clients, two workers, and a detached call."""
+    listed = [
+        ["a-waits", "train", "waiting", None, 60.0],
+        ["a-runs", "train", "out", None, 70.0],
+        ["a-queued", "train", "out", "1-0", 65.0],
+        ["a-fetched", "score", "fetching", "1", 2.0],
+    ]
+    return {
+        "clients": [{**ADA, "calls": {"listed": listed, "waiting": 5001}}, {**BOB, "calls": None}],
+        "workers": [
+            {"name": "0-0", "slots": [[0, 100, "skyward-a", "a-runs", 30.0, "in train"]]},
+            {
+                "name": "1-1",
+                "slots": [
+                    [0, 101, "skyward-b", "b-runs", 3600.0, None],
+                    [2, 102, "skyward-call-etl:1", "run-1", 5.0, None],
+                ],
+            },
+        ],
+        "others": [],
+        "detached": [
+            {
+                "call_id": "etl:1",
+                "name": "etl",
+                "owner": "dag/run",
+                "state": "running",
+                "worker": "1-1",
+                "submitted_at": 1.0,
+            },
+            {
+                "call_id": "etl:2",
+                "name": "etl",
+                "owner": "dag/run",
+                "state": "waiting",
+                "worker": "",
+                "submitted_at": 90.0,
+            },
+            {
+                "call_id": "etl:0",
+                "name": "etl",
+                "owner": "dag/run",
+                "state": "ended",
+                "worker": "1-1",
+                "submitted_at": 0.0,
+            },
+        ],
+        "now": 100.0,
+        **more,
+    }
+
+
+def test_the_calls_of_all_clients_are_one_list() -> None:
+    """Running ones first, the longest first. A call whose client does not answer is there, without its function."""
+    found = call_list(answer())
+    table = [
+        (one.call_id, one.function, one.state.value, one.seconds, one.node, one.slot, one.client.pid, one.owner)
+        for one in found.calls
+    ]
+    assert table == [
+        ("b-runs", "", "running", 3600.0, 1, 0, 4712, ""),
+        ("a-runs", "train", "running", 30.0, 0, 0, 4711, ""),
+        ("etl:1", "etl", "running", 5.0, 1, 2, None, "dag/run"),
+        ("a-queued", "train", "waiting", 65.0, 1, None, 4711, ""),
+        ("a-waits", "train", "waiting", 60.0, None, None, 4711, ""),
+        ("etl:2", "etl", "waiting", 10.0, None, None, None, "dag/run"),
+        ("a-fetched", "score", "fetching", 2.0, 1, None, 4711, ""),
+    ]
+    assert found.more_waiting == 5000
+    assert [words.partition(", does")[0] for words in found.silent] == ["the client bob@server, process 4712"]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"workers": [{"name": "0-0", "slots": None}]}, "worker 0-0 does not answer"),
+        ({"workers": [], "others": ["0-0"]}, "worker 0-0 has a release that lists no calls"),
+    ],
+)
+def test_what_a_worker_that_does_not_answer_runs_is_unknown(more: dict[str, Any], words: str) -> None:
+    """A call that was sent may wait or run."""
+    found = call_list(answer(clients=[answer()["clients"][0]], detached=[], **more))
+    assert {one.call_id: one.state.value for one in found.calls} == {
+        "a-runs": "unknown",
+        "a-queued": "unknown",
+        "a-waits": "waiting",
+        "a-fetched": "fetching",
+    }
+    assert words in found.silent[0]
+
+
+def test_nodes_of_an_earlier_release_list_no_calls() -> None:
+    old: Any = SimpleNamespace(pool_id="sky-1", ask=lambda *_, **__: None)
+    with pytest.raises(sky.BadRequest, match="have a release that lists no calls: `skyward stacks` shows"):
+        calls_of(old)
+
+
+def test_the_table_of_calls_has_their_clients_and_slots() -> None:
+    found = call_list(answer())
+    heads, rows = view.table(found, limit=2)
+    assert dict(zip(heads, rows[0], strict=True))[">SLOT"] == "1/0"
+    assert rows[1] == ["a-runs", "train", "running", "30 s", "0", "0", "ada@laptop", "4711", "cron:7"]
+    assert view.more(found, limit=2) == "and 5005 more calls; --limit shows more"
+    assert view.more(replace(found, more_waiting=0), limit=100) == ""
+    assert view.stacks(found, limit=100) == "stacks of a-runs (train), process 100 on node 0\n  in train"

@@ -1,5 +1,6 @@
 """How a process opens and leaves a pool with a name, in which order, on a ledger and machines of the test."""
 
+import logging
 from datetime import UTC, datetime
 from decimal import Decimal
 from types import SimpleNamespace
@@ -44,6 +45,7 @@ class Use:
     succession = None
     keep_warm = 600.0
     ledger = None
+    log = logging.getLogger("skyward").log
     spec = SimpleNamespace(lease_seconds=120.0)
 
     def leave(self, *, may_be_warm: bool = True) -> NameState:

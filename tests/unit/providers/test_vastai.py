@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from skyward_core.errors import BadRequest, InstancesLeft, NoCapacity, ProviderFailed, RateLimited
+from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, RateLimited
 from skyward_core.machines.instances import InstanceState
 from skyward_core.machines.offers import Offer, Requirements
 from skyward_core.providers import ssh_keys
@@ -573,6 +573,15 @@ def test_the_key_can_be_in_the_files_of_vasts_tools(
         monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / config))
     write_to(tmp_path, place)
     assert VastAI().account() == "user 4711"
+
+
+def test_a_file_of_vasts_tools_that_is_no_text_has_no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("VAST_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    (tmp_path / ".vast_api_key").write_bytes(b"caf\xe9")
+    with pytest.raises(CredentialsError, match="no key for Vast"):
+        VastAI().account()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """One process's use of a pool with a name, on a ledger whose answers get lost: the pool always gets a steward again."""
 
+import logging
+import logging.handlers
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -248,3 +250,31 @@ def test_the_gap_after_which_others_may_not_have_renewed(
 ) -> None:
     """A second gap soon after the first belongs to it: a process may have had no chance in between."""
     assert contact(*answers).gap(now) == expected
+
+
+@pytest.mark.parametrize(("display", "is_printed"), [("log", True), ("spinner", True), ("quiet", False)])
+def test_warnings_are_logged_as_those_of_any_pool(
+    display: Any,
+    is_printed: bool,
+    use: NamedUse,
+    unconfigured: logging.Logger,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """By the logger "skyward"; a program that has not configured logging gets those of a quiet pool nowhere, one that
+    has gets all of them.
+    """
+    quiet = NamedUse(use.spec.with_(display=display), [sky.Local()], NO_WORK)
+    monkeypatch.setattr(quiet, "_client_id", "gone")
+    for name in ("closed", "let_go"):
+        monkeypatch.setattr(quiet.ledger.names, name, _no_answer)
+    quiet.left()
+    assert ("the ledger does not know yet that 'nightly' was left" in capfd.readouterr().err) == is_printed
+    heard = logging.handlers.BufferingHandler(100)
+    unconfigured.addHandler(heard)
+    quiet.let_go(sky.NodeLost("it is gone"))
+    assert [record.name for record in heard.buffer] == ["skyward"]
+
+
+def _no_answer(*_: object) -> None:
+    raise LedgerError("no answer")

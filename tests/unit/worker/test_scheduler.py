@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from skyward_core.coordination.messages import Kind, Request, fields_of
 from skyward_core.worker.call_connections import REQUEST
+from skyward_core.worker.call_lists import INTRODUCE, TELLS_CALLS, TOLD_CALLS, CallLists
 from skyward_core.worker.calls import CallMemory, leave, resume
 from skyward_core.worker.client_loads import load, stay
 from skyward_core.worker.coordination import Coordination
 from skyward_core.worker.detached_calls import BUSY_TIMES, detached_key
 from skyward_core.worker.pool_scheduler import SILENCE_CHECK_SECONDS, SILENT_SECONDS, SilentWorkers
-from skyward_core.worker.scheduler_messages import POOL_TOPIC, PoolRanks, Resumed
+from skyward_core.worker.scheduler_messages import LIST_CALLS, POOL_TOPIC, PoolRanks, Resumed
 from skyward_core.worker.topic import Topic
 from skyward_core.worker.topic_seconds import MOST_TOPICS, RECENT_SECONDS, TopicSeconds, added_up
 from tests.conftest import examples
@@ -375,3 +376,42 @@ async def _reconnecting(steps: list[str], limit_bytes: int) -> None:
     assert heard == sorted(heard)
     if limit_bytes == 10**6:
         assert heard == said
+
+
+# ── lists of calls ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("is_worker_silent", [False, True])
+def test_members_are_asked_for_their_calls_and_the_silent_ones_are_named(is_worker_silent: bool) -> None:
+    """Only those that have said that they answer: the stream of a member of an earlier release would break."""
+    sent: list[tuple[list[str], list[str]]] = []
+
+    async def main() -> dict[str, Any]:
+        calls, lists = CallMemory(FOR_EVER), CallLists()
+        scheduler: Any = FakeScheduler(calls)
+        scheduler.workers = {f"tls://{name}": worker(name, f"machine-{name}") for name in ("0-0", "1-0")}
+        scheduler.workers["tls://0-0"].metrics[TELLS_CALLS] = True
+        await calls.start(scheduler)
+        await lists.start(scheduler)
+        for client in ("a", "b", "old"):
+            scheduler.wires[client] = Wire(client, print)
+        for client in ("a", "b", "gone"):
+            scheduler.handlers[INTRODUCE](client=client, who={"user": client})
+        del scheduler.wires["b"]
+
+        def answer(clients: dict[str, Any], workers: dict[str, Any]) -> None:
+            sent.append((list(clients), list(workers)))
+            for name in ("client",) if is_worker_silent else ("client", "worker"):
+                message = {"client": "a", "worker": "tls://0-0"}
+                handler = scheduler.stream_handlers[TOLD_CALLS]
+                handler(request=1, answer=[name], **{name: message[name]})
+                handler(request=7, answer=["of no question"], **{name: message[name]})
+
+        scheduler.send_all = answer
+        return dict(await scheduler.handlers[LIST_CALLS](seconds=0.0 if is_worker_silent else 60.0))
+
+    found = asyncio.run(main())
+    assert sent == [(["a"], ["tls://0-0"])]
+    assert found["clients"] == [{"user": "a", "calls": ["client"]}]
+    assert found["workers"] == [{"name": "0-0", "slots": None if is_worker_silent else ["worker"]}]
+    assert (found["others"], found["detached"]) == (["1-0"], [])

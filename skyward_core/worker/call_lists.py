@@ -1,0 +1,118 @@
+"""Which calls a pool has right now, on request: the scheduler asks its clients and workers, and adds up what they know.
+
+    observer ──LIST_CALLS──▶ scheduler ──TELL_CALLS──▶ each client: its calls that wait, are out, or are fetched
+                                 ▲  └─────TELL_CALLS──▶ each worker: the call of each slot, with its stacks
+                                 └──TOLD_CALLS── both; who does not answer in time is named, and the rest is shown
+
+Nothing is kept or sent before somebody asks, but one introduction of each client. Only members are asked that have
+said that they answer, a client by its introduction and a worker by a metric: a member of an earlier release would take
+the question for an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from distributed import Scheduler  # noqa: TID253 - with calls.py and draining.py stands in the scheduler
+from distributed.diagnostics.plugin import SchedulerPlugin  # noqa: TID253
+
+from skyward_core.worker.calls import CallMemory
+from skyward_core.worker.scheduler_messages import LIST_CALLS, LISTING_SECONDS
+
+INTRODUCE = "skyward_introduce"
+"""The operation by which a client says who it is, once for each connection."""
+TELL_CALLS, TOLD_CALLS = "skyward-tell-calls", "skyward-told-calls"
+"""Question and answer on the streams of clients and workers."""
+TELLS_CALLS = "skyward_tells_calls"
+"""The metric of workers that answer."""
+MOST_WAITING = 1000
+"""A client lists so many of the calls that wait in its queue, the oldest, and counts the others."""
+
+
+def told(request: int, answer: Any) -> dict[str, Any]:
+    """Return the message that answers a question."""
+    return {"op": TOLD_CALLS, "request": request, "answer": answer}
+
+
+class CallLists(SchedulerPlugin):
+    """Knows who the clients are, and asks all members. It keeps no calls."""
+
+    name = "skyward-call-lists"
+
+    def __init__(self) -> None:
+        self._who: dict[str, dict[str, Any]] = {}
+        """By the id of a client: how it has introduced itself."""
+        self._answers: dict[int, dict[str, Any]] = {}
+        """By question: the answers by client or worker; None for those that are missing."""
+        self._complete: dict[int, asyncio.Event] = {}
+        self._asked = 0
+        self._scheduler: Any = None  # Dask's types say too little
+
+    async def start(self, scheduler: Scheduler) -> None:
+        """Add the operations to the scheduler."""
+        self._scheduler = scheduler
+        scheduler.handlers.update({INTRODUCE: self.introduce, LIST_CALLS: self.list_calls})
+        streams: dict[str, Any] = scheduler.stream_handlers
+        streams[TOLD_CALLS] = self._told
+
+    def introduce(self, client: str, who: dict[str, Any]) -> None:
+        """Note who a client is: its topic, user, process and work."""
+        self._who[client] = who
+
+    def remove_client(self, scheduler: Scheduler, client: str) -> None:
+        """Forget a client whose connection has ended."""
+        self._who.pop(client, None)
+
+    async def list_calls(self, *, with_stacks: bool = False, seconds: float = LISTING_SECONDS) -> dict[str, Any]:
+        """Ask all members, for so many seconds at most; return their answers, None for those that have not answered.
+
+        `others` are workers of an earlier release, `detached` the records of detached calls, and `now` is this clock.
+        """
+        clients = [client for client in self._who if client in self._scheduler.clients]
+        workers = {
+            address: str(worker.name)
+            for address, worker in self._scheduler.workers.items()
+            if worker.metrics.get(TELLS_CALLS)
+        }
+        answers = await self._ask(clients, list(workers), with_stacks=with_stacks, seconds=seconds)
+        memory = self._scheduler.plugins[CallMemory.name]
+        return {
+            "clients": [{**self._who.get(client, {}), "calls": answers[client]} for client in clients],
+            "workers": [{"name": name, "slots": answers[address]} for address, name in workers.items()],
+            "others": [str(one.name) for one in self._scheduler.workers.values() if one.address not in workers],
+            "detached": memory.detached.calls(),
+            "now": time.time(),
+        }
+
+    async def _ask(
+        self, clients: Sequence[str], workers: Sequence[str], *, with_stacks: bool, seconds: float
+    ) -> dict[str, Any]:
+        self._asked += 1
+        request = self._asked
+        self._answers[request] = dict.fromkeys([*clients, *workers])
+        complete = self._complete[request] = asyncio.Event()
+        if not self._answers[request]:
+            complete.set()
+        message = {"op": TELL_CALLS, "request": request, "with_stacks": with_stacks}
+        self._scheduler.send_all(
+            {client: [dict(message)] for client in clients}, {worker: [dict(message)] for worker in workers}
+        )
+        try:
+            async with asyncio.timeout(seconds):
+                await complete.wait()
+        except TimeoutError:
+            pass
+        finally:
+            answers = self._answers.pop(request)
+            del self._complete[request]
+        return answers
+
+    def _told(self, request: int, answer: Any, client: str = "", worker: str = "") -> None:
+        answers = self._answers.get(request, {})
+        if (client or worker) in answers:
+            answers[client or worker] = answer
+            if None not in answers.values():
+                self._complete[request].set()
