@@ -100,6 +100,14 @@ def decide(facts: ProviderFacts, *, min_age_seconds: float = 0.0, include_unknow
     return findings
 
 
+def judged_from_afar(facts: ProviderFacts) -> set[str]:
+    """Return the pools that only a lease of another computer shows to be dead. Either clock may have been set just now:
+    a second look must confirm that their owners are silent.
+    """
+    entries = [*facts.pools.values(), *(entry for entry, _ in facts.other_accounts.values())]
+    return {entry.id for entry in entries if entry.is_judged_from_afar(facts.now, facts.state(entry.owner))}
+
+
 def answers(machines: Iterable[Instance], entries: Iterable[Intent]) -> dict[str, Intent]:
     """Return, by machine, the entry without an id from whose launch the machine comes, if that is certain.
 
@@ -205,7 +213,7 @@ def _decide_live(
             entry.id,
             facts.provider.name,
             rest,
-            f"its pool is live: its lease runs for another {_left(entry, facts.now)}",
+            f"its pool is live: {_why_live(entry, facts.now)}",
         )
 
 
@@ -280,8 +288,9 @@ def _known_since(intent: Intent) -> datetime:
     return intent.bound_at or intent.intended_at
 
 
-def _left(entry: PoolEntry, now: datetime) -> str:
-    return f"{(entry.lease_expires_at - now).total_seconds():.0f} s"
+def _why_live(entry: PoolEntry, now: datetime) -> str:
+    left = (entry.lease_expires_at - now).total_seconds()
+    return f"its lease runs for another {left:.0f} s" if left > 0 else "its owner runs, though it renews no lease"
 
 
 # ── pools that the ledger does not know ──────────────────────────────────────────────────────────────────────────────
@@ -325,7 +334,7 @@ def _verdict(
         return True, f"its time ran out {(facts.now - expires).total_seconds():.0f} s ago, by its tags"
     if state is OwnerState.DEAD:
         return True, f"its owner ({who}) is dead, by its tags"
-    if state is OwnerState.ALIVE:
+    if state in {OwnerState.ALIVE, OwnerState.STOPPED}:
         return False, f"the ledger does not know it; its owner ({who}) lives"
     if include_unknown:
         return True, f"the ledger does not know it, it belongs to {who}, and unknown machines are to be ended"

@@ -82,7 +82,7 @@ class ProviderWork:
         Those whose lease was renewed meanwhile, and those that the ledger could not condemn, are left.
         """
         seen = {
-            pool_id: entry.lease_expires_at
+            pool_id: entry.written_lease
             for pool_id in pool_ids
             if (entry := self._known[pool_id]).ended_at is None and entry.condemned_at is None
         }

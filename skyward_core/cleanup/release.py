@@ -158,7 +158,7 @@ def _condemned(ledger: Ledger, pool_id: str) -> PoolEntry | None:
     """
     for _ in range(CONDEMN_TRIES):
         entry = ledger.pool(pool_id)
-        if entry is None or entry.ended_at is not None or ledger.condemn(pool_id, seen=entry.lease_expires_at):
+        if entry is None or entry.ended_at is not None or ledger.condemn(pool_id, seen=entry.written_lease):
             return entry
     raise LedgerError(
         f"The lease of {pool_id!r} is renewed all the time, so that it could not be condemned in {CONDEMN_TRIES} tries."

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from skyward_core.cleanup.policy import Action, Finding, ProviderFacts, decide
+from skyward_core.cleanup.policy import Action, Finding, ProviderFacts, decide, judged_from_afar
 from skyward_core.cleanup.pool_record import Clock, utc_now
 from skyward_core.cleanup.provider_work import ProviderWork
 from skyward_core.cleanup.survey import Failure, ProviderListing, SurveyView, owner_states, take_survey
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from skyward_core.ledger.ledger import Ledger
 
 MIN_AGE_SECONDS = 600.0
+RENEWAL_SECONDS = 10.0
+"""In this time an owner that lives renews its lease, and one time may fail (`session.renewal.MOST_BEAT_SECONDS`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +82,12 @@ def sweep(
     view = take_survey(ledger, providers)
 
     def settle(listing: ProviderListing) -> ProviderWork:
-        findings = decide(_facts(listing, clock()), min_age_seconds=min_age_seconds, include_unknown=include_unknown)
+        facts = _facts(listing, clock())
+        findings = decide(facts, min_age_seconds=min_age_seconds, include_unknown=include_unknown)
         work = ProviderWork(ledger, listing, findings, clock, monotonic, pause)
         if not is_dry_run:
+            if judged_from_afar(facts):  # `condemn_all` refuses those whose leases are renewed meanwhile
+                pause(RENEWAL_SECONDS)
             work.do()
         return work
 

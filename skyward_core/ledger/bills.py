@@ -56,7 +56,7 @@ from skyward_core.ledger.tables import (
     SHARES,
     in_usd,
     milliseconds_of,
-    pool_of,
+    pool_seen,
     read_rows,
     stamp,
     work_of,
@@ -96,7 +96,8 @@ class Bills:
         if limit is not None or not include_ended:
             sums = sums.where(r.pool_id.in_(newest.with_only_columns(POOLS.c.id)))
         with self._database.read() as connection:
-            entries = read_rows(connection.execute(newest).mappings(), pool_of, unreadable)
+            clock = self._database.lease_clock()
+            entries = read_rows(connection.execute(newest).mappings(), lambda row: pool_seen(row, clock), unreadable)
             found = {row[0]: tuple(map(_whole, row[1:])) for row in connection.execute(sums.group_by(r.pool_id))}
         return [_pool_row(entry, *found.get(entry.id, (0, 0, 0, 0, 0))) for entry in reversed(entries)]
 

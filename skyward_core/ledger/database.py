@@ -12,6 +12,7 @@ from sqlalchemy import BigInteger, ColumnElement, Connection, extract, false, fu
 from sqlalchemy import cast as cast_to
 
 from skyward_core.ledger.checkpoints import Checkpoints
+from skyward_core.ledger.lease_clock import LeaseClock, read_clock
 from skyward_core.ledger.schema import MIGRATIONS, migrate, schema_version
 from skyward_core.ledger.shared_engines import SHARED
 from skyward_core.ledger.sql_engine import ledger_errors, open_engine, parse_url
@@ -32,14 +33,17 @@ class Database:
         busy_timeout_seconds: float,
         *,
         uses_server_clock: bool = False,
+        awake: Callable[[], float] | None = None,
     ) -> None:
         """Open the database at a SQLAlchemy URL, and create or migrate its tables.
 
-        `uses_server_clock`: `now` is the time of a PostgreSQL server, which all clients share.
+        `uses_server_clock`: `now` is the time of a PostgreSQL server, which all clients share. `awake` counts the
+        seconds since the boot of this machine; None: leases are judged by `clock` alone.
         """
         self.url = parse_url(url)
         self.clock = clock
         """Returns the time of this machine."""
+        self._awake = awake
         self.has_server_clock = uses_server_clock and self.url.get_backend_name() == "postgresql"
         self._is_closed = False
         self._engine = open_engine(self.url, busy_timeout_seconds)
@@ -92,6 +96,10 @@ class Database:
             return self.clock()
         found: datetime = connection.execute(select(func.clock_timestamp())).scalar_one()
         return found.astimezone(UTC)
+
+    def lease_clock(self) -> LeaseClock:
+        """Return how this machine's time of day is set now, to be stored beside a lease, or to read one."""
+        return read_clock(self.clock, self._awake)
 
     def stamp_after(self, seconds: float) -> ColumnElement[int] | int:
         """Return the microseconds since 1970 of so many seconds after `now`, as a part of a statement."""

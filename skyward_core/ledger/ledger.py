@@ -26,6 +26,7 @@ from skyward_core.ledger.bills import Bills
 from skyward_core.ledger.calls import Calls
 from skyward_core.ledger.database import Database
 from skyward_core.ledger.intents import Intents
+from skyward_core.ledger.lease_clock import awake_seconds
 from skyward_core.ledger.names import Names
 from skyward_core.ledger.pools import Pools
 from skyward_core.ledger.rows import (
@@ -127,14 +128,17 @@ class Ledger:
         clock: Callable[[], datetime] = now,
         busy_timeout_seconds: float = BUSY_TIMEOUT_SECONDS,
         uses_server_clock: bool | None = None,
+        awake: Callable[[], float] | None = None,
     ) -> None:
         """Open the ledger at a SQLAlchemy URL, and create or migrate it.
 
         `uses_server_clock`: whether a PostgreSQL server's clock decides about pools with a name; None: unless another
-        clock is given.
+        clock is given. `awake` counts the seconds for which this computer was awake since its boot, by which leases of
+        this boot are judged although its time of day was set; None: the kernel's, unless another clock is given.
         """
         of_server = clock is now if uses_server_clock is None else uses_server_clock
-        self._database = Database(url, clock, busy_timeout_seconds, uses_server_clock=of_server)
+        awake = awake_seconds if awake is None and clock is now else awake
+        self._database = Database(url, clock, busy_timeout_seconds, uses_server_clock=of_server, awake=awake)
         self.url = self._database.url
         self._pools = Pools(self._database)
         self._intents = Intents(self._database)
@@ -149,6 +153,10 @@ class Ledger:
     def close(self) -> None:
         """Close all connections. May be called twice. A later call opens its own connection."""
         self._database.close()
+
+    def time_of_day(self) -> datetime:
+        """Return the time of this computer, by which `PoolEntry.lease_expires_at` is judged."""
+        return self._database.clock()
 
     def try_write(self) -> int:
         """Write without changing anything; return the version of the tables. For checks of an installation."""
@@ -213,11 +221,11 @@ class Ledger:
         self._pools.live_by_lease(pool_id, lease_expires_at)
 
     def condemn(self, pool_id: str, *, seen: datetime) -> bool:
-        """Condemn one pool, and return whether it is dead; see `condemn_all`."""
+        """Condemn one pool, and return whether it is dead; see `condemn_all`. `seen` is its `written_lease`."""
         return pool_id in self.condemn_all({pool_id: seen})
 
     def condemn_all(self, seen: Mapping[str, datetime]) -> set[str]:
-        """Condemn pools, each unless its lease was renewed: `seen` has the ends that were read.
+        """Condemn pools, each unless its lease was renewed: `seen` has the ends that were read, as they were written.
 
         From now on nothing is requested for them.
         Returns the ids of those that are dead: condemned now or before, or ended. The leases of the others were

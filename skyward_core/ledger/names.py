@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -18,6 +19,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from skyward_core.errors import LeaseLost
 from skyward_core.ledger import warm_time
 from skyward_core.ledger.database import Database
+from skyward_core.ledger.lease_clock import NO_CLOCK, LeaseClock
 from skyward_core.ledger.names_policy import (
     NOTHING_USED,
     SKEW_SECONDS,
@@ -36,15 +38,16 @@ from skyward_core.ledger.names_policy import (
     may_be_kept_warm,
     may_come_back,
 )
-from skyward_core.ledger.rows import UnreadableRow
+from skyward_core.ledger.rows import PoolEntry, UnreadableRow
 from skyward_core.ledger.tables import (
     CALLS,
     CLIENTS,
     NAMES,
     POOLS,
-    client_of,
-    name_of,
-    pool_of,
+    client_seen,
+    later_lease,
+    name_seen,
+    pool_seen,
     read_rows,
     stamp,
     work_values,
@@ -147,7 +150,8 @@ class Names:
 
         Raises LeaseLost if it has left, or is not known.
         """
-        values = {"lease_expires_microseconds": self._database.stamp_after(lease_seconds), **self._used(used)}
+        end = self._database.stamp_after(lease_seconds)
+        values = {"lease_expires_microseconds": end, **self._clock().values(), **self._used(used)}
         with self._database.write() as connection:
             wanted = update(CLIENTS).where(CLIENTS.c.id == client_id, CLIENTS.c.left_microseconds.is_(None))
             if connection.execute(wanted.values(values)).rowcount == 0:
@@ -167,14 +171,13 @@ class Names:
             if facts.row.state is NameState.WARM:
                 until = facts.now + timedelta(seconds=seconds)
                 until = until if facts.row.warm_until is None else max(until, facts.row.warm_until)
-                self._set(connection, name, warm_until_microseconds=stamp(until))
-                lease = POOLS.c.lease_expires_microseconds
-                longer = update(POOLS).where(POOLS.c.id == pool_id, lease < stamp(until))
-                connection.execute(longer.values(lease_expires_microseconds=stamp(until)))
+                self._set_warm(connection, name, until)
+                later = later_lease(until - facts.now + self._database.clock(), self._database.lease_clock())
+                connection.execute(update(POOLS).where(POOLS.c.id == pool_id).values(later))
             else:
                 self._set(connection, name, keep_warm_milliseconds=round(seconds * 1000))
             row = connection.execute(select(NAMES).where(NAMES.c.name == name)).mappings().one()
-        return name_of(row)
+        return name_seen(row, self._clock())
 
     # ── leave ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -213,8 +216,8 @@ class Names:
                 return NameState.IN_USE
             if may_be_warm and row.keep_warm_seconds and row.state in {NameState.IN_USE, NameState.WARM}:
                 self._end_client(connection, client_id, used)
-                until = stamp(facts.now + timedelta(seconds=row.keep_warm_seconds))
-                self._set(connection, name, state=NameState.WARM.value, steward="", warm_until_microseconds=until)
+                self._set(connection, name, state=NameState.WARM.value, steward="")
+                self._set_warm(connection, name, facts.now + timedelta(seconds=row.keep_warm_seconds))
                 warm_time.begin(connection, row.pool_id, stamp(facts.now))
                 return NameState.WARM
             # the client stays until the pool has ended: its life shows that the pool is being closed
@@ -261,13 +264,14 @@ class Names:
         """Return the row of a name; None if there is none."""
         with self._database.read() as connection:
             row = connection.execute(select(NAMES).where(NAMES.c.name == name)).mappings().first()
-        return None if row is None else name_of(row)
+        return None if row is None else name_seen(row, self._clock())
 
     def all_named(self, *, unreadable: list[UnreadableRow] | None = None) -> list[NamedPool]:
         """Return the rows of all names that have or had a pool, by name."""
         wanted = select(NAMES).where(NAMES.c.pool_id != "").order_by(NAMES.c.name)
         with self._database.read() as connection:
-            return read_rows(connection.execute(wanted).mappings(), name_of, unreadable)
+            clock = self._clock()
+            return read_rows(connection.execute(wanted).mappings(), lambda row: name_seen(row, clock), unreadable)
 
     def activity(
         self, pool_ids: Collection[str], *, unreadable: list[UnreadableRow] | None = None
@@ -278,7 +282,9 @@ class Names:
         detached = detached.add_columns(func.max(c.ended_microseconds).label("ended"))
         with self._database.read() as connection:
             wanted = select(CLIENTS).where(CLIENTS.c.pool_id.in_(pool_ids))
-            clients = read_rows(connection.execute(wanted).mappings(), client_of, unreadable)
+            clock = self._clock()
+            rows = connection.execute(wanted).mappings()
+            clients = read_rows(rows, lambda row: client_seen(row, clock), unreadable)
             grouped = detached.where(c.pool_id.in_(pool_ids)).group_by(c.pool_id)
             calls = {row.pool_id: (int(row.calls), row.ended) for row in connection.execute(grouped)}
             now = self._database.now(connection)
@@ -292,7 +298,7 @@ class Names:
     def clients(self, pool_id: str) -> list[Client]:
         """Return the clients of a pool, also those that have left, in the order in which they came."""
         with self._database.read() as connection:
-            return _clients(connection, pool_id)
+            return _clients(connection, pool_id, self._clock())
 
     # ── parts of a transaction ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -302,18 +308,27 @@ class Names:
         row = connection.execute(select(NAMES).where(NAMES.c.name == name).with_for_update()).mappings().one()
         if not row["pool_id"]:
             return None
-        named = name_of(row)
+        clock = self._clock()
+        named = name_seen(row, clock)
         found = connection.execute(select(POOLS).where(POOLS.c.id == named.pool_id)).mappings().first()
-        clients = _clients(connection, named.pool_id)
+        clients = _clients(connection, named.pool_id, clock)
         states = {client.owner: client.owner.state() for client in clients}
-        return NameFacts(
-            named,
-            None if found is None else pool_of(found),
-            clients,
-            self._database.now(connection),
-            states,
-            self._skew,
-        )
+        now = self._database.now(connection)
+        return NameFacts(named, None if found is None else self._pool(found, now), clients, now, states, self._skew)
+
+    def _clock(self) -> LeaseClock:
+        """Return the clock beside the times of names and clients; a server's time needs none."""
+        return NO_CLOCK if self._database.has_server_clock else self._database.lease_clock()
+
+    def _pool(self, row: Mapping[Any, Any], now: datetime) -> PoolEntry:
+        """Return the pool of a row, with its lease by the clock that judges the name."""
+        entry = pool_seen(row, self._database.lease_clock())
+        if entry.lease_shift is None or not self._database.has_server_clock:
+            return entry
+        return replace(entry, lease_expires_at=entry.lease_expires_at - self._database.clock() + now)
+
+    def _set_warm(self, connection: Connection, name: str, until: datetime) -> None:
+        self._set(connection, name, warm_until_microseconds=stamp(until), **self._clock().values("warm"))
 
     def _insert_client(
         self, connection: Connection, client_id: str, pool_id: str, owner: Owner, lease_seconds: float, work: Work
@@ -327,6 +342,7 @@ class Names:
             "owner_process": owner.process,
             "joined_microseconds": stamp(now),
             "lease_expires_microseconds": stamp(now + timedelta(seconds=lease_seconds)),
+            **self._clock().values(),
             **work_values(work),
         }
         connection.execute(insert(CLIENTS).values(values))
@@ -364,9 +380,9 @@ def _activity(clients: Sequence[Client], detached: int, ended: int | None, now: 
     return Activity(len(living), calls, max(times, default=None) if not calls else None)
 
 
-def _clients(connection: Connection, pool_id: str) -> list[Client]:
+def _clients(connection: Connection, pool_id: str, clock: LeaseClock) -> list[Client]:
     wanted = select(CLIENTS).where(CLIENTS.c.pool_id == pool_id).order_by(CLIENTS.c.joined_microseconds, CLIENTS.c.id)
-    return [client_of(row) for row in connection.execute(wanted).mappings()]
+    return [client_seen(row, clock) for row in connection.execute(wanted).mappings()]
 
 
 def _insert_name(connection: Connection, name: str) -> None:

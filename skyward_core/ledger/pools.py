@@ -8,7 +8,7 @@ from datetime import datetime
 from decimal import Decimal
 from typing import Any
 
-from sqlalchemy import Connection, Select, case, delete, func, insert, select, update
+from sqlalchemy import Connection, Select, delete, func, insert, select, update
 
 from skyward_core.errors import LeaseLost, LedgerConflict
 from skyward_core.ledger.database import Database
@@ -20,7 +20,9 @@ from skyward_core.ledger.tables import (
     POOLS,
     SEALED_LEASES,
     attempt_of,
+    later_lease,
     pool_of,
+    pool_seen,
     read_rows,
     sealed_lease_of,
     stamp,
@@ -63,6 +65,7 @@ class Pools:
             "created_microseconds": stamp(self._database.clock()),
             "lease_expires_microseconds": stamp(lease_expires_at),
             "lives_by_lease": False,
+            **self._database.lease_clock().values(),
             **work_values(work),
         }
         with self._database.write() as connection:
@@ -98,15 +101,14 @@ class Pools:
         self._lengthen(pool_id, lease_expires_at, lives_by_lease=True)
 
     def _lengthen(self, pool_id: str, lease_expires_at: datetime, **more: bool) -> None:
-        end = stamp(lease_expires_at)
-        later = case((POOLS.c.lease_expires_microseconds < end, end), else_=POOLS.c.lease_expires_microseconds)
+        later = later_lease(lease_expires_at, self._database.lease_clock())
         with self._database.write() as connection:
             wanted = update(POOLS).where(POOLS.c.id == pool_id, _MAY_SPEND)
-            if connection.execute(wanted.values(lease_expires_microseconds=later, **more)).rowcount == 0:
+            if connection.execute(wanted.values({**later, **more})).rowcount == 0:
                 must_live(connection, pool_id)
 
     def condemn_all(self, seen: Mapping[str, datetime]) -> set[str]:
-        """Condemn pools, each unless its lease was renewed: `seen` has the ends that were read.
+        """Condemn pools, each unless its lease was renewed: `seen` has the ends that were read, as they were written.
 
         From now on nothing is requested for them.
         """
@@ -165,7 +167,7 @@ class Pools:
         """Return a pool; None if it is unknown."""
         with self._database.read() as connection:
             row = connection.execute(select(POOLS).where(POOLS.c.id == pool_id)).mappings().first()
-        return None if row is None else pool_of(row)
+        return None if row is None else pool_seen(row, self._database.lease_clock())
 
     def pools(self, *, include_ended: bool = False, unreadable: list[UnreadableRow] | None = None) -> list[PoolEntry]:
         """Return the pools, oldest first.
@@ -174,7 +176,8 @@ class Pools:
         """
         with self._database.read() as connection:
             wanted = select_pools(include_ended).order_by(POOLS.c.created_microseconds, POOLS.c.id)
-            return read_rows(connection.execute(wanted).mappings(), pool_of, unreadable)
+            clock = self._database.lease_clock()
+            return read_rows(connection.execute(wanted).mappings(), lambda row: pool_seen(row, clock), unreadable)
 
     def note_attempts(self, attempts: Sequence[Attempt]) -> None:
         """Record the results of attempts to rent machines."""

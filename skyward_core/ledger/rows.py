@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from enum import StrEnum
 from typing import Any
@@ -97,18 +97,39 @@ class PoolEntry:
     work: Work = NO_WORK
     trouble: str = ""
     """Why its owner could not be read; "" if it could. Then only its lease shows whether it lives."""
+    lease_shift: timedelta | None = None
+    """By how much this computer's time of day was set forward since the lease was written in this boot of it; that is
+    a part of `lease_expires_at`. None: the lease was written elsewhere, and `lease_expires_at` is as it was written.
+    """
+
+    @property
+    def written_lease(self) -> datetime:
+        """The end of the lease as it was written, for `Ledger.condemn`."""
+        return self.lease_expires_at - (self.lease_shift or timedelta(0))
 
     def why_dead(self, now: datetime, owner_state: OwnerState) -> str:
-        """Return why this pool is dead; "" if it lives."""
+        """Return why this pool is dead; "" if it lives.
+
+        A process of this computer that can be seen to run lives although it could not renew its lease, for example
+        because the ledger was out of reach. One that is stopped does not: only its lease shows whether it comes back.
+        """
         if self.ended_at is not None:
             return "the pool has ended"
         if self.condemned_at is not None:
             return "the pool was judged dead before"
+        if owner_state is OwnerState.ALIVE and not self.lives_by_lease:
+            return ""
         if self.lease_expires_at <= now:
             return f"its lease ran out {(now - self.lease_expires_at).total_seconds():.0f} s ago"
         if owner_state is OwnerState.DEAD and not self.lives_by_lease:
             return "its owner is dead"
         return ""
+
+    def is_judged_from_afar(self, now: datetime, owner_state: OwnerState) -> bool:
+        """Return whether only a lease that another computer's clock has written shows that this pool is dead."""
+        is_open = self.ended_at is None and self.condemned_at is None
+        is_dead = owner_state is OwnerState.DEAD and not self.lives_by_lease
+        return is_open and not is_dead and self.lease_shift is None and bool(self.why_dead(now, owner_state))
 
 
 class UnreadableRow(LedgerError):

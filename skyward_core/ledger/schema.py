@@ -30,6 +30,7 @@ from skyward_core.ledger.migrations import (
     v8_warm,
     v9_run_limits,
     v10_activity,
+    v11_lease_clocks,
 )
 from skyward_core.ledger.sql_engine import shown
 from skyward_core.ledger.tables import META
@@ -49,6 +50,7 @@ MIGRATIONS: Sequence[ModuleType] = (
     v8_warm,
     v9_run_limits,
     v10_activity,
+    v11_lease_clocks,
 )
 """All migrations in their order. The revision of each is the version to which it leads; 0 is a database without our
 tables.

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, select, update
 
 from skyward_core.ledger.database import Database
 from skyward_core.ledger.names_policy import NameFacts, NameState, NotSteward, Standing, standing
-from skyward_core.ledger.tables import CLIENTS, NAMES, POOLS, client_of, name_of, pool_of
+from skyward_core.ledger.tables import CLIENTS, NAMES, POOLS, client_seen, name_of, pool_of
 
 
 class Stewards:
@@ -77,7 +77,8 @@ class Stewards:
         pool = connection.execute(select(POOLS).where(POOLS.c.id == named.pool_id)).mappings().first()
         both = select(CLIENTS).where(CLIENTS.c.id.in_([client_id, named.steward])).order_by(CLIENTS.c.id)
         rows = connection.execute(both.with_for_update() if is_locked else both).mappings()
-        clients = [client_of(client) for client in rows]
+        clock = self._database.lease_clock()
+        clients = [client_seen(client, clock) for client in rows]
         states = {client.owner: client.owner.state() for client in clients}
         now = self._database.now(connection)
         return NameFacts(named, None if pool is None else pool_of(pool), clients, now, states)

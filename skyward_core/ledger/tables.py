@@ -12,15 +12,30 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from types import MappingProxyType
 from typing import Any, cast
 
-from sqlalchemy import BigInteger, Boolean, Column, ForeignKey, Index, Integer, MetaData, String, Table, Text, false
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Case,
+    Column,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    case,
+    false,
+)
 
 from skyward_core.errors import BadRequest
+from skyward_core.ledger.lease_clock import LeaseClock
 from skyward_core.ledger.names_policy import Client, NamedPool, NameState
 from skyward_core.ledger.rows import (
     MICRO_USD,
@@ -63,6 +78,12 @@ def _work_columns() -> list[Column[Any]]:
     return [Column(name, String(WORK_CHARACTERS), nullable=False, server_default="") for name in WORK_COLUMNS]
 
 
+def _clock_columns(prefix: str) -> list[Column[Any]]:
+    """Return the columns for the clock by which a time was written (`lease_clock.py`)."""
+    boot = Column(f"{prefix}_boot", String(64), nullable=False, server_default="")
+    return [boot, Column(f"{prefix}_ahead_microseconds", BigInteger, nullable=False, server_default="0")]
+
+
 POOLS = Table(
     "skyward_pools",
     METADATA,
@@ -85,6 +106,7 @@ POOLS = Table(
     Column("warm_since_microseconds", BigInteger),
     # the account of the run, on which the pool draws beside `account` (`run_accounts.py`)
     Column("run_account", String(255)),
+    *_clock_columns("lease"),
 )
 Index("skyward_pools_by_run", POOLS.c.work_run)
 
@@ -230,6 +252,7 @@ NAMES = Table(
     Column("epoch", BigInteger, nullable=False, server_default="0"),
     Column("keep_warm_milliseconds", BigInteger, nullable=False, server_default="0"),
     Column("warm_until_microseconds", BigInteger),
+    *_clock_columns("warm"),
 )
 
 # The processes that use named pools, or have used them.
@@ -248,6 +271,7 @@ CLIENTS = Table(
     Column("calls", BigInteger, nullable=False, server_default="0"),
     Column("busy_microseconds", BigInteger),
     *_work_columns(),
+    *_clock_columns("lease"),
 )
 
 
@@ -322,6 +346,22 @@ def pool_of(row: Values) -> PoolEntry:
         work=work_of(row),
         trouble=trouble,
     )
+
+
+def pool_seen(row: Values, clock: LeaseClock) -> PoolEntry:
+    """Return the pool of a row, with its lease by this computer's present time of day. Raises UnreadableRow."""
+    entry, shift = pool_of(row), clock.shift(row)
+    if shift is None:
+        return entry
+    return replace(entry, lease_expires_at=entry.lease_expires_at + shift, lease_shift=shift)
+
+
+def later_lease(end: datetime, clock: LeaseClock) -> dict[str, Case[Any]]:
+    """Return the columns of POOLS that move the end of a lease to `end`, unless it is later already."""
+    c, new = POOLS.c, {"lease_expires_microseconds": stamp(end), **clock.values()}
+    left, left_now = c.lease_expires_microseconds - c.lease_ahead_microseconds, stamp(end) - clock.ahead_microseconds
+    is_later = case((c.lease_boot == clock.boot, left < left_now), else_=c.lease_expires_microseconds < stamp(end))
+    return {name: case((is_later, value), else_=c[name]) for name, value in new.items()}
 
 
 def work_of(row: Values) -> Work:
@@ -462,6 +502,18 @@ def client_of(row: Values) -> Client:
         calls=row["calls"],
         busy_at=moment_or_none(row["busy_microseconds"]),
     )
+
+
+def name_seen(row: Values, clock: LeaseClock) -> NamedPool:
+    """Return the named pool of a row, with its warm time by this computer's present time of day."""
+    named, shift = name_of(row), clock.shift(row, "warm")
+    return named if not shift or named.warm_until is None else replace(named, warm_until=named.warm_until + shift)
+
+
+def client_seen(row: Values, clock: LeaseClock) -> Client:
+    """Return the client of a row, with its lease by this computer's present time of day."""
+    client, shift = client_of(row), clock.shift(row)
+    return replace(client, lease_expires_at=client.lease_expires_at + shift) if shift else client
 
 
 @_reader(ACCOUNTS, key="name")

@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
-from skyward_core.worker.settings import process_start, this_process
+from skyward_core.worker.settings import is_stopped, process_start, this_process
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PID_NAMESPACE = Path("/proc/self/ns/pid")
@@ -20,6 +20,8 @@ class OwnerState(StrEnum):
     """Whether an owner lives, as far as this process can see."""
 
     ALIVE = "alive"
+    # SIGSTOP, Ctrl-Z, a debugger: it renews nothing, and may go on at any time
+    STOPPED = "stopped"
     DEAD = "dead"
     # its process is on another host, in another boot or container, or hidden: it is not visible here
     UNKNOWN = "unknown"
@@ -43,7 +45,7 @@ class Owner:
     def here(cls) -> Self:
         """Return this process."""
         process = this_process()
-        return cls(_user(), socket.gethostname(), _boot(), _namespace(), process.pid, process.started)
+        return cls(_user(), socket.gethostname(), boot_id(), _namespace(), process.pid, process.started)
 
     @property
     def name(self) -> str:
@@ -70,12 +72,14 @@ class Owner:
 
     def state(self) -> OwnerState:
         """Return whether the process lives; UNKNOWN if it would not be visible here."""
-        if (self.host, self.boot, self.namespace) != (socket.gethostname(), _boot(), _namespace()) or not self.boot:
+        if (self.host, self.boot, self.namespace) != (socket.gethostname(), boot_id(), _namespace()) or not self.boot:
             return OwnerState.UNKNOWN
         started = process_start(self.pid)
         if started is None or not self.started:
             return OwnerState.UNKNOWN
-        return OwnerState.ALIVE if started == self.started else OwnerState.DEAD
+        if started != self.started:
+            return OwnerState.DEAD
+        return OwnerState.STOPPED if is_stopped(self.pid) else OwnerState.ALIVE
 
 
 def _user() -> str:
@@ -86,7 +90,7 @@ def _user() -> str:
         return str(os.geteuid())
 
 
-def _boot() -> str:
+def boot_id() -> str:
     """Return the id of this boot of the kernel; empty if it is not available."""
     try:
         return BOOT_ID.read_text().strip()

@@ -102,9 +102,16 @@ class Nodes:
         )
 
     @property
+    def head(self) -> Preparation:
+        """The node with the scheduler. Raises NodeLost while there is none: it was lost, and another is not ready."""
+        if (head := self.all.get(0)) is None:
+            raise NodeLost("the pool has no head now: it was lost, and another one is not ready")
+        return head
+
+    @property
     def scheduler_from_here(self) -> str:
-        """The address of the scheduler for this client."""
-        return self.all[0].transport.address(self.scheduler)
+        """The address of the scheduler for this client. Raises NodeLost as `head`."""
+        return self.head.transport.address(self.scheduler)
 
     def extend_leases(self, seconds: float) -> None:
         """Let all nodes live for so many seconds from now.
@@ -130,10 +137,10 @@ class Nodes:
         return "" if self._rental.provider.is_here else node_script(self._spec)
 
     def settings(self, node: Preparation, rank: int, scheduler: str | None) -> NodeSettings:
-        """Return the settings of a node; without a scheduler it is the head."""
+        """Return the settings of a node; without a scheduler it is the head. Raises NodeLost as `head`."""
         forwarding = self.forwarding
         host = "127.0.0.1" if forwarding.is_on else node.instance.private_ip or "127.0.0.1"
-        head_host = "127.0.0.1" if forwarding.is_on else self.all[0].instance.private_ip or "127.0.0.1"
+        head_host = "127.0.0.1" if forwarding.is_on else self.head.instance.private_ip or "127.0.0.1"
         role = Role(rank, self.generation, host, head_host, self.head_port, scheduler, forwarding.ports_of(rank))
         certificate = self._certificate.result()
         if isinstance(node.transport, LocalTransport):

@@ -246,7 +246,9 @@ def _must_live(ledger: Ledger, pool_id: str) -> None:
         raise NodeLost(f"pool {pool_id} is not there any more: it ended at {entry.ended_at:%Y-%m-%d %H:%M:%S} UTC")
     if entry.condemned_at is not None:
         raise LeaseLost(f"pool {pool_id} was judged dead, and its machines are being ended: open another one")
-    if entry.lease_expires_at + CLOCK_SKEW < ledger.names.now():
+    # a lease of this boot is exact by this computer's time of day; that of another one is judged by the server's
+    now = ledger.names.now() if entry.lease_shift is None else ledger.time_of_day()
+    if entry.lease_expires_at + CLOCK_SKEW < now:
         raise NodeLost(
             f"pool {pool_id} is not there any more: its lease ran out at {entry.lease_expires_at:%Y-%m-%d %H:%M:%S} UTC"
         )

@@ -173,6 +173,15 @@ def memory_directory(instance_id: str) -> str:
     return str((base if base.is_dir() else Path(tempfile.gettempdir())) / f"skyward-{os.getuid()}-{instance_id}")
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped, by a signal or a debugger. It can be continued."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(") ")[2][:1] in {"T", "t"}
+
+
 def process_start(pid: int) -> str | None:
     """Return a process's start time in clock ticks since boot (field 22 of proc(5) stat), "" if it is gone or a zombie.
 

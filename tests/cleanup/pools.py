@@ -23,9 +23,14 @@ from tests.ledger.fixtures import open_pool
 ROOT = Path(__file__).parents[2]
 START = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 HERE = Owner.here()
-DEAD = replace(HERE, started="1")
+DEAD, STOPPED = replace(HERE, started="1"), replace(HERE, started="2")
 ELSEWHERE = replace(HERE, host="elsewhere", boot="another")
-STATES = {HERE: OwnerState.ALIVE, DEAD: OwnerState.DEAD, ELSEWHERE: OwnerState.UNKNOWN}
+STATES = {
+    HERE: OwnerState.ALIVE,
+    STOPPED: OwnerState.STOPPED,
+    DEAD: OwnerState.DEAD,
+    ELSEWHERE: OwnerState.UNKNOWN,
+}
 
 
 class Time:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from skyward_core.machines.owner import Owner, OwnerState
+from tests.waiting import wait_until
 
 TELL = "from skyward_core.machines.owner import Owner; o = Owner.here(); print(o.name); print(o.process)"
 
@@ -22,6 +24,20 @@ def test_only_a_process_that_has_ended_is_dead() -> None:
     words = subprocess.run([sys.executable, "-c", TELL], capture_output=True, text=True, check=True).stdout.split()
     assert Owner.parse(*words).state() is OwnerState.DEAD
     assert replace(here, started="1").state() is OwnerState.DEAD
+
+
+def test_a_stopped_process_is_neither_dead_nor_alive() -> None:
+    """It renews nothing, and may go on: only its lease shows for how long that is waited for."""
+    tell = [sys.executable, "-c", f"{TELL}; import sys; sys.stdout.flush(); sys.stdin.read()"]
+    with subprocess.Popen(tell, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        owner = Owner.parse(process.stdout.readline().strip(), process.stdout.readline().strip())
+        assert owner.state() is OwnerState.ALIVE
+        for sent, state in ((signal.SIGSTOP, OwnerState.STOPPED), (signal.SIGCONT, OwnerState.ALIVE)):
+            process.send_signal(sent)
+            wait_until(lambda state=state: owner.state() is state, f"the process to be {state}")
+        process.communicate()
+    assert owner.state() is OwnerState.DEAD
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Pools with a name: many processes, one rental; no process is special after the opening."""
 
+import json
 import os
 import time
 from pathlib import Path
@@ -23,7 +24,13 @@ from tests.pool.named import (  # noqa: F401 - a fixture
     replaced,
     row_of,
 )
+from tests.pool.other_clock import run_at
 from tests.waiting import wait_until
+
+DEFAULT = sky.PoolSpec.model_fields["lease_seconds"].default
+
+# machines that the ledger of this test does not have, and their owners, are not ours: they are left
+SWEEP = ("sweep", "--yes", "--json", "--min-age", "864000")
 
 pytestmark = [pytest.mark.timeout(240)]
 
@@ -53,6 +60,22 @@ def test_any_process_may_leave_and_the_next_finds_the_pool_warm(name: str) -> No
     assert row_of(name).state is NameState.WARM
     sky.release(name)
     assert_nothing_left(first, ids)
+
+
+def test_a_step_of_the_clock_ends_no_pool_that_lives(name: str) -> None:
+    """With the default lease, a sweep and a process that opens the name, whose time of day is an hour ahead or behind,
+    find a pool that lives: also one without a name.
+    """
+    with sky.ComputePool(provider=sky.Local(), display="quiet") as plain, pool_of(name, lease_seconds=DEFAULT) as named:
+        for step in (3600, -3600):
+            swept = json.loads(run_at(step, "skyward_core.cli", *SWEEP))
+            verdicts = {finding["pool"]: finding["action"] for finding in swept["findings"]}
+            assert (verdicts[plain.id], verdicts[named.id]) == ("leave", "leave")
+            # it joins: a rental would have condemned the pool of the name
+            settings = json.dumps({"lease_seconds": DEFAULT})
+            assert json.loads(run_at(step, "tests.pool.named", name, settings).splitlines()[0])["id"] == named.id
+            assert [double(step) >> pool for pool in (plain, named)] == [2 * step] * 2
+        assert rentals() == [plain.id, named.id]
 
 
 def test_the_last_process_ends_the_machines_and_the_name_is_free(name: str) -> None:

@@ -18,6 +18,7 @@ from tests.cleanup.pools import (
     HERE,
     START,
     STATES,
+    STOPPED,
     LaggingProvider,
     entry,
     intent,
@@ -59,7 +60,10 @@ def launched(instance_id: str, rank: int = 0, pool_id: str = "sky-1", launch: st
         (entry(owner=ELSEWHERE), False),
         (entry(owner=DEAD), True),
         (entry(owner=DEAD, lives_by_lease=True), False),
-        (entry(owner=HERE, lease_seconds=0), True),
+        (entry(owner=HERE, lease_seconds=-1), False),
+        (entry(owner=HERE, lives_by_lease=True, lease_seconds=0), True),
+        (entry(owner=STOPPED), False),
+        (entry(owner=STOPPED, lease_seconds=0), True),
         (entry(owner=ELSEWHERE, lease_seconds=-1), True),
         (entry(owner=DEAD, lives_by_lease=True, lease_seconds=-1), True),
         (entry(owner=HERE, condemned_at=START), True),
@@ -67,7 +71,9 @@ def launched(instance_id: str, rank: int = 0, pool_id: str = "sky-1", launch: st
     ],
 )
 def test_a_machine_is_ended_only_if_its_pool_is_certainly_dead(pool: PoolEntry, is_dead: bool) -> None:
-    """Its lease has expired, its owner was needed and is dead, or the pool has ended or was condemned."""
+    """Its lease has expired and no process of this computer runs that owns it, its owner was needed and is dead, or the
+    pool has ended or was condemned.
+    """
     expected = [("end" if is_dead else "leave", "sky-1", ("m",))]
     assert verdicts([launched("m")], [pool], [intent(1, cloud_id="m")]) == expected
 

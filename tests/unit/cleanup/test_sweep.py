@@ -9,7 +9,7 @@ from pydantic import PrivateAttr
 
 from skyward_core import Instance
 from skyward_core.cleanup.policy import Action
-from skyward_core.cleanup.sweep import sweep
+from skyward_core.cleanup.sweep import RENEWAL_SECONDS, sweep
 from skyward_core.errors import ProviderFailed
 from skyward_core.ledger.ledger import Ledger
 from tests.cleanup.pools import ELSEWHERE, HERE, CloudProvider, LaggingProvider, Time, World, of_kind
@@ -52,6 +52,26 @@ def test_an_owner_that_renews_in_time_keeps_its_machines(world: World, monkeypat
     ]
     assert world.provider.machines.terminated == []
     assert world.ledger.pools()[0].condemned_at is None
+
+
+@pytest.mark.parametrize("renews", [True, False])
+def test_a_lease_of_another_computer_is_looked_at_twice(world: World, *, renews: bool) -> None:
+    """One of the two clocks may have been set just now: an owner that lives renews before the second look."""
+    pool = world.pool(owner=ELSEWHERE, lease_seconds=-3600)
+    world.rent(pool, owner=ELSEWHERE)
+
+    def pause(seconds: float) -> None:
+        world.hands.pause(seconds)
+        if renews:
+            world.ledger.renew(pool, world.hands.now - timedelta(seconds=3600 - 120))
+
+    assert actions(world.sweep(pause=pause)) == [("leave" if renews else "end", pool)]
+    assert world.hands.paused == RENEWAL_SECONDS
+    assert bool(world.ids()) is renews
+    # a process that is known to be dead, and a dry run, wait for nothing
+    world.pool("sky-2", lease_seconds=-3600)
+    world.sweep(is_dry_run=True)
+    assert world.hands.paused == RENEWAL_SECONDS
 
 
 def test_a_late_launch_of_a_dead_pool_is_left_to_the_next_sweep(ledger: Ledger, tmp_path: Path, hands: Time) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from skyward_core.errors import BadRequest, BootstrapFailed, SkywardError, Unreachable
+from skyward_core.errors import BadRequest, BootstrapFailed, NodeLost, SkywardError, Unreachable
 from skyward_core.machines.instances import Instance, InstanceState
 from skyward_core.provisioning.head_restart import HeadRestart
 from skyward_core.provisioning.nodes import Nodes
@@ -93,6 +93,17 @@ def test_a_node_dropped_by_a_failed_replacement_does_not_fail_the_restart(monkey
     vars(restart).update(_nodes=pool.nodes, _rental=pool.rental)
     restart._send_or_drop(2, node)
     assert pool.ended == []
+
+
+def test_a_pool_without_a_head_says_so() -> None:
+    """Its head was lost, and another one could not be rented, as when a sweep has condemned the pool."""
+    pool = Pool()
+    node: Any = pool.other
+    del pool.nodes.all[0]
+    with pytest.raises(NodeLost, match="has no head"):
+        _ = pool.nodes.scheduler_from_here
+    with pytest.raises(NodeLost, match="has no head"):
+        pool.nodes.settings(node, 2, "tls://10.0.0.1:8786")
 
 
 def test_a_pool_whose_nodes_cannot_reach_each_other_cannot_be_detached() -> None:

@@ -52,6 +52,8 @@ class Clock:
         self.passes: Callable[[], object] = lambda: None
         monkeypatch.setattr(use.guard, "_clock", lambda: self.seconds)
         monkeypatch.setattr(use.ledger.names._database, "clock", lambda: self.began + timedelta(seconds=self.seconds))
+        awake = time.monotonic()
+        monkeypatch.setattr(use.ledger.names._database, "_awake", lambda: awake + self.seconds)
         monkeypatch.setattr(named_use, "time", SimpleNamespace(sleep=self.sleep, monotonic=time.monotonic))
         monkeypatch.setattr(use, "_contact", LedgerContact(5.0))
         use.renew()
