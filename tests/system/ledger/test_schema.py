@@ -38,6 +38,11 @@ from tests.ledger.fixtures import (
 NEWEST = len(MIGRATIONS)
 UNDONE: dict[str, tuple[str, ...]] = {
     "before Alembic": (f"DROP TABLE {ALEMBIC_TABLE}",),
+    "10": tuple(
+        f"ALTER TABLE skyward_{table} DROP COLUMN {prefix}_{column}"
+        for table, prefix in (("pools", "lease"), ("clients", "lease"), ("names", "warm"))
+        for column in ("boot", "ahead_microseconds")
+    ),
     "9": tuple(f"ALTER TABLE skyward_clients DROP COLUMN {column}" for column in ("calls", "busy_microseconds")),
     "8": ("ALTER TABLE skyward_accounts DROP COLUMN is_of_run", "ALTER TABLE skyward_pools DROP COLUMN run_account"),
     "7": (
