@@ -1,5 +1,6 @@
 """Wrong input, settings and damaged rows: the `skyward` command reports the fault, does the rest, and shows no traceback."""
 
+import functools
 import json
 import shlex
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core import cli
+from skyward_core.cleanup.sweep import RENEWAL_SECONDS, sweep
 from skyward_core.cli.commands import ui as command
 from skyward_core.errors import LedgerError
 from skyward_core.ledger.ledger import Ledger
@@ -59,7 +61,12 @@ def test_a_pool_that_cannot_be_read_stops_nothing(what: str, skyward: Skyward, m
     assert "cannot be read" in complaint
 
 
-def test_a_pool_whose_owner_cannot_be_read_lives_by_its_lease(skyward: Skyward) -> None:
+def test_a_pool_whose_owner_cannot_be_read_lives_by_its_lease(
+    skyward: Skyward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After its lease the sweep waits for a renewal, because the owner may be another computer's."""
+    pauses = list[float]()
+    monkeypatch.setattr("skyward_core.cleanup.sweep.sweep", functools.partial(sweep, pause=pauses.append))
     skyward.open_three()
     skyward.damage("UPDATE skyward_pools SET owner_process = 'garbage' WHERE id = 'sky-odd'")
     code, output, complaint = skyward.run("ps --json")
@@ -74,6 +81,7 @@ def test_a_pool_whose_owner_cannot_be_read_lives_by_its_lease(skyward: Skyward) 
     report = json.loads(skyward.run("sweep --yes --json")[1])
     assert [finding["pool"] for finding in report["ended"]] == ["sky-odd"]
     assert machines(skyward) == {"sky-live"}
+    assert pauses == [RENEWAL_SECONDS]
 
 
 def test_other_rows_that_cannot_be_read(skyward: Skyward) -> None:
