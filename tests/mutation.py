@@ -49,7 +49,7 @@ OTHERS = {
         f"ledger/{name}": LEDGER
         for name in ("accounts", "bills", "intents", "journal", "metering", "names", "names_policy", "pools", "receipt")
     },
-    "machines/offers": ("unit/provisioning/test_candidates.py",),
+    "machines/offers": ("unit/provisioning/test_candidates.py", "unit/test_spec.py"),
     **{
         f"provisioning/{name}": LIFECYCLE
         for name in ("rental", "replacement", "selection", "startup", "teardown", "termination")

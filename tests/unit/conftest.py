@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import asyncssh  # noqa: F401 - its first import starts a process (ldconfig), which must not happen in a test
 import pytest
 
 REFUSED = {

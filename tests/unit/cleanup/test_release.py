@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import pytest
 from pydantic import PrivateAttr
 
-import skyward_core.providers.hosts  # noqa: F401 - it imports asyncssh, which starts a process: not inside a unit test
 from skyward_core import Instance, InstancesLeft, Lease, Requirements
 from skyward_core.cleanup.policy import BOOT_SECONDS, paid_until
 from skyward_core.cleanup.release import CONDEMN_TRIES, end_pool, release
