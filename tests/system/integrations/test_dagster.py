@@ -54,12 +54,12 @@ def new_processes():
 
     yield new
     assert new() == []
-    deadline = time.monotonic() + 10
-    while left := [
-        thread.name for thread in threading.enumerate() if thread not in threads and thread.name.startswith("skyward")
-    ]:
-        assert time.monotonic() < deadline, left
-        threading.Event().wait(0.05)
+
+    def left() -> list[str]:
+        there = [thread for thread in threading.enumerate() if thread not in threads]
+        return [thread.name for thread in there if thread.name.startswith("skyward")]
+
+    wait_until(lambda: not left(), "the threads to end")
 
 
 @pytest.fixture
