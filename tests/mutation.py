@@ -36,7 +36,10 @@ SECONDS_LONGER = 10.0
 
 HISTORIES = ("system/engine/test_simulation.py::test_histories[0]",)
 LIFECYCLE = ("system/provisioning/test_lifecycle.py", "system/provisioning/test_selection.py")
-LEDGER = tuple(f"system/ledger/test_{name}.py" for name in ("ledger", "names", "prune", "budgets", "run_accounts"))
+LEDGER = (
+    *(f"system/ledger/test_{name}.py" for name in ("ledger", "names", "prune", "budgets", "run_accounts")),
+    "unit/session/test_paid_time.py",
+)
 DISPATCHER = (
     *("call_events", "calls", "connection_state", "dispatcher", "fetches", "function_files", "items", "kept_calls"),
     *("losses", "members", "outbox", "placement", "roster", "shipments"),
