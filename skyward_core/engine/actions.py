@@ -196,6 +196,8 @@ class Finish:
     instance_id: str
     outcome: Outcome
     arguments: Parcel
+    function: str = ""
+    """Its name, for people."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,7 +186,7 @@ class CallTable:
         entry = self.entries.pop(call_id)
         self._done += 1
         self._failed += outcome.kind is not OutcomeKind.RESULT
-        self._do(do.Finish(call_id, node, instance_id, outcome, entry.call.arguments))
+        self._do(do.Finish(call_id, node, instance_id, outcome, entry.call.arguments, entry.title))
         self.clear_remote_args(entry)
 
     def _lose_fetching(self, fetching: Fetching) -> None:

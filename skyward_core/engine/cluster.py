@@ -32,7 +32,6 @@ from skyward_core.engine.dispatcher import Dispatcher
 from skyward_core.engine.futures import CallFuture
 from skyward_core.engine.item_futures import ItemFuture
 from skyward_core.engine.node_draining import NodeDraining
-from skyward_core.engine.outbox import Entry
 from skyward_core.engine.owner import Counts, EngineThread, Watcher
 from skyward_core.engine.packed_functions import ArgumentPacker, packed_entries
 from skyward_core.errors import NodeLost, PoolClosed, SkywardError
@@ -45,7 +44,7 @@ from skyward_core.worker import calls as messages
 from skyward_core.worker.draining import HOLD
 from skyward_core.worker.masking import SecretValues
 from skyward_core.worker.shared_values import SharedValue
-from skyward_core.worker.wire import Parcel
+from skyward_core.worker.wire import Call, Parcel
 
 TICK_SECONDS = 0.5
 JOIN_POLL_SECONDS = 0.01
@@ -396,7 +395,9 @@ class Cluster:
             for entry in entries if places else ():
                 entry.call = entry.call._replace(place=places.get(entry.worker or ""))
             now = time.monotonic()
-            futures = [self._future(entry, now) for entry in entries]
+            for entry in entries:
+                entry.submitted_at = now
+            futures = [self._future(entry.call) for entry in entries]
             if self._lost is not None:
                 raise self._lost
             undo.pop_all()
@@ -408,15 +409,12 @@ class Cluster:
             self._end_late(futures)
         return futures
 
-    def _future(self, entry: Entry, now: float) -> CallFuture[Any]:
-        call, call_back = entry.call, self.owner.callbacks.put
-        future = (
-            ItemFuture(call.call_id, call.ahead, self._cancel, call_back, self._give_credit, self.owner.post)
-            if call.ahead
-            else CallFuture[Any](call.call_id, self._cancel, call_back)
+    def _future(self, call: Call) -> CallFuture[Any]:
+        if not call.ahead:
+            return CallFuture(call.call_id, self._cancel, self.owner.callbacks.put)
+        return ItemFuture(
+            call.call_id, call.ahead, self._cancel, self.owner.callbacks.put, self._give_credit, self.owner.post
         )
-        future.function, future.submitted_at = entry.title, now
-        return future
 
     def _give_credit(self, call_id: str, below: int) -> None:
         self.owner.post(lambda: self.dispatcher.give_credit(call_id, below))

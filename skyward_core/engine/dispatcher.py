@@ -150,16 +150,18 @@ class Dispatcher:
         """Return whether a call was sent to a worker, so that it may have begun, and its outcome has not arrived."""
         return self._queue.is_out(call_id) or self._calls.fetches.is_under_way(call_id)
 
-    def stage(self, call_id: str) -> tuple[str, str | None, float | None]:
-        """Return the state of a call that has not ended, the worker or the node (a number) that it needs or that had
-        it, and since when it is fetched, on the clock of `tick`.
+    def stage(self, call_id: str) -> tuple[str, str, str | None, float] | None:
+        """Return the function of a call, its state, the worker or the node (a number) that it needs or that had it, and
+        since when, on the clock of `tick`. None for a call that has ended.
 
         States are "waiting", "out" (sent to a worker: it waits there, or runs) and "fetching".
         """
         if (fetching := self._calls.fetches.by_call.get(call_id)) is not None:
-            return "fetching", str(fetching.node), fetching.since
-        entry = self._calls.entries.get(call_id)
-        return "out" if self._queue.is_out(call_id) else "waiting", None if entry is None else entry.worker, None
+            return fetching.entry.title, "fetching", str(fetching.node), fetching.since
+        if (entry := self._calls.entries.get(call_id)) is None:
+            return None
+        state = "out" if self._queue.is_out(call_id) else "waiting"
+        return entry.title, state, entry.worker, entry.submitted_at
 
     def drain(self, error: SkywardError | None) -> None:
         """Begin no more calls: those that have not begun raise this, those that run may end.

@@ -62,12 +62,6 @@ class CallFuture[R](Future[R]):
 
         None where `seconds` is, and in a pool that another client pays for.
         """
-        self.function = ""
-        """The name of the function."""
-        self.submitted_at = 0.0
-        """When the call was submitted, on time.monotonic's clock."""
-        self.returned_at: float | None = None
-        """When its outcome had come, if its value must be loaded still; on the same clock."""
         self._stop = stop
         self._call_back = call_back
 

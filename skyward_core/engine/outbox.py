@@ -44,6 +44,8 @@ class Entry:
     """The scattered values that it uses, by name."""
     title: str = ""
     """The name of its function, for people."""
+    submitted_at: float = 0.0
+    """When it was submitted, on the clock of `Dispatcher.tick`."""
     items: int = 0
     """How many items have come, if it streams."""
 

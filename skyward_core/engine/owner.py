@@ -121,6 +121,8 @@ class EngineThread:
         self._is_closed = False
         self._answers: dict[int, Future[None]] = {}
         """By epoch: the future of the scheduler's answer to that connection."""
+        self._returned: dict[str, tuple[str, float]] = {}
+        """By call: the name of its function, and when its outcome had come, while its value is loaded."""
         self._last_lines: dict[str, int] = {}
         """By call: the number of the event of its last log line."""
         self._usd_per_second: dict[str, float] = {}
@@ -342,15 +344,16 @@ class EngineThread:
         been in that state. Of those that wait, the first ones, and how many there are.
         """
         now, listed, waiting = time.monotonic(), list[list[Any]](), 0
-        for call_id, future in list(self.futures.items()):  # callers add
-            if future.returned_at is not None:
-                stage, where, since = "fetching", None, future.returned_at
-            else:
-                stage, where, since = self.dispatcher.stage(call_id)
+        for call_id in list(self.futures):  # callers add
+            if (known := self.dispatcher.stage(call_id)) is not None:
+                function, stage, where, since = known
+            elif (returned := self._returned.get(call_id)) is not None:
+                (function, since), stage, where = returned, "fetching", None
+            else:  # it is being submitted, or ends just now
+                continue
             waiting += stage == "waiting"
             if stage != "waiting" or waiting <= MOST_WAITING:
-                seconds = now - (future.submitted_at if since is None else since)
-                listed.append([call_id, future.function, stage, where, seconds])
+                listed.append([call_id, function, stage, where, now - since])
         return {"listed": listed, "waiting": waiting}
 
     def _on_seen(self, busy_times: Collection[BusyTime]) -> None:
@@ -485,7 +488,7 @@ class EngineThread:
             value = plain_value(outcome)
         except NotPlain:
             if future is not None:
-                future.returned_at = time.monotonic()
+                self._returned[action.call_id] = action.function, time.monotonic()
             self._settle(action.call_id, lambda: value_of(outcome, action.node), spent)
         else:
             self._settle(action.call_id, lambda: value, spent, is_plain=True)
@@ -503,6 +506,7 @@ class EngineThread:
     def _on_settled(self, future: CallFuture[Any]) -> None:
         """Before a future is set, in the thread that sets it."""
         self.futures.pop(future.call_id, None)
+        self._returned.pop(future.call_id, None)
         self._loading.pop(future.call_id, None)
         self.ended_at = time.monotonic()
 
