@@ -100,12 +100,10 @@ def decide(facts: ProviderFacts, *, min_age_seconds: float = 0.0, include_unknow
     return findings
 
 
-def judged_from_afar(facts: ProviderFacts) -> set[str]:
-    """Return the pools that only a lease of another computer shows to be dead. Either clock may have been set just now:
-    a second look must confirm that their owners are silent.
-    """
+def needing_second_look(facts: ProviderFacts) -> set[str]:
+    """Return the pools that count as dead only because of a lease that their owners may still renew."""
     entries = [*facts.pools.values(), *(entry for entry, _ in facts.other_accounts.values())]
-    return {entry.id for entry in entries if entry.is_judged_from_afar(facts.now, facts.state(entry.owner))}
+    return {entry.id for entry in entries if entry.needs_second_look(facts.now, facts.state(entry.owner))}
 
 
 def answers(machines: Iterable[Instance], entries: Iterable[Intent]) -> dict[str, Intent]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from skyward_core.cleanup.policy import Action, Finding, ProviderFacts, decide, judged_from_afar
+from skyward_core.cleanup.policy import Action, Finding, ProviderFacts, decide, needing_second_look
 from skyward_core.cleanup.pool_record import Clock, utc_now
 from skyward_core.cleanup.provider_work import ProviderWork
 from skyward_core.cleanup.survey import Failure, ProviderListing, SurveyView, owner_states, take_survey
@@ -86,7 +86,7 @@ def sweep(
         findings = decide(facts, min_age_seconds=min_age_seconds, include_unknown=include_unknown)
         work = ProviderWork(ledger, listing, findings, clock, monotonic, pause)
         if not is_dry_run:
-            if judged_from_afar(facts):  # `condemn_all` refuses those whose leases are renewed meanwhile
+            if needing_second_look(facts):  # `condemn_all` refuses those whose leases are renewed meanwhile
                 pause(RENEWAL_SECONDS)
             work.do()
         return work

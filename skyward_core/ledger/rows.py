@@ -110,14 +110,14 @@ class PoolEntry:
     def why_dead(self, now: datetime, owner_state: OwnerState) -> str:
         """Return why this pool is dead; "" if it lives.
 
-        A process of this computer that can be seen to run lives although it could not renew its lease, for example
-        because the ledger was out of reach. One that is stopped does not: only its lease shows whether it comes back.
+        An owner that runs on this computer is not dead because of a lease that another clock may have written. A lease
+        of the same boot is exact: an owner that runs and does not renew it has abandoned its pool (InstancesLeft).
         """
         if self.ended_at is not None:
             return "the pool has ended"
         if self.condemned_at is not None:
             return "the pool was judged dead before"
-        if owner_state is OwnerState.ALIVE and not self.lives_by_lease:
+        if owner_state is OwnerState.ALIVE and not self.lives_by_lease and self.lease_shift is None:
             return ""
         if self.lease_expires_at <= now:
             return f"its lease ran out {(now - self.lease_expires_at).total_seconds():.0f} s ago"
@@ -125,11 +125,14 @@ class PoolEntry:
             return "its owner is dead"
         return ""
 
-    def is_judged_from_afar(self, now: datetime, owner_state: OwnerState) -> bool:
-        """Return whether only a lease that another computer's clock has written shows that this pool is dead."""
+    def needs_second_look(self, now: datetime, owner_state: OwnerState) -> bool:
+        """Return whether this pool counts as dead only because of its lease, and its owner may still renew that: the
+        lease is of another computer's clock, or the owner runs.
+        """
         is_open = self.ended_at is None and self.condemned_at is None
         is_dead = owner_state is OwnerState.DEAD and not self.lives_by_lease
-        return is_open and not is_dead and self.lease_shift is None and bool(self.why_dead(now, owner_state))
+        may_renew = self.lease_shift is None or owner_state is OwnerState.ALIVE
+        return is_open and not is_dead and may_renew and bool(self.why_dead(now, owner_state))
 
 
 class UnreadableRow(LedgerError):

@@ -12,7 +12,7 @@ from skyward_core.cleanup.policy import Action
 from skyward_core.cleanup.sweep import RENEWAL_SECONDS, sweep
 from skyward_core.errors import ProviderFailed
 from skyward_core.ledger.ledger import Ledger
-from tests.cleanup.pools import ELSEWHERE, HERE, CloudProvider, LaggingProvider, Time, World, of_kind
+from tests.cleanup.pools import ELSEWHERE, HERE, START, CloudProvider, LaggingProvider, Time, World, of_kind
 
 
 def actions(report: Any) -> list[tuple[str, str]]:
@@ -72,6 +72,27 @@ def test_a_lease_of_another_computer_is_looked_at_twice(world: World, *, renews:
     world.pool("sky-2", lease_seconds=-3600)
     world.sweep(is_dry_run=True)
     assert world.hands.paused == RENEWAL_SECONDS
+
+
+@pytest.mark.parametrize("renews", [True, False])
+def test_a_pool_that_its_running_owner_has_abandoned_is_ended(tmp_path: Path, hands: Time, *, renews: bool) -> None:
+    """Such as after InstancesLeft in a process that runs for months: it has not renewed for a lease, by a clock that no
+    step changes, and does not before the second look.
+    """
+    url = f"sqlite:///{tmp_path / 'ledger.db'}"
+    with Ledger(url, clock=hands, awake=lambda: (hands.now - START).total_seconds()) as ledger:
+        world = of_kind(CloudProvider, ledger, tmp_path, hands)
+        pool = world.pool(owner=HERE, lease_seconds=120)
+        world.rent(pool, owner=HERE)
+        hands.go(121)
+
+        def pause(seconds: float) -> None:
+            hands.pause(seconds)
+            if renews:
+                ledger.renew(pool, hands.now + timedelta(seconds=120))
+
+        assert actions(world.sweep(pause=pause)) == [("leave" if renews else "end", pool)]
+        assert (hands.paused, bool(world.ids())) == (RENEWAL_SECONDS, renews)
 
 
 def test_a_late_launch_of_a_dead_pool_is_left_to_the_next_sweep(ledger: Ledger, tmp_path: Path, hands: Time) -> None:

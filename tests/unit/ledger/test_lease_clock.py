@@ -56,7 +56,7 @@ def test_a_pool_is_dead_a_lease_after_its_last_renewal(sqlite_url: str, computer
                 (found,) = reader.pools()
                 assert bool(found.why_dead(computer.wall(), OwnerState.UNKNOWN)) is is_dead
                 assert reader.pool("p") == found == reader.pool_rows()[0].entry
-                assert not found.is_judged_from_afar(computer.wall(), OwnerState.UNKNOWN)
+                assert not found.needs_second_look(computer.wall(), OwnerState.UNKNOWN)
             writer.renew("p", in_a_minute(computer))
             assert not reader.condemn("p", seen=found.written_lease)
             (found,) = reader.pools()
@@ -87,7 +87,7 @@ def test_a_lease_of_another_boot_is_judged_by_the_time_of_day(sqlite_url: str, c
         computer.ahead += step
         for found in ledger.pools():
             assert (found.lease_expires_at, found.lease_shift, found.written_lease) == (written, None, written)
-            assert found.is_judged_from_afar(computer.wall(), OwnerState.UNKNOWN) is (step > 0)
+            assert found.needs_second_look(computer.wall(), OwnerState.UNKNOWN) is (step > 0)
 
 
 @STEPS
