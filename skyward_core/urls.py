@@ -1,4 +1,4 @@
-"""URLs in messages: passwords and tokens in them are hidden, whoever has put the URL into the text."""
+"""URLs in messages: passwords and tokens in them are hidden, also in texts of libraries and clouds."""
 
 from __future__ import annotations
 

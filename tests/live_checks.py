@@ -201,12 +201,12 @@ def _may_write(api: Api) -> str:
 
 def _balance(api: Api) -> str:
     answer = api.request("POST", "/graphql", body={"query": BALANCE}, is_repeatable=True)
-    told = answer.get("data", {}).get("myself") if isinstance(answer, dict) else None
-    if not told:
+    account = answer.get("data", {}).get("myself") if isinstance(answer, dict) else None
+    if not account:
         raise ProviderFailed("RunPod does not tell the balance")
-    if float(told["clientBalance"]) <= 0:
-        raise BadRequest(f"{told['clientBalance']} USD: add credit")
-    return f"{told['clientBalance']} USD, at most {told['spendLimit']} USD an hour"
+    if float(account["clientBalance"]) <= 0:
+        raise BadRequest(f"{account['clientBalance']} USD: add credit")
+    return f"{account['clientBalance']} USD, at most {account['spendLimit']} USD an hour"
 
 
 def _manifest(image: str) -> Finding:

@@ -31,7 +31,7 @@ from skyward_core.engine.dask_loop import DaskLoop
 from skyward_core.engine.dispatcher import PoolNews
 from skyward_core.errors import NodeLost
 from skyward_core.worker import calls
-from skyward_core.worker.call_lists import INTRODUCE, TELL_CALLS
+from skyward_core.worker.call_lists import CALLS_QUESTION, INTRODUCE
 from skyward_core.worker.calls import BusyTime
 from skyward_core.worker.detached_calls import BUSY_TIMES
 from skyward_core.worker.pool_scheduler import RUN_BATCH, STALLED_SECONDS
@@ -208,7 +208,7 @@ class SchedulerConnection:
             self.client.subscribe_topic(topic, on_topic)
         except ClosedClientError as error:
             raise NotSent from error
-        cast(Any, self.client)._stream_handlers[TELL_CALLS] = lambda request, **_: inbox.on_asked_for_calls(
+        cast(Any, self.client)._stream_handlers[CALLS_QUESTION] = lambda request, **_: inbox.on_asked_for_calls(
             epoch, request
         )
         self.send(calls.resume(self.client.id, topic, after, epoch))

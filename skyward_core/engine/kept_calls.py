@@ -55,6 +55,7 @@ class KeptCalls:
     _passed_over: dict[int, list[Parcel]] = field(default_factory=dict[int, list[Parcel]])
     """The outcomes in those reports. Their worker repeats them when it announces the batch, or they are left behind."""
     _left_behind: list[Parcel] = field(default_factory=list[Parcel])
+    """The outcomes of lost batches that were not repeated: their files are to be removed."""
     _lost: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
     """Batches that are lost, and their calls that had not ended: a worker may announce them after all."""
     astray: set[str] = field(default_factory=set[str])
@@ -83,9 +84,7 @@ class KeptCalls:
     def clear(self) -> None:
         """Forget everything: the pool begins no calls any more."""
         records = (self.batches, self.at, self.awaited, self.heard, self._lost, self.astray, self._released)
-        self._passed_over.clear()
-        self._left_behind.clear()
-        for record in (*records, self.unrepeated):
+        for record in (*records, self.unrepeated, self._passed_over, self._left_behind):
             record.clear()
         self.until, self.before = 0.0, 0
 

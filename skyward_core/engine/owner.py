@@ -35,7 +35,7 @@ from skyward_core.machines.owner import Owner
 from skyward_core.transport.transport import Transports
 from skyward_core.work import NO_WORK, Work
 from skyward_core.worker import calls
-from skyward_core.worker.call_lists import MOST_WAITING, told
+from skyward_core.worker.call_lists import MOST_WAITING, answer_of
 from skyward_core.worker.calls import BusyTime
 from skyward_core.worker.masking import SecretValues
 from skyward_core.worker.scheduler_messages import Resumed
@@ -335,7 +335,7 @@ class EngineThread:
 
         def asked() -> None:
             if (connection := self.connection) is not None and connection.epoch == epoch:
-                _try_to_send(connection, told(request, self._list_calls()))
+                _try_to_send(connection, answer_of(request, self._list_calls()))
 
         self.post(asked)
 

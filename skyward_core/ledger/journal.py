@@ -67,8 +67,8 @@ def price_of(offer: Offer | Instance, provider: Provider) -> Price:
 def requested_by(instance: Instance, intents: Iterable[Intent]) -> Intent | None:
     """Return an intent of the launch and the rank in a machine's tags; None if these intents requested no such machine.
 
-    Tags are a claim: whoever may write them can copy those of a pool. So a machine without such an intent is not
-    billed, and one with it has the intent's price, not one from the listing.
+    Tags prove nothing: every member of the cloud account can copy those of a pool. So a machine without such an intent
+    is not billed, and one with it has the intent's price, not one from the listing.
     """
     named = instance.tags.get(LAUNCH_TAG), str(instance.rank)
     same = (one for one in intents if (one.tags.get(LAUNCH_TAG), one.tags.get(RANK_TAG)) == named)

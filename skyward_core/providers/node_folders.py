@@ -29,7 +29,7 @@ NODES = "nodes"
 LAUNCHED_BY = "launched-by"
 ID_SHAPE = re.compile(r"local-[0-9a-f]{12}")
 ABANDONED_SECONDS = 86_400.0
-"""How old an empty folder without its launcher's name is before nobody can be about to write it."""
+"""An empty folder without its launcher's name is abandoned when it is older. A newer one may get the name yet."""
 
 
 def make_folders(instance_id: str) -> Path:

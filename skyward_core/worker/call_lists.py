@@ -1,12 +1,11 @@
 """Which calls a pool has right now, on request: the scheduler asks its clients and workers, and adds up what they know.
 
-    observer ──LIST_CALLS──▶ scheduler ──TELL_CALLS──▶ each client: its calls that wait, are out, or are fetched
-                                 ▲  └─────TELL_CALLS──▶ each worker: the call of each slot, with its stacks
-                                 └──TOLD_CALLS── both; who does not answer in time is named, and the rest is shown
+    observer ──LIST_CALLS──▶ scheduler ──CALLS_QUESTION──▶ each client: its calls that wait, are out, or are fetched
+                                ▲  └─────CALLS_QUESTION──▶ each worker: the call of each slot, with its stacks
+                                └──CALLS_ANSWER── both; who does not answer in time is named, and the rest is shown
 
-Nothing is kept or sent before somebody asks, but one introduction of each client. Only members are asked that have
-said that they answer, a client by its introduction and a worker by a metric: a member of an earlier release would take
-the question for an error.
+Before a request, only one introduction of each client is sent. Only members are asked that can answer. A client shows
+this by its introduction, a worker by a metric: a member of an earlier release would take the question for an error.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from skyward_core.worker.scheduler_messages import LIST_CALLS, LISTING_SECONDS
 
 INTRODUCE = "skyward_introduce"
 """The operation by which a client says who it is, once for each connection."""
-TELL_CALLS, TOLD_CALLS = "skyward-tell-calls", "skyward-told-calls"
+CALLS_QUESTION, CALLS_ANSWER = "skyward-calls-question", "skyward-calls-answer"
 """Question and answer on the streams of clients and workers."""
-TELLS_CALLS = "skyward_tells_calls"
+ANSWERS_CALLS = "skyward_answers_calls"
 """The metric of workers that answer."""
 MOST_WAITING = 1000
 """A client lists so many of the calls that wait in its queue, the oldest, and counts the others."""
 
 
-def told(request: int, answer: Any) -> dict[str, Any]:
+def answer_of(request: int, answer: Any) -> dict[str, Any]:
     """Return the message that answers a question."""
-    return {"op": TOLD_CALLS, "request": request, "answer": answer}
+    return {"op": CALLS_ANSWER, "request": request, "answer": answer}
 
 
 class CallLists(SchedulerPlugin):
@@ -56,7 +55,7 @@ class CallLists(SchedulerPlugin):
         self._scheduler = scheduler
         scheduler.handlers.update({INTRODUCE: self.introduce, LIST_CALLS: self.list_calls})
         streams: dict[str, Any] = scheduler.stream_handlers
-        streams[TOLD_CALLS] = self._told
+        streams[CALLS_ANSWER] = self._answered
 
     def introduce(self, client: str, who: dict[str, Any]) -> None:
         """Note who a client is: its topic, user, process and work."""
@@ -75,7 +74,7 @@ class CallLists(SchedulerPlugin):
         workers = {
             address: str(worker.name)
             for address, worker in self._scheduler.workers.items()
-            if worker.metrics.get(TELLS_CALLS)
+            if worker.metrics.get(ANSWERS_CALLS)
         }
         answers = await self._ask(clients, list(workers), with_stacks=with_stacks, seconds=seconds)
         memory = self._scheduler.plugins[CallMemory.name]
@@ -96,7 +95,7 @@ class CallLists(SchedulerPlugin):
         complete = self._complete[request] = asyncio.Event()
         if not self._answers[request]:
             complete.set()
-        message = {"op": TELL_CALLS, "request": request, "with_stacks": with_stacks}
+        message = {"op": CALLS_QUESTION, "request": request, "with_stacks": with_stacks}
         self._scheduler.send_all(
             {client: [dict(message)] for client in clients}, {worker: [dict(message)] for worker in workers}
         )
@@ -110,7 +109,7 @@ class CallLists(SchedulerPlugin):
             del self._complete[request]
         return answers
 
-    def _told(self, request: int, answer: Any, client: str = "", worker: str = "") -> None:
+    def _answered(self, request: int, answer: Any, client: str = "", worker: str = "") -> None:
         answers = self._answers.get(request, {})
         if (client or worker) in answers:
             answers[client or worker] = answer

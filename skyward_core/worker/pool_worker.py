@@ -19,7 +19,7 @@ from distributed.core import Status  # noqa: TID253
 from distributed.diagnostics.plugin import WorkerPlugin  # noqa: TID253
 
 from skyward_core.worker.call_connections import ANSWER, CallConnections, socket_path
-from skyward_core.worker.call_lists import TELL_CALLS, TELLS_CALLS, told
+from skyward_core.worker.call_lists import ANSWERS_CALLS, CALLS_QUESTION, answer_of
 from skyward_core.worker.calls import CREDIT
 from skyward_core.worker.detached_calls import BUSY_TIMES, CANCEL, DROP_RESULT
 from skyward_core.worker.metrics import Sampler
@@ -127,9 +127,9 @@ class Slots(WorkerPlugin):
         worker.stream_handlers[CREDIT] = self.give_credit
         worker.stream_handlers[DROP_RESULT] = self.drop_result
         worker.stream_handlers[ANSWER] = self.connections.answer
-        worker.stream_handlers[TELL_CALLS] = self.tell_calls
+        worker.stream_handlers[CALLS_QUESTION] = self.tell_calls
         worker.metrics[BUSY_TIMES] = self.busy_time
-        worker.metrics[TELLS_CALLS] = lambda _: True
+        worker.metrics[ANSWERS_CALLS] = lambda _: True
         worker.metrics[OLDER] = lambda _: len(self._older.intersection(self.retained.running))
         interval = self.settings.metrics_interval_seconds
         if self.index == 0 and interval is not None:
@@ -278,7 +278,9 @@ class Slots(WorkerPlugin):
         busy = [(number, pid, call) for number, pid, call in running if call is not None]
         stacks = await asyncio.gather(*(stacks_of(pid) for _, pid, _ in busy)) if with_stacks else [None] * len(busy)
         with contextlib.suppress(OSError):  # the scheduler is gone, and so is its question
-            self._send(told(request, [[*one, *call, text] for (*one, call), text in zip(busy, stacks, strict=True)]))
+            self._send(
+                answer_of(request, [[*one, *call, text] for (*one, call), text in zip(busy, stacks, strict=True)])
+            )
 
     @contextlib.contextmanager
     def borrowed(self) -> Generator[Slot]:

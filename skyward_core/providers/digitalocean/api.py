@@ -104,7 +104,7 @@ def advice_of(source: str) -> Advice:
 def refusal_of(offer: Offer) -> Classify:
     """Return the classifier for a creating call.
 
-    A text that nobody has reported is taken for a lack of capacity, so that the next offer is tried. If several offers
+    An unknown text is taken for a lack of capacity, so that the next offer is tried. If several offers
     are refused with it, the request is wrong (`NoCapacity.mistake`).
     """
 

@@ -54,9 +54,9 @@ def image_of(images: Sequence[Json], accelerator: str | None) -> str:
 def disk_of(types: Sequence[Row], gb: int) -> Extra:
     """Return the cost of a disk, by Verda's list of volume types (`price.price_per_month_per_gb`, as its SDKs read)."""
     prices = [one.get("price") or {} for one in types if one.get("type") == "NVMe"]
-    told = [usd(price.get("price_per_month_per_gb")) for price in prices if price.get("currency", "usd") == "usd"]
-    if told and told[0]:
-        return by_month("disk", gb * told[0], "Verda's /volume-types, NVMe", "at launch")
+    monthly = [usd(price.get("price_per_month_per_gb")) for price in prices if price.get("currency", "usd") == "usd"]
+    if monthly and monthly[0]:
+        return by_month("disk", gb * monthly[0], "Verda's /volume-types, NVMe", "at launch")
     return by_month(
         "disk", gb * NVME_USD_PER_GB_MONTH, "Verda's price of NVMe, about $0.20 per GB and month", "2026-11-20"
     )

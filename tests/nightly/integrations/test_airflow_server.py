@@ -142,7 +142,7 @@ def test_a_deferred_task_that_a_user_marks_or_clears_leaves_nothing(start: Any) 
     for job in (marked, cleared):
         job.begun()
         job.run.wait("deferred")
-    # Airflow tells nobody of a mark before a triggerer has taken the task: its machines would end with their lease
+    # before a triggerer has taken the task, Airflow does not report a mark: the machines end with their lease
     wait_until(lambda: "[node 0] line" in marked.run.log(), "the trigger to follow the call")
     marked.run.mark("failed")
     cleared.run.clear()

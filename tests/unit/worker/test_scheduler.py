@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from skyward_core.coordination.messages import Kind, Request, fields_of
 from skyward_core.worker.call_connections import REQUEST
-from skyward_core.worker.call_lists import INTRODUCE, TELLS_CALLS, TOLD_CALLS, CallLists
+from skyward_core.worker.call_lists import ANSWERS_CALLS, CALLS_ANSWER, INTRODUCE, CallLists
 from skyward_core.worker.calls import CallMemory, leave, resume
 from skyward_core.worker.client_loads import load, stay
 from skyward_core.worker.coordination import Coordination
@@ -390,7 +390,7 @@ def test_members_are_asked_for_their_calls_and_the_silent_ones_are_named(is_work
         calls, lists = CallMemory(FOR_EVER), CallLists()
         scheduler: Any = FakeScheduler(calls)
         scheduler.workers = {f"tls://{name}": worker(name, f"machine-{name}") for name in ("0-0", "1-0")}
-        scheduler.workers["tls://0-0"].metrics[TELLS_CALLS] = True
+        scheduler.workers["tls://0-0"].metrics[ANSWERS_CALLS] = True
         await calls.start(scheduler)
         await lists.start(scheduler)
         for client in ("a", "b", "old"):
@@ -403,7 +403,7 @@ def test_members_are_asked_for_their_calls_and_the_silent_ones_are_named(is_work
             sent.append((list(clients), list(workers)))
             for name in ("client",) if is_worker_silent else ("client", "worker"):
                 message = {"client": "a", "worker": "tls://0-0"}
-                handler = scheduler.stream_handlers[TOLD_CALLS]
+                handler = scheduler.stream_handlers[CALLS_ANSWER]
                 handler(request=1, answer=[name], **{name: message[name]})
                 handler(request=7, answer=["of no question"], **{name: message[name]})
 
