@@ -134,6 +134,20 @@ def test_arguments_in_files_are_lost_with_their_machine() -> None:
     assert "kept" in pool.dispatcher.entries
 
 
+def test_the_stage_of_a_call_has_its_function_its_place_and_its_time() -> None:
+    """Waiting and sent calls count from their submission, fetched ones from their report; an ended one has none."""
+    pool, first, second = Pool(workers=["0-0"]), entry("a"), entry("b", worker="1-0")
+    for one, seconds in ((first, 3.0), (second, 4.0)):
+        one.title, one.submitted_at = f"function of {one.call.call_id}", seconds
+    pool.submit(first, second)
+    stage = pool.dispatcher.stage
+    assert (stage("a"), stage("b")) == (("function of a", "out", None, 3.0), ("function of b", "waiting", "1-0", 4.0))
+    pool.dispatcher.report(pool.epoch, Report(0, machine_id(0), (value("a", RESULT),), "", 0), 7.0)
+    assert stage("a") == ("function of a", "fetching", "0", 7.0)
+    pool.dispatcher.not_fetched("a", RESULT, OSError("gone"), is_cut=False)
+    assert stage("a") is None
+
+
 # ── another head, and other clients ──────────────────────────────────────────────────────────────────────────────────
 
 
