@@ -51,9 +51,10 @@ format: .venv/ready ## format the code, and fix what ruff can fix
 	$(RUN) ruff format .
 	$(RUN) ruff check --fix .
 
-kill: .venv/ready ## test kill -9 at 5,000 generated points, and print a table of what was alive after each; test 100,000 histories of calls
+kill: .venv/ready ## test kill -9 at 5,000 generated points, and print a table of what was alive after each; at each boundary of a pool with a name; test 100,000 histories of calls
 	$(RUN) python -m tests.kill --points 5000
 	$(RUN) python -m tests.engine.simulation --histories 100000 --from 0
+	EVERY=1 $(RUN) pytest -q -n 2 tests/nightly/kill/test_points.py -k boundary
 
 soak: .venv/ready ## make 1,000,000 calls on one pool, and print how much the memory of each process has grown
 	$(RUN) python -m tests.soak

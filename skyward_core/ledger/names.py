@@ -31,6 +31,7 @@ from skyward_core.ledger.names_policy import (
     NameFacts,
     NameState,
     Rent,
+    Silent,
     Usage,
     decide_claim,
     is_last,
@@ -85,15 +86,16 @@ class Names:
         keep_warm_seconds: float,
         lease_seconds: float,
         work: Work = NO_WORK,
+        dead: Collection[Silent] = (),
     ) -> Claim:
-        """Decide what a process that opens a name does, and record it.
+        """Decide what a process that opens a name does, and record it. `dead` is that of `decide_claim`.
 
         After `Rent` the name belongs to `pool_id`, and this client is its steward. After `Join` it is a client of the
-        pool of the row. `Wait` and `Refused` change nothing.
+        pool of the row. `Wait`, `Refused` and `LookAgain` change nothing.
         """
         with self._database.write() as connection:
             facts = self._facts(connection, name)
-            claim = decide_claim(facts, terms)
+            claim = decide_claim(facts, terms, dead)
             if isinstance(claim, Rent):
                 self._take_over(connection, name, claim, pool_id, client_id, terms, keep_warm_seconds)
                 self._insert_client(connection, client_id, pool_id, owner, lease_seconds, work)
@@ -186,6 +188,13 @@ class Names:
         with self._database.write() as connection:
             facts = self._facts(connection, name)
             return facts is None or is_last(facts, client_id)
+
+    def in_doubt(self, name: str, client_id: str) -> frozenset[Silent]:
+        """Return the other clients of a pool of which it is in doubt whether they live (`NameFacts.in_doubt`)."""
+        with self._database.write() as connection:
+            facts = self._facts(connection, name)
+            silent = frozenset[Silent]() if facts is None else facts.in_doubt()
+            return frozenset(one for one in silent if one[0] != client_id)
 
     def may_come_back(self, name: str, client_id: str, silent_seconds: float) -> bool:
         """Return whether no other client uses the pool of a name, but one may renew its row again: the ledger was out
@@ -314,7 +323,9 @@ class Names:
         clients = _clients(connection, named.pool_id, clock)
         states = {client.owner: client.owner.state() for client in clients}
         now = self._database.now(connection)
-        return NameFacts(named, None if found is None else self._pool(found, now), clients, now, states, self._skew)
+        pool = None if found is None else self._pool(found, now)
+        machine_now = self._database.clock() if self._database.has_server_clock else None
+        return NameFacts(named, pool, clients, now, states, self._skew, machine_now)
 
     def _clock(self) -> LeaseClock:
         """Return the clock beside the times of names and clients; a server's time needs none."""

@@ -5,7 +5,7 @@ The states of a name, and what a kill between two writes leaves, are in docs/dec
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -20,6 +20,10 @@ SKEW_SECONDS = 120.0
 """How much the clock of a machine may differ from that of the server. Clients are written and judged by one clock, the
 leases of pools are written by the clocks of machines.
 """
+
+
+type Silent = tuple[str, datetime]
+"""The id of a client, and the end of its lease as it was written last."""
 
 
 class NotSteward(LedgerError):
@@ -124,7 +128,7 @@ class NameFacts:
 
     `pool` is the ledger's entry of its pool; None before the opener has written it. `clients` are those of that pool.
     `states` has their owners; an owner that it lacks is UNKNOWN. `lease_skew_seconds` is for how long the lease of the
-    pool counts beyond its end.
+    pool counts beyond its end. `machine_now` is the time of this machine, if `now` is that of a server.
     """
 
     row: NamedPool
@@ -133,6 +137,7 @@ class NameFacts:
     now: datetime
     states: Mapping[Owner, OwnerState] = field(default_factory=dict[Owner, OwnerState])
     lease_skew_seconds: float = 0.0
+    machine_now: datetime | None = None
 
     def living(self) -> list[Client]:
         """Return the clients that may still use the pool, in the order in which they came."""
@@ -141,6 +146,21 @@ class NameFacts:
     def state(self, owner: Owner) -> OwnerState:
         """Return whether a process lives."""
         return self.states.get(owner, OwnerState.UNKNOWN)
+
+    def in_doubt(self) -> frozenset[Silent]:
+        """Return the clients that are silent by the server's clock, and not by that of this machine.
+
+        One of the two may have been set. Then clients that live have renewed their leases when one looks again.
+        """
+        if self.machine_now is None:
+            return frozenset()
+        return frozenset(
+            (client.id, client.lease_expires_at)
+            for client in self.clients
+            if client.left_at is None
+            and self.state(client.owner) is not OwnerState.DEAD
+            and self.machine_now < client.lease_expires_at <= self.now
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,17 +198,32 @@ class Refused:
     differences: Mapping[str, tuple[Any, Any]]
 
 
-type Claim = Rent | Join | Wait | Refused
+@dataclass(frozen=True, slots=True)
+class LookAgain:
+    """The pool cannot be used if these clients do not live, and that is in doubt (`NameFacts.in_doubt`): claim again,
+    and name those that have not renewed their leases for long enough.
+    """
+
+    pool_id: str
+    silent: frozenset[Silent]
 
 
-def decide_claim(facts: NameFacts | None, terms: Mapping[str, Any]) -> Claim:
-    """Return what a process that opens the name with these terms does. Without `facts` the name has no row."""
+type Claim = Rent | Join | Wait | Refused | LookAgain
+
+
+def decide_claim(facts: NameFacts | None, terms: Mapping[str, Any], dead: Collection[Silent] = ()) -> Claim:
+    """Return what a process that opens the name with these terms does. Without `facts` the name has no row.
+
+    `dead`: clients in doubt that have not renewed these leases since the caller looked for the first time.
+    """
     if facts is None:
         return Rent(1)
     row = facts.row
     if facts.pool is not None and facts.pool.ended_at is not None:
         return Rent(row.epoch + 1)
     if why := why_dead(facts):
+        if silent := facts.in_doubt().difference(dead):
+            return LookAgain(row.pool_id, silent)
         return Rent(row.epoch + 1, row.pool_id, why)
     if row.state is NameState.OPENING:
         return Wait(row.pool_id, "another process opens it")
@@ -224,6 +259,8 @@ def may_be_condemned(facts: NameFacts, client_id: str) -> bool:
     It is condemned if no other client may still use it, or if its lease has expired: a process that reaches its nodes
     renews that lease.
     """
+    if facts.in_doubt():
+        return False
     return is_last(facts, client_id) or (facts.pool is not None and _has_run_out(facts, facts.pool))
 
 

@@ -23,7 +23,18 @@ from skyward_core.concurrency.backoff import Backoff
 from skyward_core.concurrency.periodic import PeriodicThread
 from skyward_core.errors import BadRequest, LeaseLost, LedgerError, ProvisioningTimeout, SkywardError
 from skyward_core.events import console
-from skyward_core.ledger.names_policy import Join, NameState, NotSteward, Refused, Rent, Standing, Usage, Wait
+from skyward_core.ledger.names_policy import (
+    Join,
+    LookAgain,
+    NameState,
+    NotSteward,
+    Refused,
+    Rent,
+    Silent,
+    Standing,
+    Usage,
+    Wait,
+)
 from skyward_core.machines.owner import Owner
 from skyward_core.providers.base import Provider
 from skyward_core.session.ledger_contact import LedgerContact
@@ -37,8 +48,11 @@ if TYPE_CHECKING:
 
 LEDGER_BUSY_SECONDS = 10.0
 MOST_BEAT_SECONDS = 5.0
+RENEWAL_SECONDS = 2 * MOST_BEAT_SECONDS
+"""In this time a client that lives renews its lease, and one time may fail."""
 POLLS = Backoff(0.05, 1.0)
 """The pauses of a process that waits for another one to open or close the pool."""
+CLOCK_WAS_SET = "the clocks of the ledger's server and of this computer differ, and whether its users live is in doubt"
 EACH_ITS_OWN = frozenset(
     {"name", "display", "retries", "lease_seconds", "provision_timeout", "collect_metrics", "provider"}
 )
@@ -109,9 +123,11 @@ class NamedUse:
         Raises BadRequest if the name has a pool with other settings, ProvisioningTimeout, and LedgerError: then
         nothing is rented.
         """
+        doubts: dict[Silent, float] = {}
         for pause in POLLS.pauses():
             self._client_id = uuid.uuid4().hex
             since = self.guard.now()
+            dead = [silent for silent, seen in doubts.items() if time.monotonic() - seen >= RENEWAL_SECONDS]
             claim = self._ledger.names.claim(
                 self.name,
                 pool_id,
@@ -121,10 +137,13 @@ class NamedUse:
                 keep_warm_seconds=self.spec.keep_warm,
                 lease_seconds=self.spec.lease_seconds,
                 work=self._work,
+                dead=dead,
             )
             if isinstance(claim, Refused):
                 raise BadRequest(_refusal(self.name, claim.pool_id, claim.differences))
-            if not isinstance(claim, Wait):
+            if isinstance(claim, LookAgain):
+                doubts = {silent: doubts.get(silent, time.monotonic()) for silent in (*claim.silent, *dead)}
+            elif not isinstance(claim, Wait):
                 if isinstance(claim, Rent):
                     self.guard.begin(claim.epoch, since)
                     self._clear(claim)
@@ -133,9 +152,10 @@ class NamedUse:
                 self._renewal.start()
                 return claim
             if time.monotonic() + pause > deadline:
+                reason = claim.reason if isinstance(claim, Wait) else CLOCK_WAS_SET
                 raise ProvisioningTimeout(
-                    f"the pool {self.name!r} ({claim.pool_id}) was not usable in time: {claim.reason}. Nothing was"
-                    " rented by this process"
+                    f"the pool {self.name!r} ({claim.pool_id}) was not usable in time: {reason}. Nothing was rented by"
+                    " this process"
                 )
             time.sleep(pause)
         raise AssertionError  # the pauses have no end
@@ -247,6 +267,7 @@ class NamedUse:
 
         If this process is killed meanwhile, or the ledger is gone again, the pool is unchanged.
         """
+        self._let_those_in_doubt_renew()
         for pause in POLLS.pauses():
             now = self.guard.now()
             gap = self._contact.gap(now)
@@ -254,6 +275,17 @@ class NamedUse:
                 return
             self._contact.answered(now)
             time.sleep(pause)
+
+    def _let_those_in_doubt_renew(self) -> None:
+        """Wait at most RENEWAL_SECONDS while the clock of the ledger's server says of clients that they are silent, and
+        that of this computer does not.
+        """
+        silent, began = self._ledger.names.in_doubt(self.name, self._client_id), time.monotonic()
+        for pause in POLLS.pauses():
+            if not silent or time.monotonic() - began > RENEWAL_SECONDS:
+                return
+            time.sleep(pause)
+            silent &= self._ledger.names.in_doubt(self.name, self._client_id)
 
     @property
     def keep_warm(self) -> float:

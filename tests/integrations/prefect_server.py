@@ -47,6 +47,7 @@ from prefect import flow  # noqa: E402
 from prefect.client.orchestration import SyncPrefectClient, get_client  # noqa: E402
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName  # noqa: E402
 from prefect.client.schemas.responses import DeploymentResponse  # noqa: E402
+from prefect.events.worker import EventsWorker  # noqa: E402
 from prefect.settings import PREFECT_API_URL, temporary_settings  # noqa: E402
 
 import skyward_core as sky  # noqa: E402
@@ -123,8 +124,17 @@ def served_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     automations, and `reconcile_automations`, which holds it, needs the loop.
     """
     address = session_server.address_in(tmp_path_factory.mktemp("prefect") / "server", os.getpid())
+    _end_connections()
     with temporary_settings({PREFECT_API_URL: address}):
         yield address
+        _end_connections()
+
+
+def _end_connections() -> None:
+    """Send what Prefect's threads of this process have to send, and end them: they keep the server that they began with,
+    also after PREFECT_API_URL has changed, so events would go to that of an earlier file.
+    """
+    EventsWorker.drain_all(timeout=10)  # and all other services of Prefect: they share this list
 
 
 def database_text(tmp_path_factory: pytest.TempPathFactory) -> str:

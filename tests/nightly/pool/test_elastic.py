@@ -171,7 +171,7 @@ with sky.ComputePool(provider=sky.Local(), nodes=(1, 3), display="quiet", on_eve
 def test_a_client_that_is_killed_while_its_pool_grows_leaves_nothing(tmp_path: Path) -> None:
     argv, pipe = [sys.executable, "-c", GROWING], subprocess.PIPE
     with subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, cwd=tmp_path) as process:
-        timer = threading.Timer(process.kill)
+        timer = threading.Timer(WAIT_SECONDS, process.kill)
         timer.start()
         assert process.stdout is not None
         machines = {process.stdout.readline().strip() for _ in range(2)}

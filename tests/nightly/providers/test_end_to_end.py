@@ -75,9 +75,6 @@ def cloud(
             monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
             monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY")
             monkeypatch.setenv("AWS_ENDPOINT_URL", aws.url)
-            monkeypatch.setattr(
-                sky.AWS, "listing_lag_seconds", 1.0
-            )  # this provider lists a machine as soon as it exists
             yield aws, hosting
     finally:
         hosting.close()

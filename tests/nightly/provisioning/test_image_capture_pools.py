@@ -90,9 +90,6 @@ def cloud(fleet: Fleet, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, tmp_pat
             monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
             monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", AWS_SECRET)
             monkeypatch.setenv("AWS_ENDPOINT_URL", fake.url)
-            monkeypatch.setattr(
-                sky.AWS, "listing_lag_seconds", 1.0
-            )  # this provider lists a machine as soon as it exists
             yield fake
     finally:
         hosting.close()

@@ -1,15 +1,21 @@
 """The clock of the PostgreSQL server decides about pools with a name: those of two clients differ by four minutes."""
 
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from datetime import datetime, timedelta, tzinfo
+from datetime import UTC, datetime, timedelta, tzinfo
+from typing import Any
 
 import pytest
 
+import skyward_core as sky
 from skyward_core.ledger import ledger as module
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.ledger.names_policy import SKEW_SECONDS, Client, Join, NameState, Rent, Wait
+from skyward_core.ledger.names_policy import SKEW_SECONDS, Client, Join, LookAgain, NameState, Rent, Wait
 from skyward_core.machines.owner import Owner
+from skyward_core.session.named_use import NamedUse
+from skyward_core.work import NO_WORK
 from tests.ledger import fixtures
 from tests.ledger.fixtures import open_pool
 from tests.waiting import wait_until
@@ -36,8 +42,10 @@ def pair(request: pytest.FixtureRequest, postgresql_url: str) -> Iterator[Pair]:
         yield first, second
 
 
-def claim(ledger: Ledger, client: str, owner: Owner, *, lease_seconds: float = 60.0, keep_warm: float = 60.0) -> object:
-    values = {"owner": owner, "lease_seconds": lease_seconds, "keep_warm_seconds": keep_warm}
+def claim(
+    ledger: Ledger, client: str, owner: Owner, *, lease_seconds: float = 60.0, keep_warm: float = 60.0, **more: Any
+) -> object:
+    values = {"owner": owner, "lease_seconds": lease_seconds, "keep_warm_seconds": keep_warm, **more}
     return fixtures.claim(ledger, client, **values)
 
 
@@ -64,6 +72,8 @@ def test_an_opener_whose_lease_has_run_out_is_replaced(pair: Pair) -> None:
     first, second = pair
     claim(first, "a", FIRST, lease_seconds=0.0)
     found = claim(second, "b", SECOND)
+    if isinstance(found, LookAgain):  # by the clock that is behind it has not run out
+        found = claim(second, "b", SECOND, dead=found.silent)
     assert isinstance(found, Rent)
     assert found.dead_pool == "sky-a"
 
@@ -110,6 +120,49 @@ def test_a_warm_pool_is_found_as_long_as_it_is_warm(pair: Pair, keep_warm: float
     if keep_warm < 1:
         wait_until(lambda: second.names.now() > until, "the warm time to be over")
     assert isinstance(claim(second, "b", SECOND), Join if keep_warm > 1 else Rent)
+
+
+def test_a_step_of_the_servers_clock_ends_no_pool_that_lives(
+    postgresql_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was set forward by an hour: the leases that were written before have run out. A process that opens the name
+    looks again, and one that leaves lets the others renew.
+    """
+    hour = timedelta(hours=1)
+    monkeypatch.setenv("SKYWARD_LEDGER", postgresql_url)
+    spec = sky.PoolSpec.of(name="nightly", lease_seconds=120, display="quiet")
+    leaving, coming, other = (NamedUse(spec, [sky.Local()], NO_WORK) for _ in range(3))
+    for use in (leaving, coming, other):
+        monkeypatch.setattr(use.ledger._database, "clock", lambda: datetime.now(UTC) - hour)
+        monkeypatch.setattr(use.ledger._database, "_awake", None)  # as if each ran on a computer of its own
+    ledger = other.ledger
+    try:
+        leaving.claim("sky-a", time.monotonic() + 60)
+        open_pool(ledger, "sky-a", Owner.here(), lease_expires_at=module.now() - hour + timedelta(seconds=120))
+        leaving.opened()
+        leaving._renewal.end()
+        terms = {"terms": leaving.terms, "lease_seconds": 120.0, "keep_warm_seconds": 0.0}
+        assert isinstance(ledger.names.claim("nightly", "sky-b", "b", owner=SECOND, **terms), Join)
+        before = {"a": leaving._client_id, "b": "b"}
+        for client in before.values():
+            ledger.names.renew(client, 120.0 - hour.total_seconds())
+        silent = ledger.names.claim("nightly", "sky-c", "c", owner=FIRST, **terms)
+        assert isinstance(silent, LookAgain)
+        assert {client for client, _ in silent.silent} == set(before.values())
+
+        renewal = threading.Timer(1.0, lambda: ledger.names.renew("b", 120.0))
+        renewal.start()
+        assert leaving.leave() is NameState.IN_USE
+        assert isinstance(coming.claim("sky-d", time.monotonic() + 60), Join)
+        renewal.join()
+
+        for client in ("b", coming._client_id):
+            ledger.names.renew(client, 120.0 - hour.total_seconds())
+        coming._renewal.end()
+        assert isinstance(other.claim("sky-e", time.monotonic() + 60), Rent), "none has renewed"
+    finally:
+        for use in (leaving, coming, other):
+            use.left()
 
 
 def test_whose_clock_a_ledger_has(sqlite_url: str, postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

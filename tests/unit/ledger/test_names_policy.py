@@ -11,6 +11,7 @@ from skyward_core.ledger.names_policy import (
     SKEW_SECONDS,
     Client,
     Join,
+    LookAgain,
     NamedPool,
     NameFacts,
     NameState,
@@ -226,3 +227,20 @@ def test_what_a_client_is_to_the_steward(
 ) -> None:
     assert standing(facts(row, pool, clients, seconds=seconds, states=states), "b") is expected
     assert standing(None, "b") is Standing.GONE
+
+
+def test_clients_that_are_silent_by_the_servers_clock_alone_are_in_doubt() -> None:
+    """The server's clock was set forward by an hour. Nothing is condemned before a second look."""
+    later = facts(clients=(CLIENT, OTHER, LONG), seconds=3600.0, states={ADA: OwnerState.DEAD})
+    found = replace(later, machine_now=NOON)
+    silent = (OTHER.id, OTHER.lease_expires_at)
+    assert found.in_doubt() == {silent}, "one is dead, one is not silent"
+    both = replace(found, clients=(CLIENT, OTHER), row=in_state(NameState.CLOSING))
+    assert decide_claim(both, TERMS) == LookAgain("sky-1", frozenset({silent}))
+    assert decide_claim(both, TERMS, [(OTHER.id, NOON)]) == LookAgain("sky-1", frozenset({silent}))
+    assert isinstance(decide_claim(both, TERMS, [silent]), Rent)
+    assert not may_be_condemned(both, CLIENT.id)
+    by_both_clocks = replace(both, machine_now=both.now)
+    assert by_both_clocks.in_doubt() == frozenset()
+    assert isinstance(decide_claim(by_both_clocks, TERMS), Rent)
+    assert may_be_condemned(by_both_clocks, CLIENT.id)
