@@ -26,6 +26,7 @@ from skyward_core.worker.detached_calls import BUSY_TIMES, CANCEL, KEEP, Detache
 from skyward_core.worker.retained_batches import OLDER, RELEASE, REPEAT_REPORTS
 from skyward_core.worker.scheduler_messages import POOL_TOPIC, PoolRanks
 from skyward_core.worker.topic import Topic
+from skyward_core.worker.topic_seconds import by_use
 
 RESUME, ACKNOWLEDGE, LEAVE = "skyward-resume", "skyward-acknowledge", "skyward-leave"
 """Operations on a client's stream to the scheduler, beside CANCEL."""
@@ -34,9 +35,9 @@ WAITING = "skyward_waiting"
 CREDIT = "skyward-credit"
 """The same on both streams: streaming calls may go on."""
 
-type BusyTime = tuple[str, str, float, float]
+type BusyTime = tuple[str, str, float, dict[str, float]]
 """How long a worker's slots were busy, in seconds, since its process began. It has the id of the instance, a name of
-the process, the sum over the slots, and the part of one client's calls.
+the process, the sum over the slots, and the parts of one client's calls by their uses ("": of none).
 """
 
 TOPIC_LIMIT_BYTES = 64 << 20
@@ -379,13 +380,13 @@ class CallMemory(SchedulerPlugin):
             self._scheduler.log_event(POOL_TOPIC, pickle.dumps(PoolRanks(self._ranks)))
 
     def skyward_busy_times(self, topic: str = "") -> list[BusyTime]:
-        """Return how long the slots of each worker were busy, by its last heartbeat, with the part for the client with
-        this topic.
+        """Return how long the slots of each worker were busy, by its last heartbeat, with the parts for the uses of the
+        client with this topic.
         """
         times = [worker.metrics.get(BUSY_TIMES) for worker in self._scheduler.workers.values()]
         return [
-            (instance_id, process, seconds, by_topic.get(topic, 0.0))
-            for instance_id, process, seconds, by_topic in filter(None, times)
+            (instance_id, process, seconds, by_use(by_key, topic))
+            for instance_id, process, seconds, by_key in filter(None, times)
         ]
 
     def skyward_load(self) -> dict[str, list[str]]:

@@ -21,7 +21,7 @@ from skyward_core.worker.detached_calls import BUSY_TIMES, detached_key
 from skyward_core.worker.pool_scheduler import SILENCE_CHECK_SECONDS, SILENT_SECONDS, SilentWorkers
 from skyward_core.worker.scheduler_messages import LIST_CALLS, POOL_TOPIC, PoolRanks, Resumed
 from skyward_core.worker.topic import Topic
-from skyward_core.worker.topic_seconds import MOST_TOPICS, RECENT_SECONDS, TopicSeconds, added_up
+from skyward_core.worker.topic_seconds import MOST_TOPICS, RECENT_SECONDS, TopicSeconds, added_up, by_use, key_of
 from tests.conftest import examples
 from tests.worker.fake_scheduler import FOR_EVER, TOPIC, FakeScheduler, Wire
 from tests.worker.following import Following
@@ -283,6 +283,17 @@ def test_a_topic_that_was_not_used_lately_is_known_and_not_sent() -> None:
     assert times.recent(running="a") == {"a": 1.0, "b": 2.0}
     times.add("a", 1.0)
     assert times.recent() == {"b": 2.0, "a": 2.0}
+
+
+def test_the_time_of_each_use_is_counted_and_sent_while_it_runs() -> None:
+    times = TopicSeconds()
+    for use, seconds in (("", 1.0), ("train", 2.0), ("train", 3.0), ("score", 4.0)):
+        times.add(key_of("a", use), seconds)
+    times.add(key_of("b", "train"), 16.0)
+    assert times.recent() == {"a": 1.0}
+    running = times.recent(running=key_of("a", "train"))
+    assert by_use(running, "a") == {"": 1.0, "train": 5.0}
+    assert by_use(running, "b") == {}
 
 
 def test_the_topic_that_was_used_least_recently_is_forgotten() -> None:
