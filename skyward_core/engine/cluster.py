@@ -215,6 +215,10 @@ class Cluster:
         """
         return self.owner.own_time.seconds
 
+    def slots_held(self, use: str) -> int:
+        """Return how many slots the calls of a use hold now, as far as is known here, also while they are stopped."""
+        return min(self.slots, self.dispatcher.batches_of(use))
+
     def slots_at(self, rank: int) -> int:
         """Return how many calls run at once on a node; if it is not known, how many on the first one."""
         nodes = self.dispatcher.members.nodes

@@ -184,6 +184,10 @@ class Queue:
         """Return whether a call has gone out and not ended."""
         return call_id in self._out
 
+    def batches_of(self, use: str) -> int:
+        """Return how many batches that have gone out have a call of this use that has not ended. Any thread may ask."""
+        return len({shipment.number for entry, shipment in list(self._out.values()) if entry.call.use == use})
+
     def unended(self, shipment: Shipment) -> list[str]:
         """Return the calls of a shipment that have not ended, in their order."""
         return [call.call_id for call in shipment.batch.calls if call.call_id in shipment.unended]

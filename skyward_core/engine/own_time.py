@@ -7,6 +7,7 @@ their worker. For each use and machine the larger count is used.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 
@@ -33,10 +34,16 @@ class OwnTime:
         """The sum over all uses and machines."""
         self._by_use: dict[str, dict[str, _OnMachine]] = {}
         """By use and instance id."""
+        self._seen_at: dict[str, float] = {}
+        """When a worker has told of running calls of a use last, on the monotonic clock."""
 
     def of(self, use: str) -> dict[str, float]:
         """Return the seconds of one use, by instance id."""
         return {instance_id: its.seconds for instance_id, its in self._by_use.get(use, {}).copy().items()}
+
+    def seen_at(self, use: str) -> float | None:
+        """Return when workers have counted the running calls of a use last, on the monotonic clock; None: never."""
+        return self._seen_at.get(use)
 
     def ran(self, use: str, instance_id: str, seconds: float) -> None:
         """Calls of a use have ended that have kept slots of a machine busy for so many seconds in total."""
@@ -50,6 +57,7 @@ class OwnTime:
         if not seconds:
             return
         its = self._on(use, instance_id)
+        self._seen_at[use] = time.monotonic()
         before = its.seconds
         known = its.processes.get(process, 0.0)
         if seconds > known:

@@ -26,14 +26,15 @@ from skyward_core.work import Work
 
 @dataclass(frozen=True, slots=True)
 class UseCount:
-    """What a use has had so far: seconds of slots and their cost in USD. `held_slots` are held now, for
-    `usd_per_hour`.
+    """What a use has had until `age_seconds` ago: seconds of slots and their cost in USD. `held_slots` are held since
+    then, for `usd_per_hour`.
     """
 
     slot_seconds: float = 0.0
     cost_usd: float = 0.0
     held_slots: int = 0
     usd_per_hour: float = 0.0
+    age_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +114,14 @@ def begin_use(connection: Connection, use_id: str, pool_id: str, work: Work, cli
     connection.execute(insert(USES).values(**values, noted_microseconds=now, **work_values(work)))
 
 
-def note_use(connection: Connection, use_id: str, count: UseCount, now: Any, *, is_final: bool) -> None:
-    """Record what a use has had so far. `now` may be a part of a statement."""
+def note_use(connection: Connection, use_id: str, count: UseCount, now: int, *, is_final: bool) -> None:
+    """Record what a use has had so far."""
     known_ms, known_usd = USES.c.slot_milliseconds, USES.c.micro_usd
     milliseconds, cost = round(count.slot_seconds * 1000), _micro(count.cost_usd)
     values: dict[str, Any] = {
         "slot_milliseconds": case((known_ms < milliseconds, milliseconds), else_=known_ms),
         "micro_usd": case((known_usd < cost, cost), else_=known_usd),
-        "noted_microseconds": now,
+        "noted_microseconds": now - round(count.age_seconds * 1_000_000),
         "held_slots": 0 if is_final else count.held_slots,
         "held_micro_usd_per_hour": 0 if is_final else _micro(count.usd_per_hour),
     }

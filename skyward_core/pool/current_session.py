@@ -41,6 +41,7 @@ from skyward_core.session.session import Session
 from skyward_core.session.size_here import size_here
 from skyward_core.session.stewardship import Stewardship
 from skyward_core.session.successor import Successor
+from skyward_core.session.use_account import UseAccount
 from skyward_core.spec import PoolSpec
 from skyward_core.work import NO_WORK, Work
 
@@ -337,6 +338,15 @@ class CurrentSession:
         if opened is None or opened.user_client is None:
             raise PoolClosed(self.why_closed)
         return opened.user_client
+
+    def begin_use(self, use_id: str, work: Work) -> UseAccount:
+        """Record a use of the pool that is open, and return its account. Raises PoolClosed and LedgerError."""
+        return UseAccount(use_id, work, self.pool_id, self.client_id, self.cluster, lambda: self.lease)
+
+    @property
+    def client_id(self) -> str:
+        """The ledger's row of this process as a client of the pool's name; "" without a name."""
+        return "" if self._use is None else self._use.client_id
 
     @property
     def pool_id(self) -> str:

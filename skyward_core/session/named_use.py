@@ -115,6 +115,11 @@ class NamedUse:
         self._contact = LedgerContact(self._beat_seconds)
         self._renewal = self._new_renewal()
 
+    @property
+    def client_id(self) -> str:
+        """The ledger's row of this process; "" before it has claimed the name."""
+        return self._client_id
+
     # ── open ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def claim(self, pool_id: str, deadline: float) -> Rent | Join:
