@@ -290,6 +290,8 @@ CLIENTS = Table(
     Column("slot_milliseconds", BigInteger, nullable=False, server_default="0"),
     Column("calls", BigInteger, nullable=False, server_default="0"),
     Column("busy_microseconds", BigInteger),
+    # by what the pool's scheduler knows it, so that others can end its calls; "" before its first call
+    Column("topic", String(64), nullable=False, server_default=""),
     *_work_columns(),
     *_clock_columns("lease"),
 )
@@ -521,6 +523,7 @@ def client_of(row: Values) -> Client:
         slot_seconds=row["slot_milliseconds"] / 1000,
         calls=row["calls"],
         busy_at=moment_or_none(row["busy_microseconds"]),
+        topic=row["topic"],
     )
 
 

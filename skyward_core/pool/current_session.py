@@ -133,7 +133,8 @@ class CurrentSession:
             use.left()
             raise
         self._opened, self._use = opened, use
-        use.measure(lambda: _usage(opened.cluster))
+        assert opened.cluster is not None
+        use.measure(lambda: _usage(opened.cluster), opened.cluster)
         if isinstance(opened, Attached):
             self.own_id = opened.lease.pool_id
             self._calls = _call_ledger(opened, self.own_id)

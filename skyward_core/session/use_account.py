@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, cast
 
 from skyward_core.concurrency.periodic import PeriodicThread
 from skyward_core.errors import LedgerError
 from skyward_core.ledger.rows import SECONDS_PER_HOUR
-from skyward_core.machines.instances import Lease
+from skyward_core.machines.instances import Lease, Node
 from skyward_core.work import Work
 
 if TYPE_CHECKING:
@@ -26,6 +26,34 @@ STOP_SECONDS = 5.0
 LOOK_SECONDS = 0.02
 
 _log = logging.getLogger("skyward")
+
+
+def slot_prices(nodes: Iterable[Node]) -> dict[str, float]:
+    """Return the price of one slot for one second in USD, by instance id: its share of the machine's price."""
+    prices: dict[str, float] = {}
+    for node in nodes:
+        extras = sum(extra.usd_per_hour for extra in node.instance.extras_per_hour)
+        per_second = (node.instance.price_per_hour + extras) / SECONDS_PER_HOUR
+        prices[node.instance.id] = per_second / max(1, node.workers * node.slots)
+    return prices
+
+
+def use_count(
+    seconds: Mapping[str, float], prices: Mapping[str, float], held: int = 0, age_seconds: float = 0.0
+) -> UseCount:
+    """Return what a use has had, from its seconds of slots by instance id, and the prices of slots.
+
+    `held`: how many slots it holds since `age_seconds`.
+    """
+    module = importlib.import_module("skyward_core.ledger.uses")  # SQLAlchemy is loaded with the ledger
+    known = [prices.get(instance, 0.0) for instance in seconds] or [*prices.values()] or [0.0]
+    return module.UseCount(
+        sum(seconds.values()),
+        sum(its * prices.get(instance, 0.0) for instance, its in seconds.items()),
+        held,
+        held * sum(known) / len(known) * SECONDS_PER_HOUR,
+        age_seconds,
+    )
 
 
 class UseAccount:
@@ -60,20 +88,12 @@ class UseAccount:
 
     def count(self) -> UseCount:
         """Return what the calls of the use have had so far."""
-        module = importlib.import_module("skyward_core.ledger.uses")
-        self._learn_prices()
+        lease = self._lease()
+        self._prices |= slot_prices(lease.nodes if lease is not None else ())
         own_time = self._cluster.owner.own_time
-        seconds = own_time.of(self._id)
         held = self._cluster.slots_held(self._id)
-        known = [self._prices.get(instance, 0.0) for instance in seconds] or [*self._prices.values()] or [0.0]
-        seen_at = own_time.seen_at(self._id)
-        return module.UseCount(
-            sum(seconds.values()),
-            sum(its * self._prices.get(instance, 0.0) for instance, its in seconds.items()),
-            held,
-            held * sum(known) / len(known) * SECONDS_PER_HOUR,
-            time.monotonic() - (seen_at or self._began) if held else 0.0,
-        )
+        age_seconds = time.monotonic() - (own_time.seen_at(self._id) or self._began) if held else 0.0
+        return use_count(own_time.of(self._id), self._prices, held, age_seconds)
 
     def note(self) -> None:
         """Record in the ledger what the use has had so far. Raises LedgerError."""
@@ -92,12 +112,6 @@ class UseAccount:
         self._ledger.uses.note({self._id: count}, are_final=True)
         self._ledger.close()
         return count
-
-    def _learn_prices(self) -> None:
-        for node in lease.nodes if (lease := self._lease()) is not None else ():
-            extras = sum(extra.usd_per_hour for extra in node.instance.extras_per_hour)
-            per_second = (node.instance.price_per_hour + extras) / SECONDS_PER_HOUR
-            self._prices[node.instance.id] = per_second / max(1, node.workers * node.slots)
 
     def _on_trouble(self, error: Exception) -> None:
         if isinstance(error, LedgerError):

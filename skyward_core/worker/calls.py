@@ -121,6 +121,8 @@ class CallMemory(SchedulerPlugin):
         """
         self._resumes: dict[str, int] = {}
         """By topic: the number of the last `resume` that was answered."""
+        self._ended: set[str] = set()
+        """Topics that another client has ended. Few, and never removed: their clients may try to come back."""
         self._replaced: set[str] = set()
         """Clients whose topics others have resumed, while their streams are open."""
         self.detached = DetachedCalls(self._topics, topic_limit_bytes)
@@ -176,7 +178,8 @@ class CallMemory(SchedulerPlugin):
         """Send a client the messages that it has missed and subscribe it, in one turn of the event loop: no message can
         come in between.
         """
-        if request < self._resumes.get(topic, 0):  # a later connection of the same client was faster
+        # ended by a newer attempt of its work, or a later connection of the same client was faster
+        if topic in self._ended or request < self._resumes.get(topic, 0):
             self._replaced.add(client)
             return
         self._resumes[topic] = request
@@ -235,6 +238,13 @@ class CallMemory(SchedulerPlugin):
         """Drop a topic and release its owner's tasks: the client does not need them any more."""
         if self._owners.get(topic) == client:
             self._abandon(client)
+
+    def end(self, topic: str) -> None:
+        """Drop a topic whose client is dead or replaced, and stop its calls. A client that lives cannot come back."""
+        self._ended.add(topic)
+        if (owner := self._owners.get(topic)) is not None:
+            self._replaced.add(owner)
+            self._abandon(owner)
 
     # ── tasks ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -213,6 +213,16 @@ class Slot:
             seconds[key] += time.monotonic() - busy_since
         return seconds
 
+    def ran_for(self, topic: str) -> tuple[bool, dict[str, float]]:
+        """Return whether a call of this client runs, and how long its calls have kept this slot busy, by use."""
+        seconds, running = self.by_topic.by_use(topic), self.running
+        if running is None or running[0] != topic:
+            return False, seconds
+        run = self._run
+        call = None if run is None else run.first_sent
+        use = "" if call is None else call.use
+        return True, seconds | {use: seconds.get(use, 0.0) + running[2]}
+
     @property
     def _running_key(self) -> str:
         run, topic = self._run, self._topic

@@ -48,6 +48,10 @@ class TopicSeconds:
         """Return the seconds of a key, 0 if it is not known."""
         return self._spent.get(key, (0.0, 0.0))[0]
 
+    def by_use(self, topic: str) -> dict[str, float]:
+        """Return the seconds of a client that are known, by use."""
+        return by_use({key: seconds for key, (seconds, _) in self._spent.copy().items()}, topic)
+
     def recent(self, running: str = "") -> dict[str, float]:
         """Return the seconds of clients that were used lately, and of the key that a call runs for now ("": none).
 

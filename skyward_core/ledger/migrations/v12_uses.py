@@ -16,7 +16,7 @@ _WORK = ("system", "workflow", "run", "task", "task_run", "attempt", "asset", "p
 
 
 def upgrade(op: Operations) -> None:
-    """Create a table."""
+    """Create a table, and add the column by which the calls of a dead client are found."""
     op.create_table(
         "skyward_uses",
         Column("id", String(64), primary_key=True),
@@ -32,3 +32,4 @@ def upgrade(op: Operations) -> None:
         *(Column(f"work_{name}", String(500), nullable=False, server_default="") for name in _WORK),
     )
     op.create_index("skyward_uses_by_run", "skyward_uses", ["work_run"])
+    op.add_column("skyward_clients", Column("topic", String(64), nullable=False, server_default=""))

@@ -3,6 +3,7 @@
 Run as a program, this file is a process that uses a pool of a name until it is killed.
 """
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from concurrent.futures import CancelledError
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,9 +32,10 @@ pytestmark = [pytest.mark.timeout(240)]
 
 @sky.compute
 def hold(go: str, *, then: str = "return") -> str:
-    """Hold a slot until a file is there."""
+    """Hold a slot until a file is there; another file has the time of the last moment."""
     Path(f"{go}-begun").touch()
     while not Path(go).exists():
+        Path(f"{go}-held").touch()
         time.sleep(0.01)
     if then == "raise":
         raise ValueError("no")
@@ -117,7 +120,7 @@ def test_a_killed_process_loses_nothing_of_its_bill(name: str, tmp_path: Path) -
     """Its call goes on holding the slot until its end; then the use has the time until that."""
     go = tmp_path / "go"
     argv = [sys.executable, "-m", "tests.system.pool.test_pool_use", name, str(go)]
-    with sky.PoolUse(pool_of(name, price=PRICE), SECOND) as stays:
+    with sky.PoolUse(sky.ComputePool(**settings_of(name)), SECOND) as stays:
         process = subprocess.Popen(argv, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         assert json.loads(process.stdout.readline()) == stays.pool.id
@@ -135,8 +138,47 @@ def test_a_killed_process_loses_nothing_of_its_bill(name: str, tmp_path: Path) -
     assert float(killed.cost_usd) == pytest.approx(killed.slot_seconds * PRICE / 3600, rel=0.01)
 
 
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "alive"])
+def test_a_newer_attempt_ends_the_calls_of_the_earlier_one_before_its_own(
+    is_killed: bool, name: str, tmp_path: Path
+) -> None:
+    """Never both at the same time, and no wait for a lease: also if the earlier process lives, cut off from all."""
+    earlier, later = tmp_path / "earlier", tmp_path / "later"
+    argv = [sys.executable, "-m", "tests.system.pool.test_pool_use", name, str(earlier)]
+    with subprocess.Popen(argv, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            pool_id = json.loads(process.stdout.readline())
+            begun(earlier)
+            if is_killed:
+                process.kill()
+                process.wait()
+            work = dataclasses.replace(FIRST, attempt="2")
+            with sky.PoolUse(sky.ComputePool(**settings_of(name), work=work)) as use:
+                assert use.pool.id == pool_id
+                call = use.submit(hold(str(later)))
+                begun(later)
+                assert Path(f"{earlier}-held").stat().st_mtime <= Path(f"{later}-begun").stat().st_mtime
+                later.touch()
+                assert call.result(60) == "return"
+        finally:
+            process.kill()
+    with Ledger(default_url()) as ledger:
+        first, second = ledger.uses.of_pool(pool_id)
+    assert (first.work.attempt, second.work.attempt) == ("1", "2")
+    assert first.ended_at is not None
+    assert second.ended_at is not None
+    assert first.ended_at < second.ended_at
+    assert first.slot_seconds > 0
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    return {"name": name, "provider": sky.Local(price_per_hour=PRICE), "display": "quiet"}
+
+
 def be_a_process(name: str, go: str) -> None:
-    with sky.PoolUse(pool_of(name, price=PRICE), FIRST) as use:
+    work = dataclasses.replace(FIRST, attempt="1")
+    with sky.PoolUse(sky.ComputePool(**settings_of(name), work=work)) as use:
         use.submit(hold(go))
         print(json.dumps(use.pool.id), flush=True)
         time.sleep(600)
