@@ -236,9 +236,9 @@ class Cluster:
                 its[instance_id] = its.get(instance_id, 0.0) + seconds
         return bool(is_free), found
 
-    def slots_held(self, use: str) -> int:
-        """Return how many slots the calls of a use hold now, as far as is known here, also while they are stopped."""
-        return min(self.slots, self.dispatcher.batches_of(use))
+    def slots_held(self) -> dict[str, int]:
+        """Return how many slots the calls of each use hold now, as far as is known here, also while they stop."""
+        return {use: min(self.slots, batches) for use, batches in self.dispatcher.batches_by_use().items()}
 
     def slots_at(self, rank: int) -> int:
         """Return how many calls run at once on a node; if it is not known, how many on the first one."""

@@ -163,9 +163,9 @@ class Dispatcher:
         state = "out" if self._queue.is_out(call_id) else "waiting"
         return entry.title, state, entry.worker, entry.submitted_at
 
-    def batches_of(self, use: str) -> int:
-        """Return how many batches at workers have a call of a use, also one that is being stopped. For any thread."""
-        return self._queue.batches_of(use)
+    def batches_by_use(self) -> dict[str, int]:
+        """Return how many batches at workers have a call of each use, also one that stops. For any thread."""
+        return self._queue.batches_by_use()
 
     def drain(self, error: SkywardError | None) -> None:
         """Begin no more calls: those that have not begun raise this, those that run may end.

@@ -10,7 +10,7 @@ time until its calls have ended. Figures only grow; an end stays.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from decimal import Decimal
@@ -22,6 +22,16 @@ from skyward_core.ledger.database import Database
 from skyward_core.ledger.rows import SECONDS_PER_HOUR, micro_usd
 from skyward_core.ledger.tables import USES, Values, in_usd, moment, moment_or_none, stamp, work_of, work_values
 from skyward_core.work import Work
+
+
+@dataclass(frozen=True, slots=True)
+class NewUse:
+    """A use that begins. `client_id` is the process in a pool with a name, else ""."""
+
+    id: str
+    pool_id: str
+    work: Work
+    client_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +71,21 @@ class Uses:
         """Use this database."""
         self._database = database
 
-    def begin(self, use_id: str, pool_id: str, work: Work, client_id: str = "") -> None:
-        """Record a use, before its first call."""
-        with self._database.write() as connection:
-            begin_use(connection, use_id, pool_id, work, client_id, stamp(self._database.now(connection)))
-
-    def note(self, counts: Mapping[str, UseCount], *, are_final: bool = False) -> None:
-        """Record what uses have had so far, by their ids; `are_final`: they have ended."""
+    def write(
+        self,
+        begun: Sequence[NewUse] = (),
+        counts: Mapping[str, UseCount] | None = None,
+        ended: Mapping[str, UseCount] | None = None,
+    ) -> None:
+        """Record uses that begin, what others have had so far, and what those that end have had in all, by id."""
         with self._database.write() as connection:
             now = stamp(self._database.now(connection))
-            for use_id, count in counts.items():
-                note_use(connection, use_id, count, now, is_final=are_final)
+            for new in begun:
+                begin_use(connection, new, now)
+            for use_id, count in (counts or {}).items():
+                note_use(connection, use_id, count, now, is_final=False)
+            for use_id, count in (ended or {}).items():
+                note_use(connection, use_id, count, now, is_final=True)
 
     def settle(self, use_ids: Collection[str]) -> None:
         """End uses whose processes are dead, and whose calls have ended now. Those that have ended stay as they are."""
@@ -108,10 +122,10 @@ def use_of(row: Values) -> UseEntry:
 # ── in a transaction of the caller; times are microseconds since 1970 ────────────────────────────────────────────────
 
 
-def begin_use(connection: Connection, use_id: str, pool_id: str, work: Work, client_id: str, now: int) -> None:
+def begin_use(connection: Connection, new: NewUse, now: int) -> None:
     """Record a use, before its first call."""
-    values = {"id": use_id, "pool_id": pool_id, "client_id": client_id, "began_microseconds": now}
-    connection.execute(insert(USES).values(**values, noted_microseconds=now, **work_values(work)))
+    values = {"id": new.id, "pool_id": new.pool_id, "client_id": new.client_id, "began_microseconds": now}
+    connection.execute(insert(USES).values(**values, noted_microseconds=now, **work_values(new.work)))
 
 
 def note_use(connection: Connection, use_id: str, count: UseCount, now: int, *, is_final: bool) -> None:

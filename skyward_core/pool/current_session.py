@@ -41,7 +41,7 @@ from skyward_core.session.session import Session
 from skyward_core.session.size_here import size_here
 from skyward_core.session.stewardship import Stewardship
 from skyward_core.session.successor import Successor
-from skyward_core.session.use_account import UseAccount
+from skyward_core.session.use_book import UseBook
 from skyward_core.spec import PoolSpec
 from skyward_core.work import NO_WORK, Work
 
@@ -81,6 +81,7 @@ class CurrentSession:
         self._why_ended: SkywardError | None = None
         self._finalizer: weakref.finalize[Any, CurrentSession] | None = None
         self._calls: CallLedger | None = None
+        self._uses: UseBook | None = None
 
     # ── open ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -233,6 +234,7 @@ class CurrentSession:
         opened = self._opened
         if opened is None:
             return
+        self._close_uses()  # before the end of the pool is in the ledger: then others settle them
         try:
             if self._use is None:
                 opened.stop("the pool was closed")
@@ -249,12 +251,18 @@ class CurrentSession:
 
         After all else: after an interrupt, InstancesLeft or LedgerError, closing again tries again.
         """
+        self._close_uses()
         self._opened = self._use = None
         if self._calls is not None:
             self._calls.close()
         if self._finalizer is not None:
             self._finalizer.detach()
             self._finalizer = None
+
+    def _close_uses(self) -> None:
+        uses, self._uses = self._uses, None
+        if uses is not None:
+            uses.close()
 
     def hand_over(self, close: Callable[[], None]) -> InstancesLeft | None:
         """Call the pool's `close`; leave unconfirmed machines to its reaper, and return them instead of raising."""
@@ -340,9 +348,14 @@ class CurrentSession:
             raise PoolClosed(self.why_closed)
         return opened.user_client
 
-    def begin_use(self, use_id: str, work: Work) -> UseAccount:
-        """Record a use of the pool that is open, and return its account. Raises PoolClosed and LedgerError."""
-        return UseAccount(use_id, work, self.pool_id, self.client_id, self.cluster, lambda: self.lease)
+    @property
+    def uses(self) -> UseBook:
+        """The uses of the pool that is open. Raises PoolClosed and LedgerError."""
+        cluster = self.cluster
+        with self._changing:
+            if self._uses is None:
+                self._uses = UseBook(self.pool_id, self.client_id, cluster, lambda: self.lease)
+            return self._uses
 
     @property
     def client_id(self) -> str:

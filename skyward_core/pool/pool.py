@@ -42,7 +42,7 @@ from skyward_core.worker.masking import SecretValues
 if TYPE_CHECKING:
     import distributed
 
-    from skyward_core.session.use_account import UseAccount
+    from skyward_core.session.use_book import UseBook
 
 AHEAD = 16
 """How many items of a stream the node may be ahead of the program."""
@@ -402,9 +402,10 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
         """
         self._session.note_cost()
 
-    def begin_use(self, use_id: str, work: Work) -> UseAccount:
-        """Record that a step uses the pool, and return its account (`PoolUse`). Raises PoolClosed and LedgerError."""
-        return self._session.begin_use(use_id, work)
+    @property
+    def uses(self) -> UseBook:
+        """The accounts of the steps that use the pool, for `PoolUse`. Raises PoolClosed and LedgerError."""
+        return self._session.uses
 
     def share_cost(self, shares: Mapping[Work, float]) -> None:
         """Divide parts of the cost, in USD, among tasks that share the pool, for `skyward cost --by task`.

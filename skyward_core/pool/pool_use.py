@@ -26,7 +26,7 @@ from skyward_core.pool.pool import ComputePool
 from skyward_core.work import Work, paid_by
 
 if TYPE_CHECKING:
-    from skyward_core.session.use_account import UseAccount
+    from skyward_core.session.use_book import UseBook
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class PoolUse:
         self._is_alone = is_alone and pool.spec.name is None
         self._has_opened = False
         self._began = self._ended = 0.0
-        self._account: UseAccount | None = None
+        self._book: UseBook | None = None
         self._futures: set[CallFuture[Any]] = set()
         self._is_stopped = False
         self._closing = threading.Lock()
@@ -85,7 +85,9 @@ class PoolUse:
             self._has_opened = True
         if not self._is_alone:
             try:
-                self._account = self.pool.begin_use(self.id, self.work)
+                book = self.pool.uses
+                book.begin(self.id, self.work)
+                self._book = book
             except BaseException:
                 self.close()
                 raise
@@ -99,15 +101,13 @@ class PoolUse:
         """
         with self._closing:
             self._stop_calls()
-            if self._account is not None:
-                self._account.wait_for_stopped_calls()
             try:
-                return self.pool.hand_over() if self._has_opened else None
+                if self._book is not None and not self._ended:
+                    self._book.end(self.id)
             finally:
-                if not self._ended:
-                    if self._account is not None:
-                        self._account.close()
-                    self._ended = time.monotonic()
+                self._ended = self._ended or time.monotonic()
+                left = self.pool.hand_over() if self._has_opened else None
+            return left
 
     def stop(self) -> None:
         """End the calls, and a pool that belongs to this use alone, and return at once; for kill hooks and signal
@@ -154,6 +154,8 @@ class PoolUse:
         self._futures.update(futures)
         for future in futures:
             future.add_done_callback(self._futures.discard)
+        if self._book is not None:
+            self._book.has_calls()
         if self._is_stopped:  # `stop` may have missed these
             self._stop_calls()
         return futures
@@ -169,7 +171,7 @@ class PoolUse:
         """Return its bill so far; after `close` the whole one, which is also that of the ledger."""
         slot_seconds, cost_usd, is_final = 0.0, self.pool.cost, self.pool.cost_final is not None
         if not self._is_alone:
-            count = None if self._account is None else self._account.count()
+            count = None if self._book is None else self._book.count(self.id)
             slot_seconds, cost_usd = (0.0, 0.0) if count is None else (count.slot_seconds, count.cost_usd)
             is_final = bool(self._ended)
         return UseBill(

@@ -39,7 +39,7 @@ from skyward_core.machines.owner import Owner
 from skyward_core.providers.base import Provider
 from skyward_core.session.ledger_contact import LedgerContact
 from skyward_core.session.steward_guard import StewardGuard
-from skyward_core.session.use_account import slot_prices, use_count
+from skyward_core.session.use_book import slot_prices, use_count
 from skyward_core.spec import PoolSpec
 from skyward_core.work import Work
 
