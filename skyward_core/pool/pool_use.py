@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from skyward_core.compute import PendingCompute
+from skyward_core.concurrency.item_stream import ItemStream
 from skyward_core.engine.futures import CallFuture
 from skyward_core.errors import InstancesLeft
 from skyward_core.pool.pool import ComputePool
@@ -70,15 +71,21 @@ class PoolUse:
         self._book: UseBook | None = None
         self._futures: set[CallFuture[Any]] = set()
         self._is_stopped = False
-        self._closing = threading.Lock()
+        self._opening, self._closing = threading.Lock(), threading.Lock()
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def open(self) -> Self:
         """Open the pool, or join it by its name, and record the use.
 
-        Raises what `ComputePool.open` raises, and LedgerError.
+        May be called again, from any thread. Raises what `ComputePool.open` raises, and LedgerError.
         """
+        with self._opening:
+            if not self._began:
+                self._open()
+        return self
+
+    def _open(self) -> None:
         self._began = time.monotonic()
         if not self.pool.is_active:
             self.pool.open()
@@ -90,8 +97,8 @@ class PoolUse:
                 self._book = book
             except BaseException:
                 self.close()
+                self._began = 0.0
                 raise
-        return self
 
     def close(self) -> InstancesLeft | None:
         """End the use and what it has opened; return the machines that were not confirmed gone. May be called twice.
@@ -143,6 +150,17 @@ class PoolUse:
     def submit_broadcast[R](self, call: PendingCompute[R]) -> list[CallFuture[R]]:
         """Submit the call once for each worker (`ComputePool.submit_broadcast`)."""
         return self._noted(lambda: self.pool.submit_broadcast(call))
+
+    def stream(self, call: PendingCompute[Any]) -> ItemStream[Any]:
+        """Submit a call and return at once with its items (`ComputePool.stream`)."""
+        streams: list[ItemStream[Any]] = []
+
+        def submit() -> list[CallFuture[Any]]:
+            streams.append(self.pool.stream(call))
+            return [streams[0].future]
+
+        self._noted(submit)
+        return streams[0]
 
     def run[R](self, call: PendingCompute[R]) -> R:
         """Run one call and return its result."""
