@@ -21,12 +21,12 @@ from skyward_core.work import NO_WORK, WORK_CHARACTERS, Work
 
 @dataclass(frozen=True, slots=True)
 class PoolUser:
-    """A step that uses a pool, or has used it; a process that has no step recorded; or all detached calls for one owner.
+    """A step that uses a pool, or has used it; a process that has no step recorded; or all detached calls for an owner.
 
     `name` is user@host, or the owner of the detached calls. `joined_at` is when it came, or when the first of these
     calls was started. `slot_seconds` is for how long its calls have held slots, as it was recorded last. `cost_usd` is
-    what these slots have cost; of a process without a step its part of the cost of the time in which calls ran. `lives`:
-    whether the process may still use the pool, or one of the calls has not ended.
+    what these slots have cost; of a process without a step its part of the cost of the time in which calls ran.
+    `lives`: whether the process may still use the pool, or one of the calls has not ended.
     """
 
     name: str

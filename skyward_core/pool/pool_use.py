@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from skyward_core.compute import PendingCompute
 from skyward_core.concurrency.item_stream import ItemStream
@@ -157,7 +157,7 @@ class PoolUse:
 
         def submit() -> list[CallFuture[Any]]:
             streams.append(self.pool.stream(call))
-            return [streams[0].future]
+            return [cast("CallFuture[Any]", streams[0].future)]
 
         self._noted(submit)
         return streams[0]
