@@ -139,6 +139,8 @@ if TYPE_CHECKING:
     from skyward_core.pool.executor import PoolExecutor as PoolExecutor
     from skyward_core.pool.multi_pool import MultiPool as MultiPool
     from skyward_core.pool.pool import ComputePool as ComputePool
+    from skyward_core.pool.pool_use import PoolUse as PoolUse
+    from skyward_core.pool.pool_use import UseBill as UseBill
     from skyward_core.providers.aws.provider import AWS as AWS
     from skyward_core.providers.base import Provider as Provider
     from skyward_core.providers.digitalocean.provider import DigitalOcean as DigitalOcean
@@ -209,6 +211,7 @@ _HOMES = {
     "pool.executor": "PoolExecutor",
     "pool.multi_pool": "MultiPool",
     "pool.pool": "ComputePool",
+    "pool.pool_use": "PoolUse UseBill",
     "providers.aws.provider": "AWS",
     "providers.base": "Provider",
     "providers.digitalocean.provider": "DigitalOcean",

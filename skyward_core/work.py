@@ -156,6 +156,24 @@ def running_for(context: RunContext | None) -> Generator[None]:
         _present_run.reset(token)
 
 
+_paying_use: ContextVar[str] = ContextVar("skyward_use", default="")
+
+
+def paying_use() -> str:
+    """Return the id of the use of a pool that pays for the calls that are submitted here; "" outside of one."""
+    return _paying_use.get()
+
+
+@contextmanager
+def paid_by(use: str) -> Generator[None]:
+    """Let a use of a pool pay for the calls that are submitted in the block."""
+    token = _paying_use.set(use)
+    try:
+        yield
+    finally:
+        _paying_use.reset(token)
+
+
 def _plain_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Copy those that are plain JSON: text, numbers, true, false, None, and lists and objects of them."""
     kept: dict[str, Any] = {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
@@ -59,9 +58,8 @@ class PoolLife:
         self._ending = threading.Lock()
         self._is_ended = False
         self._is_noted = False
-        self._shares: defaultdict[sky.Work, float] = defaultdict(float)
-        self._sharing = threading.Lock()
-        """Held while `_shares` changes: a call that has ended already adds its cost in the thread that made it."""
+        self._uses: dict[sky.Work, sky.PoolUse] = {}
+        self._using = threading.Lock()
 
     def start(self, spent_usd: float) -> None:
         """Open the pool, in a thread. `spent_usd` was spent by earlier pools of this spec, under the same limit."""
@@ -96,13 +94,17 @@ class PoolLife:
         """USD spent so far."""
         return self.pool.cost if self.pool is not None else 0.0
 
-    def add_cost(self, work: sky.Work, future: Future[Any]) -> None:
-        """Add the cost of a call to its task run."""
-        if cost := getattr(future, "cost", None):
-            with self._sharing:
-                self._shares[work] += cost
-            if self._facts.report is not None:
-                self._facts.report.task_cost(work.task_run, cost)
+    def use_of(self, work: sky.Work) -> sky.PoolUse:
+        """Return the use of the pool by a task run: in the ledger before its first call. Raises LedgerError."""
+        pool = self.opened.result()
+        with self._using:
+            use = self._uses.setdefault(work, sky.PoolUse(pool, work, is_alone=False))
+        return use.open()
+
+    def report_cost(self, use: sky.PoolUse, _: Future[Any]) -> None:
+        """Report what a task run has cost, when one of its calls has ended."""
+        if self._facts.report is not None:
+            self._facts.report.task_cost(use, calls=1)
 
     def note_its_end(self) -> None:
         """Report that the money of a pool which has ended by itself is used up: a pool without calls raises it nowhere.
@@ -190,17 +192,13 @@ class PoolLife:
             wait([self.opened], timeout=BREAK_OFF_SECONDS)
 
     def _settle(self, pool: sky.ComputePool) -> None:
-        """Write each task run's cost into the ledger, once; the other costs belong to the flow run."""
-        if self._facts.report is not None:
-            self._facts.report.settle(pool.id, pool.receipt)
-        with self._sharing:
-            shares, self._shares = self._shares, defaultdict(float)
-        if shares:
-            try:
-                pool.share_cost(shares)
-            except sky.SkywardError as error:  # the ledger still has the bill, as the flow run's
-                self._facts.log.say(logging.WARNING, f"what each task run has cost is not in the ledger: {error}")
-        if self._facts.report is not None and self.spec.name is not None:
+        """Report what it has cost in all. What each task run has cost is in the ledger."""
+        if self._facts.report is None:
+            return
+        for use in tuple(self._uses.values()):
+            self._facts.report.task_cost(use)
+        self._facts.report.settle(pool.id, pool.receipt)
+        if self.spec.name is not None:
             self._facts.report.leave(pool.id)
 
 

@@ -121,12 +121,12 @@ class RunCalls:
 
     def call(self, life: PoolLife, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
         """Submit the call for the task run of this thread."""
-        pool = life.opened.result()
+        use = life.use_of(work_of_task(self._work))
         pending = step.pending(args, kwargs)
         with sky.running_for(context_of_run()), packing(in_prefect_s_context=step.prefect_context):
             if step.broadcast:
-                return self._broadcast(life, pool, step, pending)
-            return self._note(life, self._follow(step, lambda: [pool.submit(pending)])[0])
+                return self._broadcast(life, use, step, pending)
+            return self._note(life, use, self._follow(step, lambda: [use.submit(pending)])[0])
 
     @contextmanager
     def stream(self, life: PoolLife, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generator[Any]:
@@ -136,11 +136,11 @@ class RunCalls:
         """
         if step.broadcast:
             raise sky.BadRequest("broadcast=True: the items of a generator on each worker: submit it, for their lists")
-        pool = life.opened.result()
+        use = life.use_of(work_of_task(self._work))
         with sky.running_for(context_of_run()), packing(in_prefect_s_context=step.prefect_context):
-            items = pool.stream(step.pending(args, kwargs))
+            items = use.stream(step.pending(args, kwargs))
         with items:
-            self._note(life, self._follow(step, lambda: [items.future])[0])
+            self._note(life, use, self._follow(step, lambda: [items.future])[0])
             yield items
 
     def stop(self) -> None:
@@ -153,11 +153,10 @@ class RunCalls:
         """From now on calls lose their machines because the flow run ends: they are cancelled, not failed."""
         self._is_stopping = True
 
-    def _note(self, life: PoolLife, future: Future[Any]) -> Future[Any]:
-        work = work_of_task(self._work)
+    def _note(self, life: PoolLife, use: sky.PoolUse, future: Future[Any]) -> Future[Any]:
         if (report := self.pools.facts.report) is not None:
-            report.call(cast("Any", future).call_id, work.task_run, work.task)
-        future.add_done_callback(functools.partial(life.add_cost, work))
+            report.call(cast("Any", future).call_id, use.work.task_run, use.work.task)
+        future.add_done_callback(functools.partial(life.report_cost, use))
         self._futures.add(future)
         future.add_done_callback(self._futures.discard)
         if self.is_stopping:  # `stop` may have missed this one
@@ -171,15 +170,17 @@ class RunCalls:
         return futures
 
     def _broadcast(
-        self, life: PoolLife, pool: sky.ComputePool, step: Step, pending: sky.PendingCompute[Any]
+        self, life: PoolLife, use: sky.PoolUse, step: Step, pending: sky.PendingCompute[Any]
     ) -> Future[tuple[Any, ...]]:
         def submit(call: sky.PendingCompute[Any]) -> list[Any]:
-            ranks = self._follow(step, lambda: pool.submit_broadcast(call))
+            ranks = self._follow(step, lambda: use.submit_broadcast(call))
             for future in ranks:
-                self._note(life, future)
+                self._note(life, use, future)
             return ranks
 
-        return BroadcastFuture(lambda stoppable: pool.broadcast(pending, submit=lambda call: stoppable(submit(call))))
+        return BroadcastFuture(
+            lambda stoppable: use.pool.broadcast(pending, submit=lambda call: stoppable(submit(call)))
+        )
 
 
 def context_of_run() -> sky.RunContext:

@@ -234,10 +234,10 @@ class EmitEvent:
 
 @dataclass(frozen=True, slots=True)
 class MeterCalls:
-    """Calls have ended that kept slots of a machine busy for this many seconds in total."""
+    """Calls have ended that kept slots of a machine busy for these seconds, by the uses that pay ("": none)."""
 
     instance_id: str
-    seconds: float
+    seconds_by_use: Mapping[str, float]
 
 
 # ── for recovery ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -32,7 +32,7 @@ from skyward_core.engine.members import Members
 from skyward_core.engine.outbox import Entry, Queue
 from skyward_core.engine.placement import Placement
 from skyward_core.engine.roster import Roster
-from skyward_core.engine.shipments import Out, Shipments
+from skyward_core.engine.shipments import Out, Shipments, seconds_by_use
 from skyward_core.errors import SkywardError
 from skyward_core.events.events import Metrics
 from skyward_core.machines.instances import Node
@@ -163,6 +163,10 @@ class Dispatcher:
         state = "out" if self._queue.is_out(call_id) else "waiting"
         return entry.title, state, entry.worker, entry.submitted_at
 
+    def batches_by_use(self) -> dict[str, int]:
+        """Return how many batches at workers have a call of each use, also one that stops. For any thread."""
+        return self._queue.batches_by_use()
+
     def drain(self, error: SkywardError | None) -> None:
         """Begin no more calls: those that have not begun raise this, those that run may end.
 
@@ -256,7 +260,7 @@ class Dispatcher:
         if report is None:
             self._items.lose_all()
         if report is not None and not self._losses.is_repeated(report):
-            if seconds := sum(item.seconds for item in report.news if isinstance(item, Outcome)):
+            if seconds := seconds_by_use(item for item in report.news if isinstance(item, Outcome)):
                 self._do(do.MeterCalls(report.instance_id, seconds))
             for item in report.news:
                 if isinstance(item, Output | ReportedMetrics):

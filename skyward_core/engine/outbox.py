@@ -11,7 +11,7 @@ Pure bookkeeping, without Dask and threads. `engine.dispatcher` owns it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -183,6 +183,10 @@ class Queue:
     def is_out(self, call_id: str) -> bool:
         """Return whether a call has gone out and not ended."""
         return call_id in self._out
+
+    def batches_by_use(self) -> dict[str, int]:
+        """Return how many batches that have gone out have a call of each use that has not ended. For any thread."""
+        return Counter(use for use, _ in {(entry.call.use, its.number) for entry, its in list(self._out.values())})
 
     def unended(self, shipment: Shipment) -> list[str]:
         """Return the calls of a shipment that have not ended, in their order."""

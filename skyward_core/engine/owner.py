@@ -357,8 +357,9 @@ class EngineThread:
         return {"listed": listed, "waiting": waiting}
 
     def _on_seen(self, busy_times: Collection[BusyTime]) -> None:
-        for instance_id, process, seconds, own_seconds in busy_times:
-            self.own_time.seen(instance_id, process, own_seconds)
+        for instance_id, process, seconds, by_use in busy_times:
+            for use, own_seconds in by_use.items():
+                self.own_time.seen(use, instance_id, process, own_seconds)
             if self._counts is None:
                 continue
             processes = self._seen.setdefault(instance_id, {})
@@ -379,10 +380,12 @@ class EngineThread:
                 number = self._emit(event)
                 if call_id is not None and call_id in self.futures:
                     self._last_lines[call_id] = number if isinstance(number, int) else 0
-            case do.MeterCalls(instance_id, seconds):
-                self.own_time.ran(instance_id, seconds)
+            case do.MeterCalls(instance_id, seconds_by_use):
+                for use, seconds in seconds_by_use.items():
+                    self.own_time.ran(use, instance_id, seconds)
                 if self._counts is not None:
-                    self._usd_per_second[instance_id] = self._counts.ran(instance_id, seconds) / seconds
+                    total = sum(seconds_by_use.values())
+                    self._usd_per_second[instance_id] = self._counts.ran(instance_id, total) / total
             case do.Upload():
                 self._transfers.upload(action)
             case do.Fetch():

@@ -12,7 +12,7 @@ from typing import Any
 from skyward_core.compute import PendingCompute
 from skyward_core.engine.outbox import Entry
 from skyward_core.serialization import pickling, sources
-from skyward_core.work import run_context
+from skyward_core.work import paying_use, run_context
 from skyward_core.worker import shared_values
 from skyward_core.worker.shared_values import SharedValue
 from skyward_core.worker.wire import INLINE_BYTES, Call, Parcel
@@ -49,7 +49,10 @@ class PackedFunction:
         call_id, used = uuid.uuid4().hex, {**self.shared, **shared}
         in_group = job_id is not None and pending.forms_group
         job_id = job_id or call_id
-        call = Call(call_id, self.name, arguments, job_id, pending.timeout_seconds, tuple(used), not self.shared, ahead)
+        names, keeps = tuple(used), not self.shared
+        call = Call(
+            call_id, self.name, arguments, job_id, pending.timeout_seconds, names, keeps, ahead, use=paying_use()
+        )
         return Entry(call, self.parcel, worker, in_group, shared=used, title=self.title)
 
 

@@ -189,7 +189,7 @@ class Shipments:
             for call_id in ids
             if call_id in outcomes and outcomes[call_id].kind is not OutcomeKind.RETURNED
         ]
-        if seconds := sum(outcome.seconds for outcome in ended):
+        if seconds := seconds_by_use(ended):
             self._do(do.MeterCalls(instance_id, seconds))
         self._calls.take_back(
             [call_id for call_id in ids if call_id in outcomes and outcomes[call_id].kind is OutcomeKind.RETURNED]
@@ -234,3 +234,12 @@ class Shipments:
             if self._connection.is_live_in(epoch) and out is not None and out.epoch == epoch and out.phase is phase
             else None
         )
+
+
+def seconds_by_use(outcomes: Iterable[Outcome]) -> dict[str, float]:
+    """Return for how long ended calls have kept slots busy, by their uses."""
+    sums = dict[str, float]()
+    for outcome in outcomes:
+        if outcome.seconds:
+            sums[outcome.use] = sums.get(outcome.use, 0.0) + outcome.seconds
+    return sums

@@ -54,6 +54,7 @@ from skyward_core.ledger.tables import (
     RESERVATIONS,
     RESOURCES,
     SHARES,
+    USES,
     in_usd,
     milliseconds_of,
     pool_seen,
@@ -62,7 +63,7 @@ from skyward_core.ledger.tables import (
     work_of,
     work_values,
 )
-from skyward_core.ledger.work_costs import PoolUse, is_for, parts_of
+from skyward_core.ledger.work_costs import Recorded, is_for, parts_of
 from skyward_core.providers.base import LAUNCH_TAG, RANK_TAG, TYPE_TAG
 from skyward_core.work import NO_WORK, Work, of_system
 
@@ -232,7 +233,7 @@ def _pool_row(
 def _keep_parts_of_users(connection: Connection, pool_ids: Sequence[str]) -> None:
     """Make shares of the parts of a cost that the rows of users and of detached calls decide."""
     uses = _uses_of(connection, select(POOLS.c.id).where(POOLS.c.id.in_(pool_ids)))
-    shared = sorted(pool_id for pool_id, use in uses.items() if use.users)
+    shared = sorted(pool_id for pool_id, use in uses.items() if use.users or use.uses)
     r = RESOURCES.c
     costs = select(r.pool_id, func.sum(_bucket_micro_usd(Bucket.RUNNING_CALLS))).where(r.pool_id.in_(shared))
     busy = {pool_id: _whole(cost) for pool_id, cost in connection.execute(costs.group_by(r.pool_id))}
@@ -255,6 +256,7 @@ def _delete_details(connection: Connection, pool_ids: Sequence[str]) -> None:
     connection.execute(delete(RESERVATIONS).where(RESERVATIONS.c.pool_id.in_(pool_ids)))
     connection.execute(delete(CALLS).where(CALLS.c.pool_id.in_(pool_ids)))
     connection.execute(delete(CLIENTS).where(CLIENTS.c.pool_id.in_(pool_ids)))
+    connection.execute(delete(USES).where(USES.c.pool_id.in_(pool_ids)))
     rows = connection.execute(
         select(RESOURCES.c.id, RESOURCES.c.tags_json).where(RESOURCES.c.pool_id.in_(pool_ids))
     ).all()
@@ -376,7 +378,12 @@ def _pools_for(work: Work) -> ColumnElement[bool]:
     """
     found = (
         select(key).where(*_is_for(table, work))
-        for table, key in ((POOLS, POOLS.c.id), (CLIENTS, CLIENTS.c.pool_id), (SHARES, SHARES.c.pool_id))
+        for table, key in (
+            (POOLS, POOLS.c.id),
+            (CLIENTS, CLIENTS.c.pool_id),
+            (SHARES, SHARES.c.pool_id),
+            (USES, USES.c.pool_id),
+        )
     )
     return or_(*(RESOURCES.c.pool_id.in_(pools) for pools in found))
 
@@ -435,15 +442,21 @@ def _closed(connection: Connection, pool_ids: Sequence[str]) -> set[str]:
     return closed
 
 
-def _uses_of(connection: Connection, pools: Select[tuple[Any]]) -> dict[str, PoolUse]:
+def _uses_of(connection: Connection, pools: Select[tuple[Any]]) -> dict[str, Recorded]:
     """Return the recorded use of each of these pools that has any."""
-    uses: defaultdict[str, PoolUse] = defaultdict(PoolUse)
+    uses: defaultdict[str, Recorded] = defaultdict(Recorded)
     shares = select(SHARES).where(SHARES.c.pool_id.in_(pools)).order_by(SHARES.c.id)
     for row in connection.execute(shares).mappings():
         uses[row["pool_id"]].shares.append((work_of(row), row["micro_usd"]))
+    has_use = set[str]()
+    its_uses = select(USES).where(USES.c.pool_id.in_(pools)).order_by(USES.c.began_microseconds, USES.c.id)
+    for row in connection.execute(its_uses).mappings():
+        uses[row["pool_id"]].uses.append((work_of(row), _whole(row["micro_usd"])))
+        has_use.add(row["client_id"])
     clients = select(CLIENTS).where(CLIENTS.c.pool_id.in_(pools)).order_by(CLIENTS.c.joined_microseconds, CLIENTS.c.id)
     for row in connection.execute(clients).mappings():
-        uses[row["pool_id"]].users.append((work_of(row), _whole(row["slot_milliseconds"])))
+        if row["id"] not in has_use:
+            uses[row["pool_id"]].users.append((work_of(row), _whole(row["slot_milliseconds"])))
     its = CALLS.c
     calls = select(its.pool_id, its.owner, func.sum(its.milliseconds)).where(its.pool_id.in_(pools))
     detached: defaultdict[str, dict[str, int]] = defaultdict(dict)

@@ -49,6 +49,7 @@ from skyward_core.ledger.rows import (
     UnreadableRow,
 )
 from skyward_core.ledger.stewards import Stewards
+from skyward_core.ledger.uses import Uses
 from skyward_core.machines.owner import Owner
 from skyward_core.paths import first_private, state_places
 from skyward_core.work import NO_WORK, Work
@@ -147,6 +148,8 @@ class Ledger:
         self._calls = Calls(self._database)
         self.names = Names(self._database)
         """Pools with a name, and their clients."""
+        self.uses = Uses(self._database)
+        """What each step has cost that makes calls on a pool."""
         self.stewards = Stewards(self._database)
         """Which client keeps a named pool."""
 

@@ -34,6 +34,7 @@ from skyward_core.ledger.names_policy import (
     Silent,
     Usage,
     decide_claim,
+    ended_by,
     is_last,
     may_be_condemned,
     may_be_kept_warm,
@@ -45,6 +46,7 @@ from skyward_core.ledger.tables import (
     CLIENTS,
     NAMES,
     POOLS,
+    USES,
     client_seen,
     later_lease,
     name_seen,
@@ -53,6 +55,7 @@ from skyward_core.ledger.tables import (
     stamp,
     work_values,
 )
+from skyward_core.ledger.uses import UseCount, note_use, settle_uses
 from skyward_core.machines.owner import Owner
 from skyward_core.work import NO_WORK, Work
 
@@ -180,6 +183,31 @@ class Names:
                 self._set(connection, name, keep_warm_milliseconds=round(seconds * 1000))
             row = connection.execute(select(NAMES).where(NAMES.c.name == name)).mappings().one()
         return name_seen(row, self._clock())
+
+    def note_topic(self, client_id: str, topic: str) -> None:
+        """Record by what the pool's scheduler knows a client, before its first call."""
+        with self._database.write() as connection:
+            connection.execute(update(CLIENTS).where(CLIENTS.c.id == client_id).values(topic=topic))
+
+    def ended_by(self, name: str, client_id: str) -> list[Client]:
+        """Return the clients whose calls this one has to end (`names_policy.ended_by`)."""
+        with self._database.write() as connection:
+            facts = self._facts(connection, name)
+            own = None if facts is None else next((one for one in facts.clients if one.id == client_id), None)
+            return [] if facts is None or own is None else ended_by(own, facts)
+
+    def ended(self, client_id: str, counts: Mapping[str, UseCount]) -> None:
+        """Record that the calls of a client were ended now: it uses its pool no more, and its uses are settled.
+
+        `counts` has what the nodes say of its uses. The others have what they had when they were noted last, and the
+        slots that they held then until now.
+        """
+        with self._database.write() as connection:
+            now = stamp(self._database.now(connection))
+            self._end_client(connection, client_id, None)
+            for use_id, count in counts.items():
+                note_use(connection, use_id, count, now, is_final=True)
+            settle_uses(connection, USES.c.client_id == client_id, now)
 
     # ── leave ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -358,9 +386,9 @@ class Names:
         }
         connection.execute(insert(CLIENTS).values(values))
 
-    def _end_client(self, connection: Connection, client_id: str, used: Usage) -> None:
+    def _end_client(self, connection: Connection, client_id: str, used: Usage | None) -> None:
         left = func.coalesce(CLIENTS.c.left_microseconds, self._database.stamp_after(0.0))
-        values = {**self._used(used), "left_microseconds": left, "calls": 0}
+        values = {**({} if used is None else self._used(used)), "left_microseconds": left, "calls": 0}
         connection.execute(update(CLIENTS).where(CLIENTS.c.id == client_id).values(values))
 
     def _used(self, used: Usage) -> dict[str, Any]:

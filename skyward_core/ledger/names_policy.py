@@ -6,7 +6,7 @@ The states of a name, and what a kill between two writes leaves, are in docs/dec
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any
@@ -113,6 +113,8 @@ class Client:
     slot_seconds: float = 0.0
     calls: int = 0
     busy_at: datetime | None = None
+    topic: str = ""
+    """By what the pool's scheduler knows it; "" before its first call."""
 
     def lives(self, now: datetime, state: OwnerState) -> bool:
         """Return whether the process may still use the pool.
@@ -317,6 +319,30 @@ def may_come_back(facts: NameFacts, client_id: str, silent_seconds: float) -> bo
             for client in uses.values()
         )
     )
+
+
+def is_earlier_attempt(theirs: Work, ours: Work) -> bool:
+    """Return whether both are attempts of the same work of a run, and theirs is the earlier one."""
+    is_same = replace(theirs, attempt="") == replace(ours, attempt="") and bool(ours.run and ours.task)
+    numbers = theirs.attempt, ours.attempt
+    return (
+        is_same
+        and all(number.isascii() and number.isdecimal() for number in numbers)
+        and int(numbers[0]) < int(numbers[1])
+    )
+
+
+def ended_by(client: Client, facts: NameFacts) -> list[Client]:
+    """Return the clients of a pool whose calls another client ends: earlier attempts of its work, and processes that
+    are seen to be dead.
+    """
+    return [
+        other
+        for other in facts.clients
+        if other.id != client.id
+        and other.left_at is None
+        and (is_earlier_attempt(other.work, client.work) or facts.state(other.owner) is OwnerState.DEAD)
+    ]
 
 
 def may_be_kept_warm(facts: NameFacts) -> bool:

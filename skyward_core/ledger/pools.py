@@ -19,6 +19,7 @@ from skyward_core.ledger.tables import (
     ATTEMPTS,
     POOLS,
     SEALED_LEASES,
+    USES,
     attempt_of,
     later_lease,
     pool_of,
@@ -28,6 +29,7 @@ from skyward_core.ledger.tables import (
     stamp,
     work_values,
 )
+from skyward_core.ledger.uses import settle_uses
 from skyward_core.machines.owner import Owner
 from skyward_core.work import NO_WORK, Work
 
@@ -142,6 +144,7 @@ class Pools:
                 ):
                     raise no_pool(pool_id)
                 connection.execute(delete(SEALED_LEASES).where(SEALED_LEASES.c.pool_id == pool_id))
+                settle_uses(connection, USES.c.pool_id == pool_id, stamp(self._database.now(connection)))
 
     def seal_lease(self, pool_id: str, lease_json: str, sealed: str, *, epoch: int | None = None) -> None:
         """Record the newest lease of a pool, with the sealed keys for it."""

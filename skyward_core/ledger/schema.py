@@ -31,6 +31,7 @@ from skyward_core.ledger.migrations import (
     v9_run_limits,
     v10_activity,
     v11_lease_clocks,
+    v12_uses,
 )
 from skyward_core.ledger.sql_engine import shown
 from skyward_core.ledger.tables import META
@@ -51,6 +52,7 @@ MIGRATIONS: Sequence[ModuleType] = (
     v9_run_limits,
     v10_activity,
     v11_lease_clocks,
+    v12_uses,
 )
 """All migrations in their order. The revision of each is the version to which it leads; 0 is a database without our
 tables.

@@ -210,6 +210,26 @@ SHARES = Table(
     Column("micro_usd", BigInteger, nullable=False),
 )
 
+# Steps that make calls on a pool, and the cost of the slots that these have held (`uses.py`).
+USES = Table(
+    "skyward_uses",
+    METADATA,
+    Column("id", String(64), primary_key=True),
+    Column("pool_id", String(255), nullable=False, index=True),
+    # the row of CLIENTS in a pool with a name, else ""
+    Column("client_id", String(64), nullable=False, server_default=""),
+    Column("began_microseconds", BigInteger, nullable=False),
+    Column("ended_microseconds", BigInteger),
+    Column("slot_milliseconds", BigInteger, nullable=False, server_default="0"),
+    Column("micro_usd", BigInteger, nullable=False, server_default="0"),
+    # when the figures were noted, and what was held then
+    Column("noted_microseconds", BigInteger, nullable=False),
+    Column("held_slots", BigInteger, nullable=False, server_default="0"),
+    Column("held_micro_usd_per_hour", BigInteger, nullable=False, server_default="0"),
+    *_work_columns(),
+)
+Index("skyward_uses_by_run", USES.c.work_run)
+
 # What another machine needs to attach to a pool that outlives its owner: the lease, and keys that only
 # SKYWARD_SECRET_KEY opens. The row is deleted in the transaction that records the end of the pool.
 SEALED_LEASES = Table(
@@ -270,6 +290,8 @@ CLIENTS = Table(
     Column("slot_milliseconds", BigInteger, nullable=False, server_default="0"),
     Column("calls", BigInteger, nullable=False, server_default="0"),
     Column("busy_microseconds", BigInteger),
+    # by what the pool's scheduler knows it, so that others can end its calls; "" before its first call
+    Column("topic", String(64), nullable=False, server_default=""),
     *_work_columns(),
     *_clock_columns("lease"),
 )
@@ -501,6 +523,7 @@ def client_of(row: Values) -> Client:
         slot_seconds=row["slot_milliseconds"] / 1000,
         calls=row["calls"],
         busy_at=moment_or_none(row["busy_microseconds"]),
+        topic=row["topic"],
     )
 
 

@@ -19,12 +19,13 @@ type Part = tuple[Work, int]
 
 
 @dataclass(slots=True)
-class PoolUse:
-    """What is recorded of the use of a pool: shares in micro-dollars; milliseconds of slots of each process that has
-    used it by its name, and of its detached calls.
+class Recorded:
+    """What is recorded of the uses of a pool: shares, and the uses themselves, in micro-dollars; milliseconds of slots
+    of each process that has used it by its name and has no use recorded, and of its detached calls.
     """
 
     shares: list[Part] = field(default_factory=list[Part])
+    uses: list[Part] = field(default_factory=list[Part])
     users: list[Part] = field(default_factory=list[Part])
     detached_milliseconds: int = 0
     """Those of the detached calls that belong to none of the users."""
@@ -42,8 +43,8 @@ class PoolUse:
                 self.detached_milliseconds += milliseconds
 
 
-def parts_of(own: Work, busy_micro_usd: int, use: PoolUse) -> list[Part]:
-    """Return the parts of a pool's cost for the works of its shares and of its users; the rest is for `own`.
+def parts_of(own: Work, busy_micro_usd: int, use: Recorded) -> list[Part]:
+    """Return the parts of a pool's cost for the works of its shares, uses and users; the rest is for `own`.
 
     A share within the work of a user, such as one of its tasks, is a part of that user's part. Detached calls that
     belong to no user are for `own`.
@@ -51,10 +52,11 @@ def parts_of(own: Work, busy_micro_usd: int, use: PoolUse) -> list[Part]:
     Args:
         own: the work for which the pool was opened.
         busy_micro_usd: the cost of the time in which calls ran.
-        use: the shares and the users.
+        use: the shares, the uses and the users.
     """
     weights = [max(0, milliseconds) for _, milliseconds in use.users]
-    split = split_exactly(max(0, busy_micro_usd), [*weights, max(0, use.detached_milliseconds)])
+    left = busy_micro_usd - sum(micro_usd for _, micro_usd in use.uses)
+    split = split_exactly(max(0, left), [*weights, max(0, use.detached_milliseconds)])
     rests: defaultdict[Work, int] = defaultdict(int)
     for (user, _), part in zip(use.users, split, strict=False):
         rests[user] += part
@@ -63,7 +65,8 @@ def parts_of(own: Work, busy_micro_usd: int, use: PoolUse) -> list[Part]:
             if user.labels() and is_for(work, user):
                 rests[user] -= micro_usd
                 break
-    return [*use.shares, *((user, rest) for user, rest in rests.items() if user != own and rest > 0)]
+    others = [(user, part) for user, part in (*use.uses, *rests.items()) if user != own and part > 0]
+    return [*use.shares, *others]
 
 
 def is_for(work: Work, wanted: Work) -> bool:

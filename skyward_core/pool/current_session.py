@@ -41,6 +41,7 @@ from skyward_core.session.session import Session
 from skyward_core.session.size_here import size_here
 from skyward_core.session.stewardship import Stewardship
 from skyward_core.session.successor import Successor
+from skyward_core.session.use_book import UseBook
 from skyward_core.spec import PoolSpec
 from skyward_core.work import NO_WORK, Work
 
@@ -80,6 +81,7 @@ class CurrentSession:
         self._why_ended: SkywardError | None = None
         self._finalizer: weakref.finalize[Any, CurrentSession] | None = None
         self._calls: CallLedger | None = None
+        self._uses: UseBook | None = None
 
     # ── open ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -132,7 +134,8 @@ class CurrentSession:
             use.left()
             raise
         self._opened, self._use = opened, use
-        use.measure(lambda: _usage(opened.cluster))
+        assert opened.cluster is not None
+        use.measure(lambda: _usage(opened.cluster), opened.cluster)
         if isinstance(opened, Attached):
             self.own_id = opened.lease.pool_id
             self._calls = _call_ledger(opened, self.own_id)
@@ -231,6 +234,7 @@ class CurrentSession:
         opened = self._opened
         if opened is None:
             return
+        self._close_uses()  # before the end of the pool is in the ledger: then others settle them
         try:
             if self._use is None:
                 opened.stop("the pool was closed")
@@ -247,12 +251,18 @@ class CurrentSession:
 
         After all else: after an interrupt, InstancesLeft or LedgerError, closing again tries again.
         """
+        self._close_uses()
         self._opened = self._use = None
         if self._calls is not None:
             self._calls.close()
         if self._finalizer is not None:
             self._finalizer.detach()
             self._finalizer = None
+
+    def _close_uses(self) -> None:
+        uses, self._uses = self._uses, None
+        if uses is not None:
+            uses.close()
 
     def hand_over(self, close: Callable[[], None]) -> InstancesLeft | None:
         """Call the pool's `close`; leave unconfirmed machines to its reaper, and return them instead of raising."""
@@ -337,6 +347,20 @@ class CurrentSession:
         if opened is None or opened.user_client is None:
             raise PoolClosed(self.why_closed)
         return opened.user_client
+
+    @property
+    def uses(self) -> UseBook:
+        """The uses of the pool that is open. Raises PoolClosed and LedgerError."""
+        cluster = self.cluster
+        with self._changing:
+            if self._uses is None:
+                self._uses = UseBook(self.pool_id, self.client_id, cluster, lambda: self.lease)
+            return self._uses
+
+    @property
+    def client_id(self) -> str:
+        """The ledger's row of this process as a client of the pool's name; "" without a name."""
+        return "" if self._use is None else self._use.client_id
 
     @property
     def pool_id(self) -> str:

@@ -42,6 +42,8 @@ from skyward_core.worker.masking import SecretValues
 if TYPE_CHECKING:
     import distributed
 
+    from skyward_core.session.use_book import UseBook
+
 AHEAD = 16
 """How many items of a stream the node may be ahead of the program."""
 
@@ -399,6 +401,11 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
         LeaseLost if the pool was condemned.
         """
         self._session.note_cost()
+
+    @property
+    def uses(self) -> UseBook:
+        """The accounts of the steps that use the pool, for `PoolUse`. Raises PoolClosed and LedgerError."""
+        return self._session.uses
 
     def share_cost(self, shares: Mapping[Work, float]) -> None:
         """Divide parts of the cost, in USD, among tasks that share the pool, for `skyward cost --by task`.

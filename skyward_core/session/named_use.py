@@ -39,10 +39,12 @@ from skyward_core.machines.owner import Owner
 from skyward_core.providers.base import Provider
 from skyward_core.session.ledger_contact import LedgerContact
 from skyward_core.session.steward_guard import StewardGuard
+from skyward_core.session.use_book import slot_prices, use_count
 from skyward_core.spec import PoolSpec
 from skyward_core.work import Work
 
 if TYPE_CHECKING:
+    from skyward_core.engine.cluster import Cluster
     from skyward_core.ledger.ledger import Ledger
     from skyward_core.session.pool_size import PoolSize
 
@@ -90,6 +92,7 @@ class NamedUse:
         self.terms = terms_of(spec, providers)
         """The settings that all clients of the pool must have in common."""
         self._client_id = ""
+        self._cluster: Cluster | None = None
         self._count: Callable[[], Usage] = Usage
         """Returns what this process has of the pool."""
         self._must_end = False
@@ -114,6 +117,11 @@ class NamedUse:
         self._beat_seconds = min(MOST_BEAT_SECONDS, spec.lease_seconds / 6)
         self._contact = LedgerContact(self._beat_seconds)
         self._renewal = self._new_renewal()
+
+    @property
+    def client_id(self) -> str:
+        """The ledger's row of this process; "" before it has claimed the name."""
+        return self._client_id
 
     # ── open ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -179,9 +187,35 @@ class NamedUse:
         except (SkywardError, OSError) as error:
             self.log(logging.WARNING, "%s could not be ended; `skyward sweep` tries again: %s", pool_id, error)
 
-    def measure(self, count: Callable[[], Usage]) -> None:
-        """Record from now on what this process has of the pool, as `count` returns it."""
-        self._count = count
+    def measure(self, count: Callable[[], Usage], cluster: Cluster) -> None:
+        """Record from now on what this process has of the pool, as `count` returns it.
+
+        First the calls of earlier attempts of the same work end, and those of processes that are seen to be dead: no
+        call of this process runs beside them, or waits for their slots. If the ledger does not answer, they end with
+        their lease.
+        """
+        self._count, self._cluster = count, cluster
+        try:
+            self._ledger.names.note_topic(self._client_id, cluster.topic)
+            self._end_others(cluster)
+        except LedgerError as error:
+            self.log(logging.WARNING, "it is not known whether earlier calls run on %r: %s", self.name, error)
+
+    def _end_others(self, cluster: Cluster) -> None:
+        """End the calls of the clients for which this one does that."""
+        for other in self._ledger.names.ended_by(self.name, self._client_id):
+            words = "the calls of %s (process %s, %s) on %r are ended: %s"
+            why = "a newer attempt has begun" if other.work.attempt and self._work.attempt else "it is dead"
+            self.log(logging.WARNING, words, other.owner.name, other.owner.pid, other.work, self.name, why)
+            try:
+                is_free, spent = cluster.end_client(other.topic) if other.topic else (True, {})
+            except SkywardError as error:  # its lease ends them, and this process tries again
+                self.log(logging.WARNING, "they could not be ended yet: %s", error)
+                continue
+            if not is_free:
+                self.log(logging.WARNING, "some of them hold their slots still")
+            prices = slot_prices(cluster.dispatcher.members.nodes.values())
+            self._ledger.names.ended(other.id, {use: use_count(its, prices) for use, its in spent.items() if use})
 
     def _release(self, ledger: Ledger, pool_id: str, why: str) -> None:
         entry = ledger.pool(pool_id)
@@ -386,6 +420,8 @@ class NamedUse:
             self._renewal.end()
             raise
         self._contact.answered(since)
+        if self.guard.is_held and self._cluster is not None:
+            self._end_others(self._cluster)
         found, epoch = self._ledger.stewards.look(self.name, self._client_id)
         if found is Standing.HELD and epoch == self.guard.epoch and self.guard.is_held:
             self.guard.confirm(since)

@@ -1,7 +1,8 @@
 """Which calls a pool has right now, on request: the scheduler asks its clients and workers, and adds up what they know.
 
     observer ──LIST_CALLS──▶ scheduler ──CALLS_QUESTION──▶ each client: its calls that wait, are out, or are fetched
-                                ▲  └─────CALLS_QUESTION──▶ each worker: the call of each slot, with its stacks
+                                ▲  └─────CALLS_QUESTION──▶ each worker: the call of each slot, with its stacks;
+                                │                          about one client: the seconds of its uses
                                 └──CALLS_ANSWER── both; who does not answer in time is named, and the rest is shown
 
 Before a request, only one introduction of each client is sent. Only members are asked that can answer. A client shows
@@ -12,14 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distributed import Scheduler  # noqa: TID253 - with calls.py and draining.py stands in the scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin  # noqa: TID253
 
 from skyward_core.worker.calls import CallMemory
-from skyward_core.worker.scheduler_messages import LIST_CALLS, LISTING_SECONDS
+from skyward_core.worker.scheduler_messages import END_CLIENT, ENDING_SECONDS, LIST_CALLS, LISTING_SECONDS
 
 INTRODUCE = "skyward_introduce"
 """The operation by which a client says who it is, once for each connection."""
@@ -27,6 +28,7 @@ CALLS_QUESTION, CALLS_ANSWER = "skyward-calls-question", "skyward-calls-answer"
 """Question and answer on the streams of clients and workers."""
 ANSWERS_CALLS = "skyward_answers_calls"
 """The metric of workers that answer."""
+LOOK_SECONDS = 0.05
 MOST_WAITING = 1000
 """A client lists so many of the calls that wait in its queue, the oldest, and counts the others."""
 
@@ -53,7 +55,7 @@ class CallLists(SchedulerPlugin):
     async def start(self, scheduler: Scheduler) -> None:
         """Add the operations to the scheduler."""
         self._scheduler = scheduler
-        scheduler.handlers.update({INTRODUCE: self.introduce, LIST_CALLS: self.list_calls})
+        scheduler.handlers.update({INTRODUCE: self.introduce, LIST_CALLS: self.list_calls, END_CLIENT: self.end_client})
         streams: dict[str, Any] = scheduler.stream_handlers
         streams[CALLS_ANSWER] = self._answered
 
@@ -76,7 +78,7 @@ class CallLists(SchedulerPlugin):
             for address, worker in self._scheduler.workers.items()
             if worker.metrics.get(ANSWERS_CALLS)
         }
-        answers = await self._ask(clients, list(workers), with_stacks=with_stacks, seconds=seconds)
+        answers = await self._ask(clients, list(workers), {"with_stacks": with_stacks}, seconds=seconds)
         memory = self._scheduler.plugins[CallMemory.name]
         return {
             "clients": [{**self._who.get(client, {}), "calls": answers[client]} for client in clients],
@@ -86,8 +88,26 @@ class CallLists(SchedulerPlugin):
             "now": time.time(),
         }
 
+    async def end_client(self, *, topic: str, seconds: float = ENDING_SECONDS) -> tuple[bool, list[Any]]:
+        """End the calls of another client, and wait until they hold no slot, for so many seconds at most.
+
+        Return whether that is so, and for each worker its instance and how long it was busy for this client, by use.
+        Workers that do not answer hold none that are known.
+        """
+        self._scheduler.plugins[CallMemory.name].end(topic)
+        until = time.monotonic() + seconds
+        while True:
+            workers = [address for address, one in self._scheduler.workers.items() if one.metrics.get(ANSWERS_CALLS)]
+            question = {"topic": topic}
+            answers = await self._ask([], workers, question, seconds=max(0.1, until - time.monotonic()))
+            known = [answer for answer in answers.values() if answer is not None]
+            is_free = not any(is_running for is_running, *_ in known)
+            if is_free or time.monotonic() > until:
+                return is_free, [spent for _, *spent in known]
+            await asyncio.sleep(LOOK_SECONDS)
+
     async def _ask(
-        self, clients: Sequence[str], workers: Sequence[str], *, with_stacks: bool, seconds: float
+        self, clients: Sequence[str], workers: Sequence[str], question: Mapping[str, Any], *, seconds: float
     ) -> dict[str, Any]:
         self._asked += 1
         request = self._asked
@@ -95,7 +115,7 @@ class CallLists(SchedulerPlugin):
         complete = self._complete[request] = asyncio.Event()
         if not self._answers[request]:
             complete.set()
-        message = {"op": CALLS_QUESTION, "request": request, "with_stacks": with_stacks}
+        message = {"op": CALLS_QUESTION, "request": request, **question}
         self._scheduler.send_all(
             {client: [dict(message)] for client in clients}, {worker: [dict(message)] for worker in workers}
         )

@@ -26,6 +26,7 @@ from skyward_core.worker.detached_calls import BUSY_TIMES, CANCEL, KEEP, Detache
 from skyward_core.worker.retained_batches import OLDER, RELEASE, REPEAT_REPORTS
 from skyward_core.worker.scheduler_messages import POOL_TOPIC, PoolRanks
 from skyward_core.worker.topic import Topic
+from skyward_core.worker.topic_seconds import by_use
 
 RESUME, ACKNOWLEDGE, LEAVE = "skyward-resume", "skyward-acknowledge", "skyward-leave"
 """Operations on a client's stream to the scheduler, beside CANCEL."""
@@ -34,9 +35,9 @@ WAITING = "skyward_waiting"
 CREDIT = "skyward-credit"
 """The same on both streams: streaming calls may go on."""
 
-type BusyTime = tuple[str, str, float, float]
+type BusyTime = tuple[str, str, float, dict[str, float]]
 """How long a worker's slots were busy, in seconds, since its process began. It has the id of the instance, a name of
-the process, the sum over the slots, and the part of one client's calls.
+the process, the sum over the slots, and the parts of one client's calls by their uses ("": of none).
 """
 
 TOPIC_LIMIT_BYTES = 64 << 20
@@ -120,6 +121,8 @@ class CallMemory(SchedulerPlugin):
         """
         self._resumes: dict[str, int] = {}
         """By topic: the number of the last `resume` that was answered."""
+        self._ended: set[str] = set()
+        """Topics that another client has ended. Few, and never removed: their clients may try to come back."""
         self._replaced: set[str] = set()
         """Clients whose topics others have resumed, while their streams are open."""
         self.detached = DetachedCalls(self._topics, topic_limit_bytes)
@@ -175,7 +178,8 @@ class CallMemory(SchedulerPlugin):
         """Send a client the messages that it has missed and subscribe it, in one turn of the event loop: no message can
         come in between.
         """
-        if request < self._resumes.get(topic, 0):  # a later connection of the same client was faster
+        # ended by a newer attempt of its work, or a later connection of the same client was faster
+        if topic in self._ended or request < self._resumes.get(topic, 0):
             self._replaced.add(client)
             return
         self._resumes[topic] = request
@@ -234,6 +238,13 @@ class CallMemory(SchedulerPlugin):
         """Drop a topic and release its owner's tasks: the client does not need them any more."""
         if self._owners.get(topic) == client:
             self._abandon(client)
+
+    def end(self, topic: str) -> None:
+        """Drop a topic whose client is dead or replaced, and stop its calls. A client that lives cannot come back."""
+        self._ended.add(topic)
+        if (owner := self._owners.get(topic)) is not None:
+            self._replaced.add(owner)
+            self._abandon(owner)
 
     # ── tasks ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -379,13 +390,13 @@ class CallMemory(SchedulerPlugin):
             self._scheduler.log_event(POOL_TOPIC, pickle.dumps(PoolRanks(self._ranks)))
 
     def skyward_busy_times(self, topic: str = "") -> list[BusyTime]:
-        """Return how long the slots of each worker were busy, by its last heartbeat, with the part for the client with
-        this topic.
+        """Return how long the slots of each worker were busy, by its last heartbeat, with the parts for the uses of the
+        client with this topic.
         """
         times = [worker.metrics.get(BUSY_TIMES) for worker in self._scheduler.workers.values()]
         return [
-            (instance_id, process, seconds, by_topic.get(topic, 0.0))
-            for instance_id, process, seconds, by_topic in filter(None, times)
+            (instance_id, process, seconds, by_use(by_key, topic))
+            for instance_id, process, seconds, by_key in filter(None, times)
         ]
 
     def skyward_load(self) -> dict[str, list[str]]:

@@ -267,8 +267,16 @@ class Slots(WorkerPlugin):
         now = time.monotonic()
         return [(slot.pid, None if (since := slot.busy_since) is None else now - since) for slot in self._all]
 
-    def tell_calls(self, request: int, *, with_stacks: bool) -> None:
-        """Send the scheduler the calls in the slots (`CallLists`). In Dask's loop, which goes on meanwhile."""
+    def tell_calls(self, request: int, *, with_stacks: bool = False, topic: str = "") -> None:
+        """Send the scheduler the calls in the slots, or what one client has had (`CallLists`). In Dask's loop, which
+        goes on meanwhile.
+        """
+        if topic:
+            its = [slot.ran_for(topic) for slot in self._all]
+            with contextlib.suppress(OSError):  # the scheduler is gone, and so is its question
+                is_running, seconds = any(runs for runs, _ in its), added_up(seconds for _, seconds in its)
+                self._send(answer_of(request, [is_running, self.settings.instance_id, seconds]))
+            return
         telling = asyncio.get_running_loop().create_task(self._tell_calls(request, with_stacks=with_stacks))
         self._telling.add(telling)
         telling.add_done_callback(self._telling.discard)

@@ -14,6 +14,10 @@ LIST_CALLS = "skyward_list_calls"
 """The operation by which an observer asks for the calls of all clients (`call_lists.py`)."""
 LISTING_SECONDS = 5.0
 """How long clients and workers may take to answer it: longer than a worker waits for the stacks of its slots."""
+END_CLIENT = "skyward_end_client"
+"""The operation by which a client ends the calls of another one, whose process is dead or was replaced."""
+ENDING_SECONDS = 10.0
+"""How long it waits for slots that such calls hold: longer than from SIGTERM to SIGKILL."""
 HELD = "paused"
 """Dask's name for the state of a worker that gets no more calls."""
 

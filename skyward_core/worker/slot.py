@@ -32,7 +32,7 @@ from skyward_core.worker.processes import StrayProcess, kill_group, resident_byt
 from skyward_core.worker.runner import Packet
 from skyward_core.worker.runner_factory import RunnerFactory
 from skyward_core.worker.runner_output import LAST_LINES, READ_BYTES, Stream
-from skyward_core.worker.topic_seconds import TopicSeconds
+from skyward_core.worker.topic_seconds import TopicSeconds, key_of
 from skyward_core.worker.wire import (
     INLINE_BYTES,
     Batch,
@@ -112,7 +112,7 @@ class Slot:
         """The running batch."""
         self.ended_seconds = 0.0
         self.by_topic = TopicSeconds()
-        """The same for each client, by its topic."""
+        """The same for each client and use, by `key_of`."""
         self.is_outdated = False
         """Whether the runner was forked for another rank or head of the node: the next batch gets a new one."""
         self.start()
@@ -205,13 +205,29 @@ class Slot:
 
     @property
     def ran_by_topic(self) -> dict[str, float]:
-        """How long the calls of each recent client have kept this slot busy. Called from any thread."""
-        topic = self._topic
-        seconds = self.by_topic.recent(topic)
+        """How long the calls of each recent client and use have kept this slot busy. Called from any thread."""
+        key = self._running_key
+        seconds = self.by_topic.recent(key)
         busy_since = self.busy_since  # after the ended calls, as above
-        if topic in seconds and busy_since is not None and self._topic == topic:
-            seconds[topic] += time.monotonic() - busy_since
+        if key in seconds and busy_since is not None and self._running_key == key:
+            seconds[key] += time.monotonic() - busy_since
         return seconds
+
+    def ran_for(self, topic: str) -> tuple[bool, dict[str, float]]:
+        """Return whether a call of this client runs, and how long its calls have kept this slot busy, by use."""
+        seconds, running = self.by_topic.by_use(topic), self.running
+        if running is None or running[0] != topic:
+            return False, seconds
+        run = self._run
+        call = None if run is None else run.first_sent
+        use = "" if call is None else call.use
+        return True, seconds | {use: seconds.get(use, 0.0) + running[2]}
+
+    @property
+    def _running_key(self) -> str:
+        run, topic = self._run, self._topic
+        call = None if run is None else run.first_sent
+        return topic if call is None else key_of(topic, call.use)
 
     @property
     def running(self) -> tuple[str, str, float] | None:
@@ -223,10 +239,10 @@ class Slot:
         call = None if run is None else run.first_sent
         return None if run is None or call is None else (topic, call.call_id, run.first_seconds)
 
-    def spent(self, seconds: float) -> None:
-        """A call of the running batch has kept the slot busy for so long."""
+    def spent(self, seconds: float, use: str) -> None:
+        """A call of the running batch, for this use, has kept the slot busy for so long."""
         self.ended_seconds += seconds
-        self.by_topic.add(self._topic, seconds)
+        self.by_topic.add(key_of(self._topic, use), seconds)
 
     def run(self, batch: Batch, report: Callable[[list[News]], None]) -> None:
         """Run the calls of a batch in their order, and pass their reports to `report` in order; return
@@ -461,8 +477,8 @@ class _BatchRun:
                 continue
             self._await_marks()
             self._progress_at = slot.busy_since = time.monotonic()
-            slot.spent(outcome.seconds)
             call, self._first_since = self._sent.popleft(), self._progress_at
+            slot.spent(outcome.seconds, call.use)
             assert call.call_id == outcome.call_id
             last_lines = self._last_lines()
             slot.ended += 1
@@ -474,7 +490,7 @@ class _BatchRun:
                 outcome.parcel.release()
                 outcome = _timed_out(call, outcome.seconds)
             is_killed = outcome.kind in {OutcomeKind.CRASH, OutcomeKind.TIMED_OUT}
-            outcome = outcome._replace(items=self._items)
+            outcome = outcome._replace(items=self._items, use=call.use)
             self._news.append(outcome._replace(output=last_lines) if is_killed else outcome)
 
     def _await_marks(self) -> None:
@@ -537,9 +553,10 @@ class _BatchRun:
                 outcome = _timed_out(call, ran_seconds)
             else:
                 outcome = Outcome(call.call_id, kind, text=text, seconds=ran_seconds)
-            self._news.append(outcome._replace(exit_code=end and end.code, output=output, items=self._items))
+            outcome = outcome._replace(exit_code=end and end.code, output=output, items=self._items, use=call.use)
+            self._news.append(outcome)
             slot.busy_since = None
-            slot.spent(ran_seconds)
+            slot.spent(ran_seconds, call.use)
         self._sent.clear()
         self._waiting.extendleft(reversed(unstarted))
         kill_group(pid)  # processes that the call has left behind

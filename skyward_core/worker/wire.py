@@ -187,7 +187,8 @@ class Call(NamedTuple):
     function for later calls, unless it refers to scattered values itself. `ahead` is set for a call that streams: how
     many items it may yield before the client has taken the first.
     `timeout_seconds`: how long the slot lets it run; None: any time. `place`: for a call of a broadcast, the place of
-    its node among those of the broadcast, from 0 on, and how many these are; None: as the node's settings say.
+    its node among those of the broadcast, from 0 on, and how many these are; None: as the node's settings say. `use`:
+    the id of the use of the pool that pays for it; "": none but its client.
     """
 
     call_id: str
@@ -199,6 +200,7 @@ class Call(NamedTuple):
     keeps_function: bool = True
     ahead: int = 0
     place: tuple[int, int] | None = None
+    use: str = ""
 
 
 class Credit(NamedTuple):
@@ -257,7 +259,7 @@ class Outcome(NamedTuple):
 
     `text` names for OUT_OF_MEMORY what has killed the call, if not its worker; for TIMED_OUT it is the time that the
     call had, in seconds. `seconds`: how long it kept its slot
-    busy, however it ended. `items`: how many items it has yielded before, if it streams.
+    busy, however it ended. `items`: how many items it has yielded before, if it streams. `use` is that of the call.
     """
 
     call_id: str
@@ -268,6 +270,7 @@ class Outcome(NamedTuple):
     output: tuple[str, ...] = ()
     seconds: float = 0.0
     items: int = 0
+    use: str = ""
 
 
 class Item(NamedTuple):

@@ -252,7 +252,7 @@ class Calls:
             caller.lines.add(event.line)
 
     def _ran(self, action: do.MeterCalls) -> None:
-        self.world.counted_seconds += action.seconds
+        self.world.counted_seconds += sum(action.seconds_by_use.values())
 
     # ── runs at workers ───────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -91,9 +91,9 @@ class RunReport:
         """Say which task run has made a call, so that what it reports is shown there."""
         self._inbox.put(partial(self._state.tasks.know_call, call_id, task_run_id, task))
 
-    def task_cost(self, task_run_id: str, usd: float) -> None:
-        """Add to the cost of a task run, when one of its calls has ended."""
-        self._inbox.put(partial(self._add_cost, task_run_id, usd))
+    def task_cost(self, use: sky.PoolUse, *, calls: int = 0) -> None:
+        """Take what a use of a pool by a task run has cost so far; so many more of its calls have ended."""
+        self._inbox.put(partial(self._set_cost, use.work.task_run, use.id, use.cost, calls))
 
     def settle(self, pool_id: str, receipt: Mapping[str, Any] | None) -> None:
         """Take the seconds and the cost of each machine from the receipt of a pool that has ended."""
@@ -178,9 +178,9 @@ class RunReport:
         if (warning := self._warning.due(self._state.usd)) is not None:
             self._emit(warning, pool)
 
-    def _add_cost(self, task_run_id: str, usd: float) -> None:
+    def _set_cost(self, task_run_id: str, use_id: str, usd: float, calls: int) -> None:
         self._is_changed = True
-        self._state.tasks.add(task_run_id, usd)
+        self._state.tasks.note(task_run_id, use_id, usd, calls)
 
     def _settle(self, pool_id: str, receipt: Mapping[str, Any]) -> None:
         self._is_changed = True

@@ -13,14 +13,21 @@ MOST_CALLS = 20_000
 
 @dataclass(slots=True)
 class TaskRunCost:
-    """One task run: its task's name, its cost in USD, and the number of its calls that have ended."""
+    """One task run: its task's name, the number of its calls that have ended, and the cost in USD of each of its uses
+    of pools, by the ids of the uses.
+    """
 
     task_run_id: str
     task: str = ""
-    usd: float = 0.0
     calls: int = 0
+    usd_by_use: dict[str, float] = field(default_factory=dict[str, float])
     step: int | None = None
     metrics: dict[str, sky.Series] = field(default_factory=dict[str, sky.Series])
+
+    @property
+    def usd(self) -> float:
+        """What it has cost so far."""
+        return sum(self.usd_by_use.values())
 
 
 class TaskCosts:
@@ -42,10 +49,11 @@ class TaskCosts:
         for event in self._early.pop(call_id, ()):
             self.report(event)
 
-    def add(self, task_run_id: str, usd: float) -> None:
-        """Add the cost of a call that has ended."""
+    def note(self, task_run_id: str, use_id: str, usd: float, calls: int) -> None:
+        """Take what a use of a pool has cost so far; so many more of its calls have ended."""
         run = self._run(task_run_id)
-        run.usd, run.calls = run.usd + usd, run.calls + 1
+        run.usd_by_use[use_id] = usd
+        run.calls += calls
 
     def report(self, event: sky.CallReported) -> None:
         """Add what a call has reported; a report that is faster than `know_call` waits for it."""

@@ -545,11 +545,11 @@ def test_the_ledger_has_the_flow_run_and_the_cost_of_each_task(events: list[Any]
     (started,) = (event for event in events if isinstance(event, sky.InfraCreating))
     assert started.work == sky.Work(system="prefect", workflow="naps", run=run)
     with Ledger(default_url()) as ledger:
-        shares = ledger.shares(started.pool_id)
+        works = [use.work for use in ledger.uses.of_pool(started.pool_id)]
         by_task = {row.key: float(row.cost_usd) for row in ledger.cost_rows(CostBy.TASK, work=started.work)}
         ((by_run, bill),) = ((row.key, float(row.cost_usd)) for row in ledger.cost_rows(CostBy.RUN, work=started.work))
-    assert sorted((work.task, work.attempt) for work in shares) == [("doze", "1"), ("nap", "1"), ("nap", "1")]
-    assert len({work.task_run for work in shares}) == 3
+    assert sorted((work.task, work.attempt) for work in works) == [("doze", "1"), ("nap", "1"), ("nap", "1")]
+    assert len({work.task_run for work in works}) == 3
     assert by_run == f"prefect:naps/{run}"
     assert set(by_task) == {"prefect:naps/nap", "prefect:naps/doze", "(no task)"}
     assert all(by_task[key] >= 1.0 * 36 / 3600 for key in by_task if key != "(no task)")

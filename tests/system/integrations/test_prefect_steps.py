@@ -5,7 +5,6 @@ import os
 import time
 from collections.abc import Generator
 from dataclasses import dataclass
-from decimal import Decimal
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -67,13 +66,10 @@ def test_flow_runs_share_a_pool_with_a_name_and_a_retry_finds_it_warm(tmp_path: 
         first, second, during, other, after = pools
         assert first == second == during == after != other
         with Ledger(default_url()) as ledger:
-            (share,) = ledger.shares(first)  # of the process that has opened it: the others know no cost of a call
-            other_work = sky.Work(system="prefect", workflow="another")
-            ledger.set_shares(first, {other_work: Decimal("0.25")}, keeps_others=True)
-            ledger.set_shares(first, {other_work: Decimal("0.5")}, keeps_others=True)
-            assert share.workflow == "trying"
-            assert set(ledger.shares(first)) == {share, other_work}
-            assert ledger.shares(first)[other_work] == Decimal("0.5")
+            uses = ledger.uses.of_pool(first)
+            assert [use.work.workflow for use in uses] == ["trying", "trying", "beside", "beside"]
+            assert all(use.ended_at is not None for use in uses)
+            assert {use.work.task for use in uses} == {"pool_id"}
     finally:
         sky.release(pools[0])
 

@@ -38,6 +38,7 @@ from tests.ledger.fixtures import (
 NEWEST = len(MIGRATIONS)
 UNDONE: dict[str, tuple[str, ...]] = {
     "before Alembic": (f"DROP TABLE {ALEMBIC_TABLE}",),
+    "11": ("DROP TABLE skyward_uses", "ALTER TABLE skyward_clients DROP COLUMN topic"),
     "10": tuple(
         f"ALTER TABLE skyward_{table} DROP COLUMN {prefix}_{column}"
         for table, prefix in (("pools", "lease"), ("clients", "lease"), ("names", "warm"))

@@ -13,7 +13,7 @@ from skyward_core.ledger.receipt import receipt
 from skyward_core.ledger.rows import Bucket, CallState, CostBy, Price, SlotUse
 from skyward_core.ledger.users import users_of
 from skyward_core.ledger.warm_time import with_warm
-from skyward_core.ledger.work_costs import PoolUse, parts_of
+from skyward_core.ledger.work_costs import Recorded, parts_of
 from skyward_core.machines.owner import Owner
 from skyward_core.work import NO_WORK, Work
 from tests.ledger.fixtures import LEASE_SECONDS, NOON, USD, Clock, claim, open_pool, opened, resource_request
@@ -174,11 +174,13 @@ def test_the_parts_of_a_pool() -> None:
     its part too, and takes no shares of others.
     """
     task = Work(run="2", task="fit")
-    use = PoolUse(shares=[(task, 60)], users=[(Work(run="2"), 5), (NO_WORK, 5), (Work(run="2"), 0), (Work(run="1"), 0)])
+    use = Recorded(
+        shares=[(task, 60)], users=[(Work(run="2"), 5), (NO_WORK, 5), (Work(run="2"), 0), (Work(run="1"), 0)]
+    )
     assert parts_of(Work(run="1"), 100, use) == [(task, 60), (NO_WORK, 50)]
     use.shares = [(task, 20)]
     assert parts_of(Work(run="1"), 100, use) == [(task, 20), (Work(run="2"), 30), (NO_WORK, 50)]
-    assert parts_of(Work(run="1"), 100, PoolUse(detached_milliseconds=7)) == []
+    assert parts_of(Work(run="1"), 100, Recorded(detached_milliseconds=7)) == []
 
 
 LAUNCHED = {Bucket.LAUNCHING: 10.0, Bucket.IDLE: 20.0}

@@ -244,27 +244,39 @@ def test_running_and_lost_calls_count_before_they_have_reported() -> None:
     """
     time = OwnTime()
     for process, seen, total in (("0-1", 5.0, 5.0), ("0-1", 2.0, 5.0), ("0-1", 6.0, 6.0), ("0-2", 1.0, 7.0)):
-        time.seen("a", process, seen)
+        time.seen("", "a", process, seen)
         assert time.seconds == total
-    time.ran("a", 1.5)
-    time.ran("a", 6.0)
-    time.ran("b", 4.0)
+    time.ran("", "a", 1.5)
+    time.ran("", "a", 6.0)
+    time.ran("", "b", 4.0)
     assert time.seconds == 7.5 + 4.0
 
 
+def test_each_use_has_its_own_time() -> None:
+    """On each machine, because their prices differ; the sum is the client's."""
+    time = OwnTime()
+    time.ran("first", "a", 2.0)
+    time.seen("first", "a", "0-1", 5.0)
+    time.ran("first", "b", 1.0)
+    time.ran("second", "a", 4.0)
+    time.ran("", "a", 8.0)
+    assert (time.of("first"), time.of("second"), time.of("")) == ({"a": 5.0, "b": 1.0}, {"a": 4.0}, {"a": 8.0})
+    assert (time.of("third"), time.seconds) == ({}, 18.0)
+
+
 SECONDS = st.floats(0, 1e6)
-EVENTS = st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["", "1", "2"]), SECONDS))
+EVENTS = st.lists(st.tuples(st.sampled_from(["", "use"]), st.sampled_from("ab"), st.sampled_from(["", "1"]), SECONDS))
 
 
 @given(EVENTS)
-def test_the_own_time_never_shrinks(events: list[tuple[str, str, float]]) -> None:
+def test_the_own_time_never_shrinks(events: list[tuple[str, str, str, float]]) -> None:
     """It is at least what ended calls have reported."""
     time, reported, before = OwnTime(), 0.0, 0.0
-    for instance_id, process, seconds in events:
+    for use, instance_id, process, seconds in events:
         if process:
-            time.seen(instance_id, process, seconds)
+            time.seen(use, instance_id, process, seconds)
         else:
-            time.ran(instance_id, seconds)
+            time.ran(use, instance_id, seconds)
             reported += seconds
         assert time.seconds >= before
         before = time.seconds

@@ -459,7 +459,7 @@ def test_what_a_call_ran_is_metered_once(is_gathered: bool) -> None:
             pool.dispatcher.gathered(pool.epoch, sent.number, outcomes, 0, machine_id(0), 0.0)
         else:
             pool.report(value("a"), origin=f"tls://zero/{sent.key}", number=number)
-    assert pool.take(do.MeterCalls) == [do.MeterCalls(machine_id(0), 1.0)]
+    assert pool.take(do.MeterCalls) == [do.MeterCalls(machine_id(0), {"": 1.0})]
     (sent,) = pool.submit(entry("b"))
     outcomes = {"b": Outcome("b", OutcomeKind.RETURNED)}
     pool.dispatcher.task_ended(pool.epoch, sent.number, is_finished=True, reason="")

@@ -20,6 +20,8 @@ from skyward_core.ledger.names_policy import (
     Standing,
     Wait,
     decide_claim,
+    ended_by,
+    is_earlier_attempt,
     is_last,
     may_be_condemned,
     may_come_back,
@@ -27,6 +29,7 @@ from skyward_core.ledger.names_policy import (
 )
 from skyward_core.ledger.rows import PoolEntry
 from skyward_core.machines.owner import Owner, OwnerState
+from skyward_core.work import Work
 
 NOON = datetime(2026, 11, 23, 12, tzinfo=UTC)
 ADA = Owner("ada", "laptop", "boot", "1", 4711, "1")
@@ -244,3 +247,35 @@ def test_clients_that_are_silent_by_the_servers_clock_alone_are_in_doubt() -> No
     assert by_both_clocks.in_doubt() == frozenset()
     assert isinstance(decide_claim(by_both_clocks, TERMS), Rent)
     assert may_be_condemned(by_both_clocks, CLIENT.id)
+
+
+EARLIER = Work(system="airflow", workflow="train", run="1", task="fit", attempt="1")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "expected"),
+    [
+        ({}, {"attempt": "2"}, True),
+        ({"attempt": "2"}, {"attempt": "10"}, True),
+        ({"attempt": "2"}, {"attempt": "2"}, False),
+        ({"attempt": "3"}, {"attempt": "2"}, False),
+        ({"attempt": ""}, {"attempt": "2"}, False),
+        ({"attempt": "x"}, {"attempt": "2"}, False),
+        ({"task_run": "0"}, {"attempt": "2", "task_run": "1"}, False),
+        ({"run": ""}, {"run": "", "attempt": "2"}, False),
+        ({"task": ""}, {"task": "", "attempt": "2"}, False),
+    ],
+)
+def test_an_earlier_attempt_is_of_the_same_work(theirs: dict[str, str], ours: dict[str, str], expected: bool) -> None:
+    """Of one task of one run: other processes may share a pool, and a work without a run or a try names none."""
+    assert is_earlier_attempt(replace(EARLIER, **theirs), replace(EARLIER, **ours)) is expected
+
+
+def test_whose_calls_a_client_ends() -> None:
+    """Those of earlier attempts, and of processes that are seen to be dead, unless they have left."""
+    mine = replace(CLIENT, id="mine", work=replace(EARLIER, attempt="2"))
+    attempt = replace(OTHER, id="attempt", work=EARLIER)
+    dead = Client("dead", "sky-1", Owner("eve", "laptop", "boot", "1", 4713, "1"), NOON, NOON + timedelta(seconds=9))
+    left = replace(attempt, id="left", left_at=NOON)
+    found = facts(clients=(mine, attempt, dead, left, OTHER), states={dead.owner: OwnerState.DEAD})
+    assert [client.id for client in ended_by(mine, found)] == ["attempt", "dead"]

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from skyward_core.coordination.messages import Kind, Request, fields_of
 from skyward_core.worker.call_connections import REQUEST
-from skyward_core.worker.call_lists import ANSWERS_CALLS, CALLS_ANSWER, INTRODUCE, CallLists
+from skyward_core.worker.call_lists import ANSWERS_CALLS, CALLS_ANSWER, CALLS_QUESTION, INTRODUCE, CallLists
 from skyward_core.worker.calls import CallMemory, leave, resume
 from skyward_core.worker.client_loads import load, stay
 from skyward_core.worker.coordination import Coordination
 from skyward_core.worker.detached_calls import BUSY_TIMES, detached_key
 from skyward_core.worker.pool_scheduler import SILENCE_CHECK_SECONDS, SILENT_SECONDS, SilentWorkers
-from skyward_core.worker.scheduler_messages import LIST_CALLS, POOL_TOPIC, PoolRanks, Resumed
+from skyward_core.worker.scheduler_messages import END_CLIENT, LIST_CALLS, POOL_TOPIC, PoolRanks, Resumed
 from skyward_core.worker.topic import Topic
-from skyward_core.worker.topic_seconds import MOST_TOPICS, RECENT_SECONDS, TopicSeconds, added_up
+from skyward_core.worker.topic_seconds import MOST_TOPICS, RECENT_SECONDS, TopicSeconds, added_up, by_use, key_of
 from tests.conftest import examples
 from tests.worker.fake_scheduler import FOR_EVER, TOPIC, FakeScheduler, Wire
 from tests.worker.following import Following
@@ -285,6 +285,17 @@ def test_a_topic_that_was_not_used_lately_is_known_and_not_sent() -> None:
     assert times.recent() == {"b": 2.0, "a": 2.0}
 
 
+def test_the_time_of_each_use_is_counted_and_sent_while_it_runs() -> None:
+    times = TopicSeconds()
+    for use, seconds in (("", 1.0), ("train", 2.0), ("train", 3.0), ("score", 4.0)):
+        times.add(key_of("a", use), seconds)
+    times.add(key_of("b", "train"), 16.0)
+    assert times.recent() == {"a": 1.0}
+    running = times.recent(running=key_of("a", "train"))
+    assert by_use(running, "a") == {"": 1.0, "train": 5.0}
+    assert by_use(running, "b") == {}
+
+
 def test_the_topic_that_was_used_least_recently_is_forgotten() -> None:
     times = TopicSeconds(Clock())
     times.add("first", 1.0)
@@ -415,3 +426,40 @@ def test_members_are_asked_for_their_calls_and_the_silent_ones_are_named(is_work
     assert found["clients"] == [{"user": "a", "calls": ["client"]}]
     assert found["workers"] == [{"name": "0-0", "slots": None if is_worker_silent else ["worker"]}]
     assert (found["others"], found["detached"]) == (["1-0"], [])
+
+
+@pytest.mark.parametrize("seconds", [60.0, 0.0])
+def test_the_calls_of_a_dead_client_are_ended_and_their_slots_waited_for(seconds: float) -> None:
+    """Its topic is dropped at once; its tasks are refused, if it lives and comes back. The answer has what it has had."""
+    asked: list[dict[str, Any]] = []
+    busy = [[True, "machine-0", {"fit": 1.0}], [False, "machine-0", {"fit": 2.0}]]
+
+    async def main() -> tuple[bool, list[Any], bool]:
+        calls, lists = CallMemory(FOR_EVER), CallLists()
+        scheduler: Any = FakeScheduler(calls)
+        scheduler.workers = {"tls://0-0": worker("0-0", "machine-0")}
+        scheduler.workers["tls://0-0"].metrics[ANSWERS_CALLS] = True
+        await calls.start(scheduler)
+        await lists.start(scheduler)
+        scheduler.wires["dead"] = Wire("dead", print)
+        scheduler.stream_handlers["skyward-resume"](client="dead", topic=TOPIC, after=0, request=1)
+
+        def send(clients: dict[str, Any], workers: dict[str, Any]) -> None:
+            for message in workers.get("tls://0-0", ()):
+                if message["op"] == CALLS_QUESTION:
+                    asked.append(message)
+                    answer = busy[min(len(asked), 2) - 1] if seconds else busy[0]
+                    handler = scheduler.stream_handlers[CALLS_ANSWER]
+                    handler(request=message["request"], answer=answer, worker="tls://0-0")
+                else:
+                    asked.append(message)
+
+        scheduler.send_all = send
+        is_free, spent = await scheduler.handlers[END_CLIENT](topic=TOPIC, seconds=seconds)
+        return is_free, spent, calls.is_replaced("dead")
+
+    is_free, spent, is_replaced = asyncio.run(main())
+    assert (is_free, is_replaced) == (bool(seconds), True)
+    assert spent == [["machine-0", {"fit": 2.0 if seconds else 1.0}]]
+    assert asked[0] == {"op": "skyward-cancel", "calls": [TOPIC]}
+    assert all(message["topic"] == TOPIC for message in asked[1:])

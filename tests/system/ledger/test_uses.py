@@ -1,0 +1,122 @@
+"""The uses of pools in the ledger: what each step has cost, also if its process was killed."""
+
+from datetime import timedelta
+from typing import Any
+
+from skyward_core.ledger.ledger import Ledger
+from skyward_core.ledger.rows import Bucket, CostBy
+from skyward_core.ledger.users import users_of
+from skyward_core.ledger.uses import NewUse, UseCount, UseEntry
+from skyward_core.work import NO_WORK, Work
+from tests.ledger.fixtures import USD, Clock, open_pool
+from tests.system.ledger.test_shared_costs import rented
+
+RUN = Work(system="prefect", workflow="train", run="1")
+FIT, SCORE = (Work(system="prefect", workflow="train", run="1", task=task) for task in ("fit", "score"))
+
+
+def begun(ledger: Ledger) -> int:
+    """A pool of the run at 3.6 USD an hour, with a use of each task; return its machine."""
+    open_pool(ledger, "sky-a", work=RUN)
+    machine = rented(ledger, "3.6")
+    ledger.uses.write([NewUse("1", "sky-a", FIT), NewUse("2", "sky-a", SCORE, "client")])
+    return machine
+
+
+def use(ledger: Ledger, use_id: str) -> UseEntry:
+    found = ledger.uses.use(use_id)
+    assert found is not None
+    return found
+
+
+def cost(ledger: Ledger, by: CostBy = CostBy.TASK, work: Work = NO_WORK) -> dict[str, Any]:
+    return {row.key: row.cost_usd for row in ledger.cost_rows(by, work=work)}
+
+
+def test_what_a_use_has_had_only_grows_and_its_end_stays(ledger: Ledger, clock: Clock) -> None:
+    begun(ledger)
+    assert (use(ledger, "1").cost_usd, use(ledger, "1").ended_at) == (0, None)
+    assert (use(ledger, "2").client_id, use(ledger, "2").work) == ("client", SCORE)
+    ledger.uses.write(counts={"1": UseCount(10.0, 0.01), "2": UseCount(5.0, 0.005)})
+    ledger.uses.write(counts={"1": UseCount(9.0, 0.009)}, ended={"2": UseCount(6.0, 0.006)})
+    assert (use(ledger, "1").slot_seconds, use(ledger, "1").cost_usd) == (10.0, USD("0.01"))
+    ended_at = clock.time
+    assert use(ledger, "2").ended_at == ended_at
+    clock.go(60)
+    ledger.uses.write(ended={"2": UseCount(7.0, 0.007)})
+    assert (use(ledger, "2").cost_usd, use(ledger, "2").ended_at) == (USD("0.007"), ended_at)
+    assert [entry.id for entry in ledger.uses.of_pool("sky-a")] == ["1", "2"]
+    assert ledger.uses.use("3") is None
+
+
+def test_the_use_of_a_dead_process_has_the_time_until_its_calls_have_ended(ledger: Ledger, clock: Clock) -> None:
+    """From when its slots were counted last; one that has ended, or held none, has no more."""
+    begun(ledger)
+    held = UseCount(10.0, 0.01, held_slots=2, usd_per_hour=7.2, age_seconds=3.0)
+    ledger.uses.write([NewUse("3", "sky-a", RUN)], counts={"1": held, "3": UseCount(1.0, 0.001)})
+    ledger.uses.write(ended={"2": held})
+    clock.go(7)
+    ledger.uses.settle(["1", "2", "3"])
+    assert [(use(ledger, name).slot_seconds, use(ledger, name).cost_usd) for name in "123"] == [
+        (10.0 + 2 * 10.0, USD("0.03")),
+        (10.0, USD("0.01")),
+        (1.0, USD("0.001")),
+    ]
+    assert use(ledger, "1").ended_at == clock.time
+    clock.go(60)
+    ledger.uses.settle(["1"])
+    assert use(ledger, "1").cost_usd == USD("0.03")
+
+
+def test_the_end_of_a_pool_settles_its_uses(ledger: Ledger, clock: Clock) -> None:
+    machine = begun(ledger)
+    ledger.uses.write(counts={"1": UseCount(0.0, 0.0, held_slots=1, usd_per_hour=3.6)})
+    clock.go(10)
+    ledger.close_all([machine], "it is gone")
+    ledger.end_pool("sky-a")
+    assert (use(ledger, "1").cost_usd, use(ledger, "1").ended_at) == (USD("0.01"), clock.time)
+    assert use(ledger, "2").ended_at == clock.time
+
+
+def test_a_use_of_an_expensive_machine_for_weeks_does_not_overflow(ledger: Ledger, clock: Clock) -> None:
+    begun(ledger)
+    ledger.uses.write(counts={"1": UseCount(0.0, 0.0, held_slots=8, usd_per_hour=1000.0)})
+    clock.go(60 * 86_400)
+    ledger.uses.settle(["1"])
+    assert use(ledger, "1").cost_usd == 1000 * 24 * 60
+
+
+def test_the_bill_of_each_task_is_that_of_its_uses(ledger: Ledger, clock: Clock) -> None:
+    """Attempts add up; the rest is for the work of the pool. All is the same after pruning."""
+    machine = begun(ledger)
+    ledger.uses.write([NewUse("3", "sky-a", FIT)])
+    ledger.uses.write(ended={"1": UseCount(100.0, 0.1), "2": UseCount(50.0, 0.05), "3": UseCount(25.0, 0.025)})
+    ledger.note_all({machine: {Bucket.RUNNING_CALLS: 150, Bucket.IDLE: 850}})
+    by_task = {
+        "prefect:train/fit": USD("0.125"),
+        "prefect:train/score": USD("0.05"),
+        "(no task)": USD("0.825"),
+    }
+    assert cost(ledger) == by_task
+    assert cost(ledger, CostBy.POOL, SCORE) == {"sky-a": USD("0.05")}
+    parts = {part.work: part.cost_usd for part in ledger.cost_parts(RUN)}
+    assert parts == {FIT: USD("0.125"), SCORE: USD("0.05"), RUN: USD("0.825")}
+    ledger.close_all([machine], "it is gone")
+    ledger.end_pool("sky-a")
+    before = cost(ledger), cost(ledger, CostBy.POOL, SCORE)
+    assert ledger.prune(clock.time + timedelta(days=1), is_dry_run=False).pools == 1
+    assert ledger.uses.of_pool("sky-a") == []
+    assert (cost(ledger), cost(ledger, CostBy.POOL, SCORE)) == before
+
+
+def test_the_users_of_a_pool_are_its_steps(ledger: Ledger) -> None:
+    """Also without a name; the costs are those of the bills."""
+    begun(ledger)
+    ledger.uses.write(counts={"1": UseCount(100.0, 0.1)}, ended={"2": UseCount(50.0, 0.05)})
+    first, second = users_of(ledger, "sky-a")
+    assert [(user.work, user.slot_seconds, user.cost_usd) for user in (first, second)] == [
+        (FIT, 100.0, USD("0.1")),
+        (SCORE, 50.0, USD("0.05")),
+    ]
+    assert (first.left_at, second.lives) == (None, False)
+    assert second.left_at is not None

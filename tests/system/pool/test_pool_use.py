@@ -1,0 +1,188 @@
+"""A step's use of a pool: its bill is what the slots of its calls have cost, however these end, and a kill loses nothing.
+
+Run as a program, this file is a process that uses a pool of a name until it is killed.
+"""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from concurrent.futures import CancelledError
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+from skyward_core.ledger import Ledger, default_url
+from skyward_core.ledger.rows import CostBy
+from skyward_core.ledger.uses import UseEntry
+from tests.pool.named import name, pool_of  # noqa: F401 - a fixture
+from tests.waiting import wait_until
+
+REPOSITORY = Path(__file__).parents[3]
+PRICE = 3600.0
+"""USD per hour: a second of a machine is a dollar."""
+FIRST, SECOND = (sky.Work(system="test", run="1", task=task) for task in ("fit", "score"))
+
+pytestmark = [pytest.mark.timeout(240)]
+
+
+@sky.compute
+def hold(go: str, *, then: str = "return") -> str:
+    """Hold a slot until a file is there; another file has the time of the last moment."""
+    Path(f"{go}-begun").touch()
+    while not Path(go).exists():
+        Path(f"{go}-held").touch()
+        time.sleep(0.01)
+    if then == "raise":
+        raise ValueError("no")
+    return then
+
+
+def begun(go: Path) -> None:
+    wait_until(Path(f"{go}-begun").exists, "the call to begin")
+
+
+def uses_of(pool_id: str) -> dict[str, UseEntry]:
+    with Ledger(default_url()) as ledger:
+        return {use.work.task: use for use in ledger.uses.of_pool(pool_id)}
+
+
+def cost_by_task(work: sky.Work = sky.Work(run="1")) -> dict[str, Decimal]:
+    with Ledger(default_url()) as ledger:
+        return {row.key: row.cost_usd for row in ledger.cost_rows(CostBy.TASK, work=work)}
+
+
+def test_two_uses_of_one_pool_have_what_their_calls_have_held(tmp_path: Path) -> None:
+    """Calls that return, raise, time out and are cancelled: all have held a slot. The rest is for the pool's work."""
+    opener = sky.Work(system="test", run="1")
+    with sky.ComputePool(provider=sky.Local(price_per_hour=PRICE), concurrency=4, display="quiet", work=opener) as pool:
+        first, second = (sky.PoolUse(pool, work, is_alone=False).open() for work in (FIRST, SECOND))
+        ways = {then: tmp_path / then for then in ("return", "raise", "cancel")}
+        calls = {then: first.submit(hold(str(go), then=then)) for then, go in ways.items()}
+        late = second.submit(hold(str(tmp_path / "late")).timeout(1.5))
+        for go in ways.values():
+            begun(go)
+        assert first.cost >= 0.0
+        with pytest.raises(sky.CallTimedOut):
+            late.result(60)
+        calls["cancel"].cancel()
+        ways["return"].touch()
+        ways["raise"].touch()
+        assert calls["return"].result(60) == "return"
+        with pytest.raises(ValueError, match="no"):
+            calls["raise"].result(60)
+        with pytest.raises(CancelledError):
+            calls["cancel"].result(60)
+        wait_until(lambda: first.bill().slot_seconds > 3 * 1.5, "three calls to be counted")
+        bills = {"fit": first, "score": second}
+        for use in bills.values():
+            use.close()
+        entries = uses_of(pool.id)
+        per_slot_second = PRICE / 3600 / 4
+        for task, use in bills.items():
+            bill = use.bill()
+            assert bill.is_final
+            assert entries[task].ended_at is not None
+            assert bill.cost_usd == pytest.approx(float(entries[task].cost_usd), abs=1e-6)
+            assert bill.cost_usd == pytest.approx(bill.slot_seconds * per_slot_second, rel=1e-6)
+        assert 1.5 <= bills["score"].bill().slot_seconds < 3 * 1.5
+    by_task = cost_by_task()
+    assert by_task["test:fit"] == entries["fit"].cost_usd
+    assert by_task["test:score"] == entries["score"].cost_usd
+    assert sum(by_task.values()) == Decimal(repr(pool.receipt["total_cost_usd"]))
+
+
+def test_a_pool_of_its_own_is_billed_whole(tmp_path: Path) -> None:
+    pool = sky.ComputePool(provider=sky.Local(price_per_hour=PRICE), display="quiet", work=FIRST)
+    with sky.PoolUse(pool) as use:
+        (tmp_path / "go").touch()
+        assert use.run(hold(str(tmp_path / "go"))) == "return"
+        assert not use.bill().is_final
+        assert use.cost > 0
+    bill = use.bill()
+    assert (bill.is_final, bill.is_shared) == (True, False)
+    assert bill.cost_usd == pytest.approx(pool.receipt["total_cost_usd"])
+    assert uses_of(pool.id) == {}
+
+
+def test_a_pool_that_costs_nothing_has_a_final_bill_of_zero(name: str, tmp_path: Path) -> None:
+    (tmp_path / "go").touch()
+    with sky.PoolUse(pool_of(name), FIRST) as use:
+        assert use.run(hold(str(tmp_path / "go"))) == "return"
+    assert (use.bill().cost_usd, use.bill().is_final, use.bill().is_shared) == (0.0, True, True)
+
+
+def test_a_killed_process_loses_nothing_of_its_bill(name: str, tmp_path: Path) -> None:
+    """Its call goes on holding the slot until its end; then the use has the time until that."""
+    go = tmp_path / "go"
+    argv = [sys.executable, "-m", "tests.system.pool.test_pool_use", name, str(go)]
+    with sky.PoolUse(sky.ComputePool(**settings_of(name)), SECOND) as stays:
+        process = subprocess.Popen(argv, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline()) == stays.pool.id
+        begun(go)
+        began = time.monotonic()
+        wait_until(lambda: uses_of(stays.pool.id)["fit"].slot_seconds > 0, "a note of the other process")
+        process.kill()
+        process.communicate()
+        held = time.monotonic() - began
+        noted = uses_of(stays.pool.id)["fit"]
+        assert noted.ended_at is None
+    killed = uses_of(stays.pool.id)["fit"]
+    assert killed.ended_at is not None
+    assert killed.slot_seconds >= held - 0.1
+    assert float(killed.cost_usd) == pytest.approx(killed.slot_seconds * PRICE / 3600, rel=0.01)
+
+
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "alive"])
+def test_a_newer_attempt_ends_the_calls_of_the_earlier_one_before_its_own(
+    is_killed: bool, name: str, tmp_path: Path
+) -> None:
+    """Never both at the same time, and no wait for a lease: also if the earlier process lives, cut off from all."""
+    earlier, later = tmp_path / "earlier", tmp_path / "later"
+    argv = [sys.executable, "-m", "tests.system.pool.test_pool_use", name, str(earlier)]
+    with subprocess.Popen(argv, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            pool_id = json.loads(process.stdout.readline())
+            begun(earlier)
+            if is_killed:
+                process.kill()
+                process.wait()
+            work = dataclasses.replace(FIRST, attempt="2")
+            with sky.PoolUse(sky.ComputePool(**settings_of(name), work=work)) as use:
+                assert use.pool.id == pool_id
+                call = use.submit(hold(str(later)))
+                begun(later)
+                assert Path(f"{earlier}-held").stat().st_mtime <= Path(f"{later}-begun").stat().st_mtime
+                later.touch()
+                assert call.result(60) == "return"
+        finally:
+            process.kill()
+    with Ledger(default_url()) as ledger:
+        first, second = ledger.uses.of_pool(pool_id)
+    assert (first.work.attempt, second.work.attempt) == ("1", "2")
+    assert first.ended_at is not None
+    assert second.ended_at is not None
+    assert first.ended_at < second.ended_at
+    assert first.slot_seconds > 0
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    return {"name": name, "provider": sky.Local(price_per_hour=PRICE), "display": "quiet"}
+
+
+def be_a_process(name: str, go: str) -> None:
+    work = dataclasses.replace(FIRST, attempt="1")
+    with sky.PoolUse(sky.ComputePool(**settings_of(name), work=work)) as use:
+        use.submit(hold(go))
+        print(json.dumps(use.pool.id), flush=True)
+        time.sleep(600)
+
+
+if __name__ == "__main__":
+    be_a_process(*sys.argv[1:])
