@@ -5,6 +5,7 @@ with SKYWARD_INSTANCE_ID and SKYWARD_INSTANCE_DIRECTORY in its environment. It u
 
     lease       read     the uptime in seconds at which the lease runs out, one line; the guard writes the first one
     paid        read     the uptime in seconds until which the machine is paid for, one line; overrides its argument
+    warm        read     the uptime in seconds at which the warm time of a node without a client ends; absent otherwise
     guard       written  its pid, once it watches
     supervisor  read     the pid of the node's supervisor: when that process is gone, the node ends
     ended       read     the reason why the node has ended, one line
@@ -93,6 +94,8 @@ skyward_verdict() { # succeeds, with skyward_reason, if the node must end now
   ! skyward_read paid || skyward_paid=$skyward_text
   if skyward_ended; then
     return 0
+  elif skyward_read warm && [ "$skyward_now" -ge "$skyward_text" ]; then
+    skyward_reason="its warm time is over (keep_warm)"
   elif [ "$skyward_now" -ge "$skyward_lease" ]; then
     skyward_reason="no sign of life from a client, and the lease has run out (lease_seconds)"
   elif [ -n "$skyward_paid" ] && [ "$skyward_now" -ge "$skyward_paid" ]; then

@@ -198,6 +198,8 @@ def test_a_guard_that_cannot_write_ends_the_machine(guarded, tmp_path):
         ({"paid_seconds": 300.9}, {"lease": "90000\n"}, 1300, MONEY_OVER),
         ({"paid_seconds": 300.9}, {"lease": "90000\n", "paid": "1200\n"}, 1200, MONEY_OVER),
         ({"paid_seconds": 300.9}, {"lease": "90000\n", "paid": "4000\n"}, 4000, MONEY_OVER),
+        ({}, {"lease": "90000\n", "warm": "1020.250\n"}, 1020, "its warm time is over (keep_warm)"),
+        ({}, {"lease": "1050\n", "warm": "soon\n"}, 1050, LEASE_OVER),
         # without any valid value there is no limit of money
         ({}, {"paid": "0x10\n"}, 1000 + LEASE_SECONDS, LEASE_OVER),
     ],
