@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from skyward_core.cleanup.release import release
+from skyward_core.cleanup.settlement import settle_here
 from skyward_core.concurrency.backoff import Backoff
 from skyward_core.concurrency.periodic import PeriodicThread
 from skyward_core.errors import BadRequest, LeaseLost, LedgerError, ProvisioningTimeout, SkywardError
@@ -154,6 +155,8 @@ class NamedUse:
                 self._contact.answered(since)
                 self._renewal = self._new_renewal()
                 self._renewal.start()
+                if isinstance(claim, Join):  # a process that rents does it when it writes its pool into the ledger
+                    settle_here(self._ledger)
                 return claim
             if time.monotonic() + pause > deadline:
                 reason = claim.reason if isinstance(claim, Wait) else CLOCK_WAS_SET
