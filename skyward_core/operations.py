@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from platformdirs import user_cache_path
 
@@ -22,6 +22,7 @@ from skyward_core.work import Work
 
 if TYPE_CHECKING:
     from skyward_core.cleanup.sweep import SweepReport
+    from skyward_core.ledger.ledger import Ledger
     from skyward_core.ledger.rows import CostPart
     from skyward_core.provisioning.price_list import PriceList
 
@@ -108,6 +109,17 @@ def sweep(
         )
 
 
+def _settled_ledger(ledger_url: str | None) -> Ledger:
+    """Open the ledger, after pools of this computer that have ended themselves were settled."""
+    ledgers, settlement = (
+        importlib.import_module("skyward_core.ledger.ledger"),
+        importlib.import_module("skyward_core.cleanup.settlement"),
+    )
+    ledger = cast("Ledger", ledgers.Ledger(ledger_url or ledgers.default_url()))
+    settlement.settle_here(ledger)
+    return ledger
+
+
 def cost_of(work: Work, *, ledger_url: str | None = None) -> dict[str, float]:
     """Return the cost so far of each pool for this work, in USD, by pool id; pools of killed processes included.
 
@@ -120,11 +132,8 @@ def cost_of(work: Work, *, ledger_url: str | None = None) -> dict[str, float]:
     >>> sky.cost_of(sky.Work(workflow="nightly", run="never"))
     {}
     """
-    ledgers, entries = (
-        importlib.import_module("skyward_core.ledger.ledger"),
-        importlib.import_module("skyward_core.ledger.rows"),
-    )
-    with ledgers.Ledger(ledger_url or ledgers.default_url()) as ledger:
+    entries = importlib.import_module("skyward_core.ledger.rows")
+    with _settled_ledger(ledger_url) as ledger:
         return {row.key: float(row.cost_usd) for row in ledger.cost_rows(entries.CostBy.POOL, work=work)}
 
 
@@ -139,8 +148,7 @@ def cost_parts(work: Work, *, ledger_url: str | None = None) -> list[CostPart]:
     >>> sky.cost_parts(sky.Work(workflow="nightly", run="never"))
     []
     """
-    ledgers = importlib.import_module("skyward_core.ledger.ledger")
-    with ledgers.Ledger(ledger_url or ledgers.default_url()) as ledger:
+    with _settled_ledger(ledger_url) as ledger:
         return ledger.cost_parts(work)
 
 
@@ -157,12 +165,11 @@ def receipts_of(work: Work, *, ledger_url: str | None = None) -> list[dict[str, 
     """
     if not work.labels():
         raise BadRequest("receipts_of needs a work with at least one field, such as Work(workflow='nightly')")
-    ledgers, entries, receipts = (
-        importlib.import_module("skyward_core.ledger.ledger"),
+    entries, receipts = (
         importlib.import_module("skyward_core.ledger.rows"),
         importlib.import_module("skyward_core.ledger.receipt"),
     )
-    with ledgers.Ledger(ledger_url or ledgers.default_url()) as ledger:
+    with _settled_ledger(ledger_url) as ledger:
         # a pool that this work has used by its name, and another work has opened, has no machines of its own here
         rows = [row for row in ledger.cost_rows(entries.CostBy.POOL, work=work, unreadable=[]) if row.resources]
         found = [receipts.receipt(ledger, row.key, unreadable=[]) for row in rows]

@@ -164,18 +164,19 @@ def unsure_seconds(provider: Provider) -> float:
 
 
 def paid_until(provider: Provider, entry: PoolEntry, intent: Intent, now: datetime) -> datetime:
-    """Return the latest time until which a machine that is found gone has cost money.
+    """Return an estimate of the time until which a machine that is found gone has cost money.
 
-    No process has seen it end. If the provider's machines end themselves for good, it was at the end of its lease or
-    after the request for its end, or at its hard end if that is earlier; plus the time that it takes to come up and to
-    end. It was never before the last time at which it is known to have run. In all other cases it was now.
+    No process has seen it end, and it has not written its end. If the provider's machines end themselves for good, it
+    was at the end of its lease or after the request for its end, or at its hard end if that is earlier; plus the time
+    that it takes to come up, and that the provider usually bills for ending. It was never before the last time at which
+    it is known to have run. In all other cases it was now.
     """
     if not provider.ends_for_good():
         return now
     was_up = any(
         intent.seconds.get(bucket) for bucket in (Bucket.BOOTSTRAPPING, Bucket.RUNNING_CALLS, Bucket.IDLE, Bucket.LOST)
     )
-    grace = timedelta(seconds=provider.gone_deadline_seconds + (0.0 if was_up else BOOT_SECONDS))
+    grace = timedelta(seconds=provider.ending_seconds + (0.0 if was_up or provider.is_here else BOOT_SECONDS))
     end = max(entry.lease_expires_at, intent.end_asked_at or intent.intended_at) + grace
     if EXPIRES_TAG in intent.tags:  # counted on the machine from when it was up
         end = min(end, intent.expires_at + timedelta(seconds=intent.seconds.get(Bucket.LAUNCHING, 0.0)) + grace)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from skyward_core.cleanup.policy import answers, latest_request, paid_until, unsure_seconds
+from skyward_core.cleanup.ends import NO_ENDS, Ends, ends_of
+from skyward_core.cleanup.policy import answers, latest_request, unsure_seconds
 from skyward_core.errors import ZERO_USD, LedgerConflict, LedgerError
 from skyward_core.ledger.journal import not_billed, request_for_found, requested_by
 from skyward_core.ledger.rows import Bucket, CostBy, Intent, PoolEntry, ResourceKind
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 LEAST_NOTED_SECONDS = 1.0
 """Shorter times in the bucket TERMINATING are not recorded, because each costs a transaction."""
-ESTIMATED = "no process saw it end: its cost is estimated, up to the time at which its lease must have ended it"
 
 type Clock = Callable[[], datetime]
 
@@ -154,19 +154,18 @@ class PoolRecord:
                 by_evidence.setdefault(evidence, []).append(self._intents[number])
         for evidence, intents in by_evidence.items():
             now = self._clock()
-            self._take(close_entries(self._ledger, intents, evidence, now, self._paid_until(intents, now)))
+            self._take(close_entries(self._ledger, intents, evidence, now, self._ends(intents, now)))
 
-    def _paid_until(self, intents: Iterable[Intent], now: datetime) -> dict[int, datetime]:
-        """Estimate until when machines are paid for that no listing here contained: they ended earlier."""
+    def _ends(self, intents: Iterable[Intent], now: datetime) -> Ends:
+        """Find out until when machines are paid for that no listing here contained: they ended earlier."""
         if self._entry is None:
-            return {}
-        unseen = (intent for intent in intents if intent.cloud_id not in self._machines)
-        return {
-            intent.id: paid_until(
-                self._provider, self._entry, replace(intent, end_asked_at=self._requested_before.get(intent.id)), now
-            )
-            for intent in unseen
-        }
+            return NO_ENDS
+        unseen = [
+            replace(intent, end_asked_at=self._requested_before.get(intent.id))
+            for intent in intents
+            if intent.cloud_id not in self._machines
+        ]
+        return ends_of(self._provider, {self._pool_id: self._entry}, unseen, now)
 
     def close(self) -> PoolEntry | None:
         """Close all entries, because the provider lists no machine of the pool; return the pool's entry.
@@ -231,14 +230,14 @@ class PoolRecord:
 
 
 def close_entries(
-    ledger: Ledger, intents: Sequence[Intent], evidence: str, now: datetime, ends: Mapping[int, datetime] | None = None
+    ledger: Ledger, intents: Sequence[Intent], evidence: str, now: datetime, ends: Ends = NO_ENDS
 ) -> list[Intent]:
     """Close entries, with a bucket for each second of their machines.
 
     Seconds after the request for the end are TERMINATING; seconds that were not recorded get a bucket by ADR 0008.
-    `ends` are, by entry, the times until which machines are paid for that were found gone (`policy.paid_until`).
+    `ends` has those of machines that were found gone.
     """
-    early = {number: end for number, end in (ends or {}).items() if (now - end).total_seconds() >= LEAST_NOTED_SECONDS}
+    early = ends.before(now, LEAST_NOTED_SECONDS)
     ending = {
         intent.id: {**intent.seconds, Bucket.TERMINATING: seconds}
         for intent in intents
@@ -248,7 +247,7 @@ def close_entries(
         ledger.note_all(ending)
     by_words: dict[tuple[Bucket, str], list[int]] = {}
     for intent in intents:
-        words = f"{evidence}; {ESTIMATED}" if intent.id in early and intent.cloud_id is not None else evidence
+        words = ends.evidence(intent.id, evidence) if intent.id in early and intent.cloud_id is not None else evidence
         by_words.setdefault((_unnoted(intent), words), []).append(intent.id)
     return [
         intent

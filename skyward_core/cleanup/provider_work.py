@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from skyward_core.cleanup.policy import Action, Finding, paid_until
+from skyward_core.cleanup.ends import ends_of
+from skyward_core.cleanup.policy import Action, Finding
 from skyward_core.cleanup.pool_record import Clock, close_entries, end_entries
 from skyward_core.cleanup.release import end_machines
 from skyward_core.cleanup.survey import Failure, ProviderListing
@@ -114,7 +115,7 @@ class ProviderWork:
             self._fail("", error)
             return
         now = self._clock()
-        ends = {intent.id: paid_until(self._provider, self._pools[intent.pool_id], intent, now) for intent in intents}
+        ends = ends_of(self._provider, self._pools, intents, now)
         try:
             close_entries(
                 self._ledger, intents, f"{self._provider.name} does not list it; a sweep has closed it", now, ends

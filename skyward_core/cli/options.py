@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 FAILED, TO_DO = 1, 3
 """Exit codes: something failed; a dry run has found something to do. 0 is success, 2 a command line with a fault."""
 SHOWN_ROWS = 100
+SETTLE_BUSY_SECONDS = 5.0
 
 
 def complete_pools(context: typer.Context) -> list[tuple[str, str]]:
@@ -64,6 +65,18 @@ def open_ledger(context: typer.Context) -> Ledger:
     from skyward_core.ledger.ledger import Ledger, default_url
 
     return Ledger(context.obj or default_url())
+
+
+def open_settled_ledger(context: typer.Context) -> Ledger:
+    """Open the ledger to show it, after pools of this computer that have ended themselves were settled. That waits for
+    other writers for some seconds only, and for no provider.
+    """
+    from skyward_core.cleanup.settlement import settle_here
+    from skyward_core.ledger.ledger import Ledger, default_url
+
+    ledger = Ledger(context.obj or default_url(), busy_timeout_seconds=SETTLE_BUSY_SECONDS)
+    settle_here(ledger)
+    return ledger
 
 
 def providers_from(texts: Sequence[str] | None) -> Sequence[Provider]:

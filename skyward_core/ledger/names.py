@@ -8,6 +8,7 @@ SQLite.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -39,6 +40,7 @@ from skyward_core.ledger.names_policy import (
     may_be_condemned,
     may_be_kept_warm,
     may_come_back,
+    warm_end,
 )
 from skyward_core.ledger.rows import PoolEntry, UnreadableRow
 from skyward_core.ledger.tables import (
@@ -104,6 +106,12 @@ class Names:
                 self._insert_client(connection, client_id, pool_id, owner, lease_seconds, work)
             elif isinstance(claim, Join):
                 self._insert_client(connection, client_id, claim.row.pool_id, owner, lease_seconds, work)
+                if (
+                    claim.row.state is NameState.WARM
+                ):  # its lease ends with the warm time, perhaps before the first renewal
+                    lease_end = self._database.clock() + timedelta(seconds=lease_seconds)
+                    later = later_lease(lease_end, self._database.lease_clock())
+                    connection.execute(update(POOLS).where(POOLS.c.id == claim.row.pool_id).values(later))
                 self._set(connection, name, state=NameState.IN_USE.value, warm_until_microseconds=None)
                 warm_time.end(connection, claim.row.pool_id, stamp(self._database.now(connection)))
             return claim
@@ -233,11 +241,18 @@ class Names:
             return facts is not None and may_come_back(facts, client_id, silent_seconds)
 
     def leave(
-        self, name: str, client_id: str, used: Usage = NOTHING_USED, *, may_be_warm: bool = True
+        self,
+        name: str,
+        client_id: str,
+        used: Usage = NOTHING_USED,
+        *,
+        may_be_warm: bool = True,
+        warm_seconds: float = math.inf,
     ) -> NameState | None:
         """Record that a client leaves; return what the pool is now.
 
-        IN_USE: others use it. WARM: none does, and it stays for `keep_warm` seconds, unless `may_be_warm` is false.
+        IN_USE: others use it. WARM: none does, and it stays for `keep_warm` seconds, unless `may_be_warm` is false. It
+        stays for less if one of its limits ends it, or if its nodes are paid for `warm_seconds` only.
         CLOSING: none does, and the caller must end it; it stays the steward until the pool has ended. None: the name
         has another pool, or the client had left before.
         """
@@ -254,7 +269,9 @@ class Names:
             if may_be_warm and row.keep_warm_seconds and row.state in {NameState.IN_USE, NameState.WARM}:
                 self._end_client(connection, client_id, used)
                 self._set(connection, name, state=NameState.WARM.value, steward="")
-                self._set_warm(connection, name, facts.now + timedelta(seconds=row.keep_warm_seconds))
+                until = warm_end(facts, warm_seconds)
+                self._set_warm(connection, name, until)
+                self._end_lease(connection, row.pool_id, until - facts.now)
                 warm_time.begin(connection, row.pool_id, stamp(facts.now))
                 return NameState.WARM
             # the client stays until the pool has ended: its life shows that the pool is being closed
@@ -368,6 +385,12 @@ class Names:
 
     def _set_warm(self, connection: Connection, name: str, until: datetime) -> None:
         self._set(connection, name, warm_until_microseconds=stamp(until), **self._clock().values("warm"))
+
+    def _end_lease(self, connection: Connection, pool_id: str, left: timedelta) -> None:
+        """Let the lease of a pool that no client uses end in this time, also if that is earlier than before."""
+        end = {"lease_expires_microseconds": stamp(self._database.clock() + left)}
+        values = {**end, **self._database.lease_clock().values()}
+        connection.execute(update(POOLS).where(POOLS.c.id == pool_id).values(values))
 
     def _insert_client(
         self, connection: Connection, client_id: str, pool_id: str, owner: Owner, lease_seconds: float, work: Work

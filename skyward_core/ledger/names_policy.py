@@ -345,6 +345,18 @@ def ended_by(client: Client, facts: NameFacts) -> list[Client]:
     ]
 
 
+def warm_end(facts: NameFacts, most_seconds: float) -> datetime:
+    """Return until when a pool is warm that its last client leaves now: for `keep_warm` seconds, unless its nodes end
+    earlier by another of their clocks, or are paid for `most_seconds` only.
+    """
+    limits = [facts.row.keep_warm_seconds, most_seconds]
+    if (timeout := facts.row.terms.get("timeout")) is not None:
+        limits.append(float(timeout))
+    if (lifetime := facts.row.terms.get("max_lifetime")) is not None and facts.pool is not None:
+        limits.append(float(lifetime) - (facts.now - facts.pool.created_at).total_seconds())
+    return facts.now + timedelta(seconds=max(0.0, min(limits)))
+
+
 def may_be_kept_warm(facts: NameFacts) -> bool:
     """Return whether the pool of a name is there, and is not being closed: its warm time can be changed."""
     pool = facts.pool

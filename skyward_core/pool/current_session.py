@@ -12,12 +12,14 @@ closing or collecting it there does nothing.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from skyward_core.concurrency.greenlets import refuse_greenlets
@@ -42,6 +44,7 @@ from skyward_core.session.size_here import size_here
 from skyward_core.session.stewardship import Stewardship
 from skyward_core.session.successor import Successor
 from skyward_core.session.use_book import UseBook
+from skyward_core.session.warm_pools import per_hour
 from skyward_core.spec import PoolSpec
 from skyward_core.work import NO_WORK, Work
 
@@ -70,6 +73,8 @@ class CurrentSession:
         self.final: CostFinal | None = None
         self.receipt: Mapping[str, Any] | None = None
         self.unconfirmed: InstancesLeft | None = None
+        self.still_running = ""
+        """What the last session has left running, in words."""
         self._changing = threading.RLock()
         self._opened: Session | Attached | None = None
         self._use: NamedUse | None = None
@@ -102,6 +107,7 @@ class CurrentSession:
                     secret_keys()  # a malformed one is refused before anything is rented
                     self.was_opened = True
                     self.final = self.receipt = self._why_ended = self.unconfirmed = None
+                    self.still_running = ""
                     self._process = os.getpid()
                     if prepared.spec.name is None:
                         self._open_own(prepared, secrets, terminations, begun)
@@ -244,6 +250,8 @@ class CurrentSession:
         finally:
             self.final, self.receipt, self._why_ended = opened.final, opened.receipt, opened.why_ended
             self.unconfirmed = opened.unconfirmed if isinstance(opened, Session) else None
+            if self._use is not None:
+                self.still_running = self._use.still_running
         self._forget()
 
     def _forget(self) -> None:
@@ -304,8 +312,12 @@ class CurrentSession:
                 raise PoolClosed(self.why_closed if opened is None else "an attached pool is left by closing it")
             lease = signed(opened.detach(lease_seconds))
             self.final = opened.final
+            until = lease.expires_at or datetime.now(UTC)
+            rate = per_hour(opened.meter.rate())
+            self.still_running = f"the pool {lease.pool_id} stays until {until:%H:%M:%S} UTC, by its lease, {rate}"
             self._forget()
         opened.events.flush()
+        console.log_of(opened.spec.display)(logging.INFO, "%s", self.still_running)
         return lease
 
     # ── what is open ─────────────────────────────────────────────────────────────────────────────────────────────────

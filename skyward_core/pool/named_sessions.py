@@ -2,11 +2,14 @@
 
 docs/decisions/0028 has the states. The order of the steps is what makes a kill between them harmless: the pool lives by
 its lease before others may find it, and the nodes have their longer lease before the ledger says that the pool is warm.
+They learn when the warm time ends after the ledger has said so (docs/decisions/0046): a node may live for longer than
+the ledger says, and never ends under a process that has come.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -20,7 +23,7 @@ from skyward_core.session.named_session import NamedSession
 from skyward_core.session.named_use import NamedUse
 from skyward_core.session.sealed_lease import PoolKeys, find_lease
 from skyward_core.session.session import Session, new_pool_id
-from skyward_core.session.warm_pools import keep_warm
+from skyward_core.session.warm_pools import end_in_time, keep_warm
 
 RETRIES = Backoff(0.5, 10.0)
 """The pauses of a process that cannot reach a pool that others use: its head may be replaced just now. Also those of
@@ -138,6 +141,7 @@ def _leave_own(session: Session, use: NamedUse) -> None:
     if not session.is_running or (is_last and not use.keep_warm and use.leave() is NameState.CLOSING):
         _end(session)
         return
+    _mark(session, use)
     try:
         lease = session.detach(max(use.spec.lease_seconds, use.keep_warm if is_last else 0.0))
     except NotSteward:  # another process has taken the pool since the check
@@ -153,13 +157,24 @@ def _leave_own(session: Session, use: NamedUse) -> None:
             use.log(logging.WARNING, "the pool %r was left without a last renewal of its leases: %s", use.name, error)
             session.let_go("the pool was left")
     else:
-        _end_if_last(use, lease.pool_id, is_extended=is_last)
+        warm_seconds = math.inf
+        if is_last and lease.expires_at is not None:
+            warm_seconds = (lease.expires_at - datetime.now(UTC)).total_seconds()
+        _end_if_last(use, lease.pool_id, is_extended=is_last, warm_seconds=warm_seconds)
+
+
+def _mark(opened: Session | Attached, use: NamedUse) -> None:
+    """Mark the nodes: if the mark is still there when this process has left, no other one has come."""
+    transports = opened.transports if isinstance(opened, Attached) else opened.machines and opened.machines.transports
+    if transports and use.keep_warm:
+        transports.begin_to_leave(use.mark)
 
 
 def _leave_as_client(session: Session, use: NamedUse) -> None:
     """Leave a pool that another process keeps, or this one beside its session until now (`regained`)."""
     _ = use.is_last  # after an outage of the ledger this waits, and the session renews the nodes
     _adopt_no_more(use)
+    _mark(session, use)
     session.let_go("the pool was left")
     _end_if_last(use, session.pool_id, is_extended=False)
 
@@ -176,12 +191,17 @@ def _end(session: Session) -> None:
 
 
 def _leave_attached(attached: Attached, use: NamedUse) -> None:
-    pool_id, may_be_warm, is_extended = attached.lease.pool_id, True, False
+    pool_id, may_be_warm, is_extended, warm_seconds = attached.lease.pool_id, True, False, math.inf
+    if attached.is_running:
+        _mark(attached, use)
     if attached.is_running and use.is_last and (seconds := use.keep_warm):
         try:
             use.longest_seconds = max(use.longest_seconds, seconds)
-            if use.succession is None or not use.succession.keep_warm(seconds):
+            paid_seconds = None if use.succession is None else use.succession.keep_warm(seconds)
+            if paid_seconds is None:
                 attached.extend_leases(seconds)
+            else:
+                warm_seconds = paid_seconds
             use.extend(pool_id, seconds)
             is_extended = True
         except BudgetExceeded as error:
@@ -191,20 +211,44 @@ def _leave_attached(attached: Attached, use: NamedUse) -> None:
             use.log(logging.INFO, "the leases of the pool %r are extended after it was left: %s", use.name, error)
     _adopt_no_more(use)
     attached.stop("the pool was left")
-    _end_if_last(use, pool_id, may_be_warm=may_be_warm, is_extended=is_extended)
+    _end_if_last(use, pool_id, may_be_warm=may_be_warm, is_extended=is_extended, warm_seconds=warm_seconds)
 
 
-def _end_if_last(use: NamedUse, pool_id: str, *, may_be_warm: bool = True, is_extended: bool = True) -> None:
+def _end_if_last(
+    use: NamedUse,
+    pool_id: str,
+    *,
+    may_be_warm: bool = True,
+    is_extended: bool = True,
+    warm_seconds: float = math.inf,
+) -> None:
     """Leave; end the machines if no process uses the pool any more and it is not to stay warm.
 
     `is_extended`: the nodes have the longer lease of a warm pool, if this is the last process. It may have become the
-    last one after it had looked, or that has failed: then they get it now.
+    last one after it had looked, or that has failed: then they get it now. `warm_seconds` is for how long they are
+    paid.
     """
-    state = use.leave(may_be_warm=may_be_warm)
+    state = use.leave(may_be_warm=may_be_warm, warm_seconds=warm_seconds)
     if state is NameState.CLOSING:
         use.end_pool(pool_id)
-    elif state is NameState.WARM and not is_extended:
+        return
+    if state is NameState.WARM and not is_extended:
         _extend(use, pool_id)
+    if state is NameState.WARM:
+        _end_in_time(use, pool_id)
+    if state is not None:
+        use.say_what_stays(pool_id)
+
+
+def _end_in_time(use: NamedUse, pool_id: str) -> None:
+    """Inform the nodes of the end of their warm time, now that the ledger has it. Raises nothing: nodes that do not
+    answer end with their present leases, and the ledger is settled with the time at which they did.
+    """
+    try:
+        end_in_time(use.ledger, use.name, pool_id, use.mark)
+    except SkywardError as error:
+        words = "some nodes of the pool %r do not know when their warm time ends, and may live for %.0f s: %s"
+        use.log(logging.WARNING, words, use.name, max(use.spec.lease_seconds, use.longest_seconds), error)
 
 
 def _extend(use: NamedUse, pool_id: str) -> None:

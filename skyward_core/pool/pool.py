@@ -441,6 +441,13 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
         return self._session.unconfirmed
 
     @property
+    def still_running(self) -> str:
+        """What this process has left running when it left the pool, until when, and what that costs, as a sentence that
+        the log has too; "" if nothing is, or the pool is open.
+        """
+        return self._session.still_running
+
+    @property
     def cost_final(self) -> CostFinal | None:
         """The whole bill, once the pool has ended."""
         return self._session.final

@@ -21,6 +21,7 @@ from pydantic import model_validator
 from skyward_core.errors import BadRequest, SkywardError
 from skyward_core.frozen import Frozen
 from skyward_core.machines.instances import Instance
+from skyward_core.machines.node_end import NodeEnd
 from skyward_core.machines.offers import Offer, Requirements
 from skyward_core.urls import without_logins
 
@@ -226,6 +227,13 @@ class Provider(Frozen):
         Sends no request; False where it is unknown.
         """
         return False
+
+    def ends(self, ids: Sequence[str]) -> Mapping[str, NodeEnd]:
+        """Return when and why machines have ended that no process saw end, by id, where that can be found out.
+
+        A read, safe to repeat; used for machines that `instances` lacks. Empty by default: then the time is estimated.
+        """
+        return {}
 
     def account(self) -> str:
         """Return the account that owns the machines, in the provider's terms; "" where there are no accounts.

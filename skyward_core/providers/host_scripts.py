@@ -95,10 +95,14 @@ for skyward_place in "$skyward_home" "$skyward_home/instances" "$directory"; do
   echo "$skyward_place belongs to another user, or every user may write to it: its programs could be replaced. Set SKYWARD_HOME to a folder of your own" >&2
   exit 1
 done
+# shellcheck disable=SC2012 # names of ours
+[ ! -d "$skyward_home/ended" ] || ls -1t -- "$skyward_home/ended" | tail -n +1001 | while read -r old; do
+  rm -f -- "$skyward_home/ended/$old"
+done
 cat >"$directory/startup.sh" || exit 1
 [ "$(wc -c <"$directory/startup.sh")" -eq "$6" ] || { echo "only a part of the script arrived" >&2; exit 1; }
 SKYWARD_HOME=$skyward_home SKYWARD_INSTANCE_ID=$1 SKYWARD_POOL_ID=$2 SKYWARD_RANK=$3 SKYWARD_PRICE_PER_HOUR=$4 SKYWARD_INSTANCE_TYPE=$5 \
-  SKYWARD_PRIVATE_IP=$skyward_ip SKYWARD_INSTANCE_DIRECTORY=$directory SKYWARD_TAGS=$7 \
+  SKYWARD_PRIVATE_IP=$skyward_ip SKYWARD_INSTANCE_DIRECTORY=$directory SKYWARD_TAGS=$7 SKYWARD_ENDS=$skyward_home/ended \
   setsid sh "$directory/startup.sh" "skyward-pool=$2" </dev/null >>"$directory/log" 2>&1 &
 trap - EXIT
 echo "::skyward ip $skyward_ip"
@@ -165,5 +169,25 @@ skyward_list
 """Signals the guards of these instances to end them. After 2 s (longer with GPUs to restore), or without a guard, it
 kills the instances itself. Then it lists the processes that are left.
 """
+
+ENDS = (
+    PLACES
+    + r"""skyward_places
+read -r up _ </proc/uptime
+read -r boot </proc/sys/kernel/random/boot_id
+for id; do
+  [ -f "$skyward_home/ended/$id" ] || continue
+  { read -r ended epoch of_boot && read -r reason; } <"$skyward_home/ended/$id" || continue
+  if [ "$of_boot" = "$boot" ]; then
+    seconds=$((${up%.*} - ${ended%.*}))
+  else
+    seconds=$(($(date +%s) - ${epoch%.*}))
+  fi
+  [ "$seconds" -ge 0 ] || seconds=0
+  echo "::skyward ended $id $seconds $reason"
+done
+"""
+)
+"""Prints for how many seconds these instances have ended, and why, if their guards have written it."""
 
 SWEEP = ENDING + PLACES + "skyward_places\nskyward_sweep\n"

@@ -16,6 +16,7 @@ import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_validator
@@ -23,10 +24,11 @@ from pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_vali
 from skyward_core.accelerators import parse
 from skyward_core.errors import BadRequest, CommandFailed, HostKeyChanged, InstancesLeft, NoCapacity, SkywardError
 from skyward_core.machines.instances import Endpoint, Instance, InstanceState
+from skyward_core.machines.node_end import NodeEnd
 from skyward_core.machines.offers import ARCHITECTURES, MOST_USD_PER_HOUR, Offer, Requirements, matches
 from skyward_core.providers.base import POOL_TAG, RANK_TAG, Provider, Tags
 from skyward_core.providers.host_connections import COMMAND_SECONDS, HostAnswer, HostConnections, SeenKeys
-from skyward_core.providers.host_scripts import END, LIST, LOOK, START, SWEEP
+from skyward_core.providers.host_scripts import END, ENDS, LIST, LOOK, START, SWEEP
 from skyward_core.providers.tagging import TAGS_VARIABLE, from_word, of_machine, price_in, rank_in, to_word
 from skyward_core.providers.termination_shell import PROOFS, UNPARTITION_SECONDS
 from skyward_core.worker.watchdog import INSTANCE_TAG
@@ -224,6 +226,32 @@ class Hosts(Provider):
             if kind == "tag":
                 log.warning("%s: %s", instance_id, PROOFS[kind])
         return {instance_id: PROOFS[kind] for instance_id, _, kind in proofs}
+
+    def ends(self, ids: Sequence[str]) -> dict[str, NodeEnd]:
+        """Return when and why instances have ended, as their guards have written it on their hosts.
+
+        Hosts that do not answer are left out.
+        """
+        wanted = {instance_id for instance_id in ids if ID_SHAPE.fullmatch(instance_id)}
+        places = {address: sorted(wanted & self._possible(address, wanted)) for address in self.addresses}
+        ids_of = {address: its for address, its in places.items() if its}
+        if not ids_of:
+            return {}
+        with self._connections(list(ids_of)) as connections:
+            silent = connections.connect()
+            reached = {address: its for address, its in ids_of.items() if address not in silent}
+            answers, _ = connections.ask(ENDS, reached)
+        now = datetime.now(UTC)
+        found: dict[str, NodeEnd] = {}
+        for line in (line for answer in answers.values() for line in answer.all("ended")):
+            instance_id, seconds, reason = [*line.split(" ", 2), "", ""][:3]
+            if instance_id in wanted and seconds.isdigit():
+                found[instance_id] = NodeEnd(now - timedelta(seconds=int(seconds)), reason or "it gave no reason")
+        return found
+
+    def ends_for_good(self) -> bool:
+        """Return True: an instance is nothing but its processes."""
+        return True
 
     def may_be_left_to_its_lease(self) -> bool:
         """Return True for hosts without a price: the guard ends the node, if the host runs at all."""

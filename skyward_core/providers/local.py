@@ -23,7 +23,7 @@ import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, ClassVar
 
@@ -33,6 +33,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from skyward_core.accelerators import Accelerator, parse
 from skyward_core.errors import BadRequest, InstancesLeft
 from skyward_core.machines.instances import Instance, InstanceState
+from skyward_core.machines.node_end import NodeEnd
 from skyward_core.machines.offers import ARCHITECTURES, MOST_USD_PER_HOUR, Offer, Requirements
 from skyward_core.paths import existing, state_places
 from skyward_core.providers import control_groups
@@ -42,6 +43,8 @@ from skyward_core.providers.node_folders import (
     ID_SHAPE,
     NODES,
     abandoned,
+    end_file,
+    ends_of,
     make_folders,
     remove_abandoned_memory,
     remove_folders,
@@ -196,6 +199,10 @@ class Local(Provider):
         """Return True: an instance is nothing but its processes."""
         return True
 
+    def ends(self, ids: Sequence[str]) -> dict[str, NodeEnd]:
+        """Return when and why instances have ended, as their keepers have written it."""
+        return ends_of(ids, datetime.now(UTC))
+
     def terminate(self, ids: Sequence[str]) -> dict[str, str]:
         """End every process of these instances, and remove their directories; return the proof of each end.
 
@@ -272,7 +279,10 @@ class Local(Provider):
             "SKYWARD_OWNER": f"{owner.pid}:{owner.started}",
         }
         command = _keeper_command(
-            control_groups.make(instance_id, tags[POOL_TAG], tags[RANK_TAG]), directory, memory_directory(instance_id)
+            control_groups.make(instance_id, tags[POOL_TAG], tags[RANK_TAG]),
+            end_file(directory),
+            directory,
+            memory_directory(instance_id),
         )
         control_groups.remove_abandoned()
         remove_abandoned_memory(lambda other: bool(members(other)))
@@ -321,12 +331,13 @@ def _holds_password(name: str, value: str) -> bool:
     return has_user or (is_of_installer and LOGIN_NAME.search(name) is not None)
 
 
-def _keeper_command(group: ControlGroup | None, *leftovers: str | Path) -> list[str]:
+def _keeper_command(group: ControlGroup | None, ended: Path, *leftovers: str | Path) -> list[str]:
     """Return the command line that starts a command below a keeper.
 
-    The keeper removes the leftovers at the end, if this process is gone by then.
+    The keeper writes into `ended` that the node has ended, and removes the leftovers, if this process is gone by then.
     """
     options = ["--group", str(group.path)] if group is not None else []
+    options += ["--ended", str(ended)]
     for path in leftovers:
         options += ["--remove", str(path)]
     return [sys.executable or "python3", "-I", "-S", keeper.__file__, *options, "--"]

@@ -6,6 +6,9 @@ States, and who removes the folder:
     made, and its launcher lives           the launcher, if the start fails
     a process of the node lives            `Local.terminate`, or the keeper, if the launcher is gone
     no process, and the launcher is dead   the next sweep (`abandoned`): both were killed, or it was before the start
+
+When a node has ended, its keeper writes when and why into a file with its id, in the folder `ended` beside `nodes`. It
+stays, because the ledger may learn of the end much later. The oldest are removed when there are too many.
 """
 
 from __future__ import annotations
@@ -15,17 +18,20 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from datetime import datetime
 from pathlib import Path
 
 from skyward_core.errors import BadRequest
-from skyward_core.machines.owner import Owner, OwnerState
+from skyward_core.machines.node_end import NodeEnd, node_end
+from skyward_core.machines.owner import Owner, OwnerState, boot_id
 from skyward_core.paths import existing, first_private, state_places
 from skyward_core.worker.private_folders import NotPrivate, is_private
 from skyward_core.worker.settings import memory_directory
 from skyward_core.worker.watchdog import uptime
 
-NODES = "nodes"
+NODES, ENDS = "nodes", "ended"
+MOST_ENDS = 2000
 LAUNCHED_BY = "launched-by"
 ID_SHAPE = re.compile(r"local-[0-9a-f]{12}")
 ABANDONED_SECONDS = 86_400.0
@@ -42,6 +48,9 @@ def make_folders(instance_id: str) -> Path:
     except NotPrivate as error:
         raise BadRequest(f"nodes of this machine need a separate folder: {error}") from error
     directory.mkdir(mode=0o700)
+    with contextlib.suppress(OSError):  # then the cost of a node whose end no process sees is estimated
+        end_file(directory).parent.mkdir(mode=0o700, exist_ok=True)
+        _forget_old_ends(end_file(directory).parent)
     here = Owner.here()
     (directory / LAUNCHED_BY).write_text(f"{here.name}\n{here.process}\n")
     with contextlib.suppress(OSError):  # large values go into the other folder
@@ -54,6 +63,35 @@ def remove_folders(instance_id: str, directory: Path) -> None:
     shutil.rmtree(memory_directory(instance_id), ignore_errors=True)
     if is_private(directory.parent):
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def end_file(directory: Path) -> Path:
+    """Return the file in which the keeper of a node with this folder writes when and why the node has ended."""
+    return directory.parent.parent / ENDS / directory.name
+
+
+def ends_of(instance_ids: Iterable[str], now: datetime) -> dict[str, NodeEnd]:
+    """Return when and why nodes of this user have ended, by id; those that have left no file are absent."""
+    found: dict[str, NodeEnd] = {}
+    boot, up = boot_id(), uptime()
+    for folder in existing(ENDS, state_places()):
+        if not is_private(folder):
+            continue
+        for instance_id in instance_ids:
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                text = (folder / instance_id).read_text() if ID_SHAPE.fullmatch(instance_id) else ""
+                if (end := node_end(text, now=now, uptime=up, boot=boot)) is not None:
+                    found[instance_id] = end
+    return found
+
+
+def _forget_old_ends(folder: Path) -> None:
+    with os.scandir(folder) as entries:
+        files = list(entries)
+    if len(files) > MOST_ENDS:
+        for entry in sorted(files, key=lambda entry: entry.stat().st_mtime)[: len(files) - MOST_ENDS // 2]:
+            with contextlib.suppress(OSError):  # another process removes it
+                os.unlink(entry.path)
 
 
 def abandoned(has_processes: Callable[[str], bool]) -> list[Path]:

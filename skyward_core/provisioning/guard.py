@@ -5,6 +5,7 @@ with SKYWARD_INSTANCE_ID and SKYWARD_INSTANCE_DIRECTORY in its environment. It u
 
     lease       read     the uptime in seconds at which the lease runs out, one line; the guard writes the first one
     paid        read     the uptime in seconds until which the machine is paid for, one line; overrides its argument
+    warm        read     the uptime in seconds at which the warm time of a node without a client ends; absent otherwise
     guard       written  its pid, once it watches
     supervisor  read     the pid of the node's supervisor: when that process is gone, the node ends
     ended       read     the reason why the node has ended, one line
@@ -13,9 +14,10 @@ with SKYWARD_INSTANCE_ID and SKYWARD_INSTANCE_DIRECTORY in its environment. It u
     log         written  the reason why the node ends, appended
 
 The end of a node: the reason is written into its log. SIGKILL goes to all processes with its tag, to their descendants,
-and to all in its control group. Its keepers get it last (`worker/keeper.py`). Mounts are undone. Its folders in memory
-and on disk are removed (the latter is kept if SKYWARD_KEEP_DIRECTORY is set). Then the command runs with which the
-machine ends itself.
+and to all in its control group. Its keepers get it last (`worker/keeper.py`). If SKYWARD_ENDS names a folder, reason
+and time are written into a file with the node's id there, which stays (`machines/node_end.py`); not for a node that was
+asked to end: who asks knows when. Mounts are undone. Its folders in memory and on disk are removed (the latter is kept
+if SKYWARD_KEEP_DIRECTORY is set). Then the command runs with which the machine ends itself.
 """
 
 from __future__ import annotations
@@ -93,6 +95,8 @@ skyward_verdict() { # succeeds, with skyward_reason, if the node must end now
   ! skyward_read paid || skyward_paid=$skyward_text
   if skyward_ended; then
     return 0
+  elif skyward_read warm && [ "$skyward_now" -ge "$skyward_text" ]; then
+    skyward_reason="its warm time is over (keep_warm)"
   elif [ "$skyward_now" -ge "$skyward_lease" ]; then
     skyward_reason="no sign of life from a client, and the lease has run out (lease_seconds)"
   elif [ -n "$skyward_paid" ] && [ "$skyward_now" -ge "$skyward_paid" ]; then
@@ -110,12 +114,21 @@ skyward_end() { # reason
   skyward_say "node ends: $1"
   [ -z "$skyward_sleep" ] || kill "$skyward_sleep" 2>/dev/null
   skyward_kill "$SKYWARD_INSTANCE_ID" "$skyward_directory" || skyward_say "SIGKILL does not end the processes$skyward_pids"
+  skyward_note "$1"
   skyward_clean "$SKYWARD_INSTANCE_ID" "$skyward_directory"
   if [ -n "$skyward_end_command" ]; then
     env -i PATH="$PATH" sleep 0.5 9<&- # until who follows the log has read why
     sh -c "$skyward_end_command"
   fi
   exit 0
+}
+skyward_note() { # reason
+  skyward_place=${SKYWARD_ENDS:-}
+  [ -n "$skyward_place" ] && [ "$1" != "asked to" ] && mkdir -p -- "$skyward_place" 2>/dev/null || return 0
+  skyward_clock
+  skyward_boot=
+  { read -r skyward_boot </proc/sys/kernel/random/boot_id; } 2>/dev/null
+  { printf '%s %s %s\n%s\n' "$skyward_now" "$(env -i PATH="$PATH" date +%s 9<&-)" "$skyward_boot" "$1" >"$skyward_place/$SKYWARD_INSTANCE_ID"; } 2>/dev/null
 }
 skyward_say() {
   { printf 'skyward: %s\n' "$1" >>"$skyward_directory/log"; } 2>/dev/null

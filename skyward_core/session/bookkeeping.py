@@ -115,6 +115,11 @@ class Bookkeeping:
         self._usual_seconds = 2 * spec.lease_seconds
         return url, journal, spending_limit
 
+    def settle_others(self) -> None:
+        """Settle pools of this computer that have ended themselves. Raises nothing."""
+        assert self._ledger is not None
+        importlib.import_module("skyward_core.cleanup.settlement").settle_here(self._ledger)
+
     @contextlib.contextmanager
     def paid_for(self, seconds: float) -> Generator[float]:
         """Reserve for a lease of this length; yield for how many seconds the machines are paid: `max_cost` may end them

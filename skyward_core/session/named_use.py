@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import threading
 import time
 import uuid
@@ -19,6 +20,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from skyward_core.cleanup.release import release
+from skyward_core.cleanup.settlement import settle_here
 from skyward_core.concurrency.backoff import Backoff
 from skyward_core.concurrency.periodic import PeriodicThread
 from skyward_core.errors import BadRequest, LeaseLost, LedgerError, ProvisioningTimeout, SkywardError
@@ -40,6 +42,7 @@ from skyward_core.providers.base import Provider
 from skyward_core.session.ledger_contact import LedgerContact
 from skyward_core.session.steward_guard import StewardGuard
 from skyward_core.session.use_book import slot_prices, use_count
+from skyward_core.session.warm_pools import what_stays
 from skyward_core.spec import PoolSpec
 from skyward_core.work import Work
 
@@ -72,7 +75,7 @@ class Succession(Protocol):
 
     @property
     def size(self) -> PoolSize | None: ...
-    def keep_warm(self, seconds: float) -> bool: ...
+    def keep_warm(self, seconds: float) -> float | None: ...
     def note_cost(self) -> None: ...
     def close(self) -> None: ...
 
@@ -101,6 +104,8 @@ class NamedUse:
         """For how long the nodes may live after the last sign of life of this process."""
         self._is_ending = False
         """Whether this process ends the pool at a limit, or has done it. Then it no longer keeps the pool."""
+        self.still_running = ""
+        """What this process has left running, in words; "" before it has left, and if nothing is left."""
         self.is_let_go = False
         """Whether this process failed to leave. Then it renews nothing any more."""
         self.guard = StewardGuard(spec.lease_seconds, self.renew)
@@ -158,6 +163,8 @@ class NamedUse:
                 self._contact.answered(since)
                 self._renewal = self._new_renewal()
                 self._renewal.start()
+                if isinstance(claim, Join):  # a process that rents does it when it writes its pool into the ledger
+                    settle_here(self._ledger)
                 return claim
             if time.monotonic() + pause > deadline:
                 reason = claim.reason if isinstance(claim, Wait) else CLOCK_WAS_SET
@@ -330,7 +337,12 @@ class NamedUse:
         row = self._ledger.names.named(self.name)
         return self.spec.keep_warm if row is None else row.keep_warm_seconds
 
-    def leave(self, *, may_be_warm: bool = True) -> NameState | None:
+    @property
+    def mark(self) -> str:
+        """The mark that this process leaves on the nodes before it leaves the pool."""
+        return self._client_id
+
+    def leave(self, *, may_be_warm: bool = True, warm_seconds: float = math.inf) -> NameState | None:
         """Record that this process leaves; return what the pool is now (`Names.leave`).
 
         After CLOSING this process ends the pool, then calls `left`; before that, each call returns CLOSING again. Waits
@@ -339,7 +351,9 @@ class NamedUse:
         if self._must_end:
             return NameState.CLOSING
         self._let_others_renew()
-        state = self._ledger.names.leave(self.name, self._client_id, self._count(), may_be_warm=may_be_warm)
+        state = self._ledger.names.leave(
+            self.name, self._client_id, self._count(), may_be_warm=may_be_warm, warm_seconds=warm_seconds
+        )
         self._must_end = state is NameState.CLOSING
         if not self._must_end:
             self._renewal.end()
@@ -370,6 +384,15 @@ class NamedUse:
         """Record that the pool could not be reached; return whether the name may be claimed again."""
         self._renewal.end()
         return self._ledger.names.give_up(self.name, pool_id, self._client_id)
+
+    def say_what_stays(self, pool_id: str) -> None:
+        """Log what this process leaves running, until when, and its price. Raises nothing."""
+        try:
+            self.still_running = what_stays(self._ledger, self.name, pool_id)
+        except LedgerError as error:
+            self.log(logging.DEBUG, "the ledger does not say what stays of the pool %r: %s", self.name, error)
+        if self.still_running:
+            self.log(logging.INFO, "%s", self.still_running)
 
     def left(self) -> None:
         """Record that this process does not use the pool any more, and close the connection. Raises nothing.

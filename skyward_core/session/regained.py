@@ -48,10 +48,10 @@ class RegainedStewardship:
             attached.stop("the pool could not be kept")
             raise
 
-    def keep_warm(self, seconds: float) -> None:
+    def keep_warm(self, seconds: float) -> float:
         """As that of the stewardship."""
         assert self._stewardship is not None
-        self._stewardship.keep_warm(seconds)
+        return self._stewardship.keep_warm(seconds)
 
     def note_cost(self) -> None:
         """As that of the stewardship."""

@@ -285,6 +285,7 @@ class Session:
         self._reaper.start(self.providers, url)
         journal.open()  # after the reaper runs: it ends every machine that is written here, from the first entry on
         undo.callback(self._close_journal_unless_left)
+        self._bookkeeping.settle_others()
         if self._claims.is_to_end:
             raise PoolClosed("terminate_now() was called while the pool opened: nothing was rented")
         return journal, spending_limit

@@ -220,13 +220,15 @@ class Stewardship:
 
     # ── leave ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def keep_warm(self, seconds: float) -> None:
-        """Let the nodes live for so long without a client, and reserve the money for it.
+    def keep_warm(self, seconds: float) -> float:
+        """Let the nodes live for so long without a client, and reserve the money for it; return for how many seconds
+        they are paid: `max_cost` may end them earlier.
 
         Raises BudgetExceeded if the account does not pay for it, LedgerError, Unreachable if a node does not answer.
         """
-        with self._bookkeeping.paid_for(max(seconds, self._spec.lease_seconds)):
+        with self._bookkeeping.paid_for(max(seconds, self._spec.lease_seconds)) as paid_seconds:
             self._attached.extend_leases(seconds)
+            return paid_seconds
 
     def note_cost(self) -> None:
         """Record the cost so far in the ledger, without waiting for the clock."""

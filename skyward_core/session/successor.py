@@ -28,7 +28,7 @@ class Stewardship(Protocol):
     @property
     def size(self) -> PoolSize | None: ...
     def start(self) -> None: ...
-    def keep_warm(self, seconds: float) -> None: ...
+    def keep_warm(self, seconds: float) -> float: ...
     def note_cost(self) -> None: ...
     def leave(self) -> None: ...
     def lose(self) -> None: ...
@@ -67,14 +67,13 @@ class Successor:
         """The number of the pool's nodes, if this process keeps it."""
         return None if self.stewardship is None else self.stewardship.size
 
-    def keep_warm(self, seconds: float) -> bool:
-        """Let the nodes live for so long, and pay for it, if this process keeps the pool; return whether it does.
+    def keep_warm(self, seconds: float) -> float | None:
+        """Let the nodes live for so long, and pay for it, if this process keeps the pool; return for how many seconds
+        they are paid, and None if it does not keep the pool.
 
         Raises what `Stewardship.keep_warm` raises.
         """
-        if self.stewardship is not None:
-            self.stewardship.keep_warm(seconds)
-        return self.stewardship is not None
+        return None if self.stewardship is None else self.stewardship.keep_warm(seconds)
 
     def note_cost(self) -> None:
         """Record the cost so far in the ledger, if this process keeps the pool."""

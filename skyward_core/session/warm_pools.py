@@ -1,10 +1,13 @@
-"""Keeps a pool with a name warm for longer, from any process: `skyward warm NAME --for 2h`.
+"""Keeps a pool with a name warm for longer, from any process (`skyward warm NAME --for 2h`), and ends its warm time.
 
     checked ──▶ money reserved ──▶ nodes have the longer lease ──▶ ledger written
                 └───── given back ─────┘ (the nodes may live longer than the ledger says: a sweep ends them)
 
 The ledger is written last, as when a process leaves (docs/decisions/0028). A kill before that leaves a pool that is
 warm for as long as before; money that is reserved then is free again when the pool is settled.
+
+The last process that leaves informs the nodes of the end of their warm time (`end_in_time`) after the ledger has it,
+because only the ledger knows which process is the last one. docs/decisions/0046 has what a kill before that leaves.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ if TYPE_CHECKING:
     from skyward_core.ledger.ledger import Ledger
 
 REACH_SECONDS = 60.0
-GUARD_SECONDS = 2.0
+END_REACH_SECONDS = 15.0
+"""The process that has left waits for nothing else."""
 ALL_AT_ONCE = 1000
 _log = logging.getLogger("skyward")
 
@@ -53,9 +57,46 @@ def keep_warm(ledger: Ledger, name: str, seconds: float) -> NamedPool:
         if row.warm_until is None or row.warm_until <= now or entry.ended_at or entry.condemned_at:
             raise _ended(row)  # before the nodes receive anything
         with _paid(ledger, row, entry, seconds):
-            _extend_nodes(*find_lease(row.pool_id, ledger=ledger), seconds, is_paid=_is_limited(row))
+            _keep_nodes(*find_lease(row.pool_id, ledger=ledger), seconds, is_paid=_is_limited(row))
             return _written(ledger, row, seconds)
     return _written(ledger, row, seconds)
+
+
+def end_in_time(ledger: Ledger, name: str, pool_id: str, mark: str) -> NamedPool | None:
+    """Let the nodes of a warm pool end when the ledger says so, whatever their leases, if no process has come since the
+    one with this mark began to leave. Return the row of the name, or None if the pool is not warm any more.
+
+    Raises LedgerError, and what reaching the nodes raises: those that did not answer end with their leases.
+    """
+    row = ledger.names.named(name)
+    if row is None or row.pool_id != pool_id or row.state is not NameState.WARM or row.warm_until is None:
+        return None
+    lease, keys = find_lease(pool_id, ledger=ledger)
+    seconds = (row.warm_until - ledger.names.now()).total_seconds()
+    _keep_nodes(lease, keys, max(0.0, seconds), mark=mark, reach_seconds=END_REACH_SECONDS)
+    return row
+
+
+def what_stays(ledger: Ledger, name: str, pool_id: str) -> str:
+    """Return in words what is still running of a pool that a process has left: until when, and what it costs.
+
+    "" if nothing is. Raises LedgerError.
+    """
+    row = ledger.names.named(name)
+    if row is None or row.pool_id != pool_id:
+        return ""
+    rate = sum((its.price.per_hour for its in ledger.open_intents(pool_id=pool_id) if its.cloud_id), ZERO_USD)
+    if row.state is NameState.WARM and row.warm_until is not None:
+        return f"the pool {name!r} ({pool_id}) stays warm until {row.warm_until:%H:%M:%S} UTC, {per_hour(rate)}"
+    users = ledger.names.activity([pool_id])[pool_id].users
+    if not users:
+        return ""
+    return f"the pool {name!r} ({pool_id}) stays, with {users} other process{'es' * (users > 1)}, {per_hour(rate)}"
+
+
+def per_hour(usd: Decimal) -> str:
+    """Return a price as text: to the cent, and one below a dollar more exactly."""
+    return f"{usd:.2f} USD/h" if usd >= 1 or not usd else f"{usd:.4f} USD/h"
 
 
 def _written(ledger: Ledger, row: NamedPool, seconds: float) -> NamedPool:
@@ -132,18 +173,25 @@ def _paid(ledger: Ledger, row: NamedPool, entry: PoolEntry, seconds: float) -> G
 # ── nodes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _extend_nodes(lease: Lease, keys: PoolKeys, seconds: float, *, is_paid: bool) -> None:
-    """Let all nodes of a lease live for so many seconds from now; a node that was idle counts as busy until now.
+def _keep_nodes(
+    lease: Lease,
+    keys: PoolKeys,
+    seconds: float,
+    *,
+    is_paid: bool = False,
+    mark: str = "",
+    reach_seconds: float = REACH_SECONDS,
+) -> None:
+    """Let all nodes of a lease live for so many seconds from now (`Transport.keep_warm`).
 
     Raises NodeLost if a node has ended, and what logging in raises: then some nodes may have the longer lease.
     """
     in_memory = KeysInMemory()
     transports = Transports(seconds, lambda _: 0, lambda: seconds if is_paid else None)
-    transports.is_busy = True
     try:
         nodes = in_memory.with_keys(lease, keys.ssh_keys).nodes
         failures = side_by_side(
-            lambda node: _why_not_extended(transports.to(node.instance), node, seconds),
+            lambda node: _why_not_kept(transports.to(node.instance), node, seconds, mark, reach_seconds),
             nodes,
             "skyward-attach",
             ALL_AT_ONCE,
@@ -155,16 +203,18 @@ def _extend_nodes(lease: Lease, keys: PoolKeys, seconds: float, *, is_paid: bool
         raise failure
 
 
-def _why_not_extended(transport: Transport, node: Node, seconds: float) -> SkywardError | None:
+def _why_not_kept(
+    transport: Transport, node: Node, seconds: float, mark: str, reach_seconds: float
+) -> SkywardError | None:
     """Reach a node, and let it live for so long; return why that has failed."""
     try:
-        transport.join(timeout_seconds=REACH_SECONDS, guard_seconds=GUARD_SECONDS)
+        transport.visit(timeout_seconds=reach_seconds)
         settings = json.loads(transport.read("settings.json"))
         if (settings.get("instance_id"), settings.get("pool_id")) != (node.instance.id, node.instance.pool_id):
             return _lost(node)
-        if transport.lives(REACH_SECONDS) is False:
+        if transport.lives(reach_seconds) is False:
             return _lost(node)
-        transport.extend_lease(seconds)
+        transport.keep_warm(seconds, mark)
     except (CommandFailed, OSError, ValueError):
         return _lost(node)
     except SkywardError as error:

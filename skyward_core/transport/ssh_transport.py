@@ -59,6 +59,11 @@ cd "$1" || exit 3
 { exec 8<. && flock -w 5 8; } 2>/dev/null
 read -r now rest </proc/uptime
 until=$((${now%.*} + $2))
+case $5 in
+  '') rm -f leaving warm ;;
+  leaving) ;;
+  *) echo "$5" >>leaving || exit 3 ;;
+esac
 old=0
 [ -s lease ] && read -r old <lease
 [ "${old%.*}" -ge "$until" ] || { echo "$until" >"lease.$$" && mv -f "lease.$$" lease; }
@@ -69,7 +74,32 @@ old=0
 
 Clients take turns, as in `watchdog.write_lease`. A client that gets no turn writes without it: the node must live.
 With $3 it reports that the pool has calls to run. $4 is the number of seconds from now for which the node is paid;
-it may be less than before.
+it may be less than before. $5 is the mark of a client that is about to leave (`watchdog.LEAVING`); "leaving" renews for
+a client that has left its mark; without it the client uses the node, and all marks end.
+"""
+
+KEEP_WARM = """\
+cd "$1" || exit 3
+exec 8<. && flock -w 5 8 || exit 3
+read -r now rest </proc/uptime
+until=$((${now%.*} + $2))
+old=0 warm=0
+[ -s lease ] && read -r old <lease
+[ -s warm ] && read -r warm <warm
+if [ -n "$3" ] && ! grep -qsxF -e "$3" leaving; then
+  echo used
+  exit 0
+fi
+[ "${old%.*}" -ge "$until" ] || { echo "$until" >"lease.$$" && mv -f "lease.$$" lease; } || exit 3
+if [ -n "$3" ] || { [ "${warm%.*}" -gt 0 ] && [ "${warm%.*}" -lt "$until" ]; }; then
+  echo "$until" >"warm.$$" && mv -f "warm.$$" warm || exit 3
+fi
+echo "$now" >"busy.$$" && mv -f "busy.$$" busy
+[ -z "$4" ] || { echo "$((${now%.*} + $4))" >"paid.$$" && mv -f "paid.$$" paid; }
+"""
+"""Lets the node end $2 seconds from now, if it has the mark $3: `watchdog.write_warm` as a script, for a node over SSH.
+
+Unlike a renewal it needs its turn: a client may be coming. Prints "used" if one has come.
 """
 
 LOOK = """\
@@ -223,6 +253,7 @@ class SSHTransport:
         self._paid_seconds = paid_seconds
         self._reporting = threading.Lock()
         """Held while the paid time is read and sent, so that an older value never replaces a newer one."""
+        self._is_leaving = False
         self._wake = threading.Event()
         self._closed = threading.Event()
         is_direct = instance.endpoint.proxy_command is None
@@ -422,15 +453,27 @@ class SSHTransport:
 
     def extend_lease(self, seconds: float) -> None:
         with self._reporting:
-            paid = self._paid_seconds()
-            words = [
-                self._directory,
-                str(math.ceil(seconds)),
-                "busy" if self._is_busy() else "",
-                "" if paid is None else str(math.floor(paid)),
-            ]
-            # patient: a slow node that gets a new request every few seconds would answer none of them
-            self._command(LEASE, words, timeout_seconds=max(COMMAND_SECONDS, self._lease_seconds / 2))
+            self._renew(seconds, "leaving" if self._is_leaving else "")
+
+    def begin_to_leave(self, mark: str) -> None:
+        with self._reporting:
+            self._renew(self._lease_seconds, mark)
+            self._is_leaving = True
+
+    def keep_warm(self, seconds: float, mark: str = "") -> bool:
+        with self._reporting:
+            words = [self._directory, str(math.ceil(seconds)), mark, self._paid_word()]
+            return "used" not in self._command(KEEP_WARM, words, timeout_seconds=COMMAND_SECONDS)
+
+    def _renew(self, seconds: float, mark: str) -> None:
+        busy = "busy" if self._is_busy() else ""
+        words = [self._directory, str(math.ceil(seconds)), busy, self._paid_word(), mark]
+        # patient: a slow node that gets a new request every few seconds would answer none of them
+        self._command(LEASE, words, timeout_seconds=max(COMMAND_SECONDS, self._lease_seconds / 2))
+
+    def _paid_word(self) -> str:
+        paid = self._paid_seconds()
+        return "" if paid is None else str(math.floor(paid))
 
     def _keep(self) -> None:
         """The keeper: renews the lease, and connects again when the connection is lost."""

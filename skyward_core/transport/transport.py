@@ -19,7 +19,7 @@ from skyward_core.events.events import SkywardEvent
 from skyward_core.machines.instances import Instance
 from skyward_core.worker.private_folders import is_private
 from skyward_core.worker.settings import memory_directory, write_atomically
-from skyward_core.worker.watchdog import uptime, write_busy, write_lease, write_paid
+from skyward_core.worker.watchdog import uptime, write_busy, write_lease, write_leaving, write_paid, write_warm
 from skyward_core.worker.wire import Parcel
 
 SSH_MODULE = "skyward_core.transport.ssh_transport"
@@ -131,6 +131,20 @@ class Transport(Protocol):
         """
         ...
 
+    def begin_to_leave(self, mark: str) -> None:
+        """Leave this client's mark on the node: it is about to leave the pool. Its renewals keep the node alive from
+        now on, but do not count as those of a client that uses it. The renewal of any other client removes the mark.
+        """
+        ...
+
+    def keep_warm(self, seconds: float, mark: str = "") -> bool:
+        """Let the node end so many seconds from now, whatever its lease, unless a client comes before; return False if
+        one has come since the client with this mark began to leave. Without a mark it makes a warm time longer only.
+
+        `timeout` counts from now.
+        """
+        ...
+
     def close(self) -> None:
         """Close the connection to the node. The node lives until its lease expires."""
         ...
@@ -160,6 +174,7 @@ class LocalTransport:
         self.value_directories = (memory, str(self._directory)) if is_private(Path(memory)) else (str(self._directory),)
         self._reporting = threading.Lock()
         """Held while the paid time is read and written, so that an older value never replaces a newer one."""
+        self._is_leaving = False
         self._read = 0
         self._partial = b""
 
@@ -230,14 +245,29 @@ class LocalTransport:
         parcel.release()
 
     def extend_lease(self, seconds: float) -> None:
-        write_lease(self._directory, uptime() + seconds)
+        self._write_lease(seconds)
         self._write_paid_and_busy()
+
+    def begin_to_leave(self, mark: str) -> None:
+        with self._reporting:
+            write_leaving(self._directory, mark)
+            self._is_leaving = True
+
+    def keep_warm(self, seconds: float, mark: str = "") -> bool:
+        if is_warm := write_warm(self._directory, uptime() + seconds, mark):
+            self._write_paid_and_busy()
+            write_busy(self._directory)
+        return is_warm
 
     def keep_alive(self) -> None:
         """Renew the node's lease if it has one, and write until when it is paid for, and whether the pool has calls."""
         if (seconds := self._lease_seconds()) is not None:
-            write_lease(self._directory, uptime() + seconds)
+            self._write_lease(seconds)
         self._write_paid_and_busy()
+
+    def _write_lease(self, seconds: float) -> None:
+        with self._reporting:
+            write_lease(self._directory, uptime() + seconds, is_leaving=self._is_leaving)
 
     def _write_paid_and_busy(self) -> None:
         """Write until when the node is paid for, and whether the pool has calls to run.
@@ -318,6 +348,16 @@ class Transports:
         received = set[str]()
         side_by_side(send, transports, "skyward-paid", max(1, len(transports)))
         return received
+
+    def begin_to_leave(self, mark: str) -> None:
+        """Leave this client's mark on all nodes. A node that does not answer ends with its lease: it raises nothing."""
+
+        def begin(transport: Transport) -> None:
+            with contextlib.suppress(SkywardError, OSError):
+                transport.begin_to_leave(mark)
+
+        transports = [transport for transport in self.all() if transport.is_connected]
+        side_by_side(begin, transports, "skyward-nodes", max(1, len(transports)))
 
     def all(self) -> list[Transport]:
         """Return all transports that were made and not forgotten."""

@@ -1,9 +1,9 @@
 """The keeper of a node: the ancestor of all its processes, which kills all of them when the node ends, tagged or not.
 
-Run as a script, `python -I -S keeper.py [--group PATH] [--remove PATH] ... -- COMMAND ...`, it starts within
-milliseconds, because it imports nothing of this package. It becomes a child subreaper (prctl(2)). A process that a call
-starts stays below it in the process tree when its parent dies. This holds for each session, environment and user of the
-process. Two keeper processes are above the command:
+Run as a script, `python -I -S keeper.py [--group PATH] [--ended PATH] [--remove PATH] ... -- COMMAND ...`, it starts
+within milliseconds, because it imports nothing of this package. It becomes a child subreaper (prctl(2)). A process that
+a call starts stays below it in the process tree when its parent dies. This holds for each session, environment and user
+of the process. Two keeper processes are above the command:
 
     keeper ── second keeper ── command (the startup shell, then the supervisor) ── workers, runners ── what calls start
 
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 KEEPER, REAPER = "skyward-keeper", "skyward-reaper"
 """Names of these processes in the process table (proc(5), comm)."""
 KEPT = "kept"
+ENDED = "ended"
+"""The file in which a node writes why it ends, before it does."""
 BY_GROUP, BY_TREE = "group", "tree"
 """What the file `kept` says: the node's processes were in a control group of their own, or only below the keeper."""
 PR_SET_CHILD_SUBREAPER = 36
@@ -197,38 +199,61 @@ def _is_alone(directory: str) -> bool:
 def main(arguments: Sequence[str]) -> None:
     """Run as a script; see the head of this file.
 
-    `--group` is the control group to enter, `--remove` what to remove at the end if the owner is gone.
+    `--group` is the control group to enter, `--ended` the file that says when and why the node has ended, `--remove`
+    what to remove at the end if the owner is gone.
     """
     options, command = list(arguments[: arguments.index("--")]), arguments[arguments.index("--") + 1 :]
     call_oneself(KEEPER)
-    how, to_remove = BY_TREE, list[str]()
+    how, ended, to_remove = BY_TREE, "", list[str]()
     for option, value in zip(options[::2], options[1::2], strict=True):
         if option == "--group":
             how = BY_GROUP if _enter(value) else BY_TREE
+        elif option == "--ended":
+            ended = value
         else:
             to_remove.append(value)
 
     def second() -> None:
         keep(lambda: _execute(command))
-        _finish(how, to_remove)
+        _finish(how, ended, to_remove)
         os._exit(0)
 
     keep(second)
-    _finish(how, to_remove)
+    _finish(how, ended, to_remove)
 
 
-def _finish(how: str, to_remove: Sequence[str]) -> None:
+def _finish(how: str, ended: str, to_remove: Sequence[str]) -> None:
     """Write that no process of the node runs, and remove its files if the owner will not.
 
     Both keepers do this, because either may be the only one left.
     """
     directory = os.environ.get("SKYWARD_INSTANCE_DIRECTORY", "")
+    if ended:
+        _write_end(ended, os.path.join(directory, ENDED))
     # its folder may be gone already
     with contextlib.suppress(OSError), open(os.path.join(directory, KEPT), "w") as kept:
         kept.write(f"{how}\n")
     if to_remove and _is_alone(directory):
         for path in to_remove:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _write_end(path: str, reason_path: str) -> None:
+    """Write when and why the node has ended (`machines/node_end.py`), unless the other keeper has done so."""
+    reason = "all of its processes have ended"
+    with contextlib.suppress(OSError, UnicodeDecodeError), open(reason_path) as written:
+        reason = written.readline().strip() or reason
+    # a full disk, or a folder that is gone: its cost is estimated
+    with contextlib.suppress(OSError):
+        with open("/proc/uptime") as uptime, open("/proc/sys/kernel/random/boot_id") as boot:
+            head = f"{uptime.read().split()[0]} {time.time():.3f} {boot.read().strip()}"
+        partial = f"{path}.{os.getpid()}"
+        with open(partial, "w") as record:
+            record.write(f"{head}\n{reason}\n")
+        try:
+            os.link(partial, path)  # never over an earlier one
+        finally:
+            os.unlink(partial)
 
 
 HAS_CHILDREN = os.path.exists(f"/proc/self/task/{os.getpid()}/children")

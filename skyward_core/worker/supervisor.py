@@ -40,7 +40,7 @@ from skyward_core.worker import node  # the only costly import: all forked proce
 from skyward_core.worker.call_connections import socket_path
 from skyward_core.worker.call_groups import CallGroups, MemoryAllowance, call_groups, enter
 from skyward_core.worker.info import JOB_PLACE, InstanceInfo, to_env
-from skyward_core.worker.keeper import adopt_orphans
+from skyward_core.worker.keeper import ENDED, KEEPER, adopt_orphans, name_of
 from skyward_core.worker.preemption_notice import FILE_ENV, NOTICE_FILE, listen
 from skyward_core.worker.preload import MARK as PRELOAD_MARK
 from skyward_core.worker.preload import preload
@@ -462,9 +462,11 @@ class Supervisor:
         print(f"skyward: node {self._settings.rank} ends: {reason}", flush=True)
         if self._settings.is_guarded:
             end_guarded_node(self._directory, self._settings, reason, self._spared)
+        _write_reason(self._directory, reason)
         owner = self._settings.owner
         is_owned = owner is not None and owner.is_alive() and not (self._directory / DETACHED).exists()
-        end_node(self._settings, None if is_owned else self._directory)
+        is_kept = name_of(os.getppid()) == KEEPER  # it reads the reason, and removes the folder then
+        end_node(self._settings, None if is_owned or is_kept else self._directory)
 
 
 def end_node(settings: NodeSettings, directory: Path | None = None) -> NoReturn:
@@ -492,12 +494,17 @@ def end_guarded_node(
     The guard does the rest.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if not (directory / "ended").exists():
-        with contextlib.suppress(OSError):  # a full disk: the guard sees that this process is gone
-            write_atomically(directory / "ended", f"{reason}\n")
+    _write_reason(directory, reason)
     kill_descendants(spared, KILL_SECONDS)
     _remove_memory(settings)
     os._exit(0)
+
+
+def _write_reason(directory: Path, reason: str) -> None:
+    """Write why the node ends, for its keeper or its guard, unless that is written already."""
+    if not (directory / ENDED).exists():
+        with contextlib.suppress(OSError):  # a full disk: the guard sees that this process is gone
+            write_atomically(directory / ENDED, f"{reason}\n")
 
 
 def _remove_memory(settings: NodeSettings) -> None:

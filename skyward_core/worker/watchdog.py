@@ -3,9 +3,10 @@
 A local instance is the set of processes that have its tag in the environment with which they started. The first process
 has it, all others inherit it, and it cannot be lost with a file.
 
-Four clocks end a node: `timeout` since the last running call; `max_lifetime` since its start; the lease, which clients
-renew; and the time until which it is paid for, which the pool's owner writes. All use /proc/uptime, because the time of
-day may be wrong and may jump.
+Five clocks end a node: `timeout` since the last running call; `max_lifetime` since its start; the lease, which clients
+renew; the end of its warm time, which the last client of a pool with a name writes, and which the next one's first
+renewal removes; and the time until which it is paid for, which the pool's owner writes. All use /proc/uptime, because
+the time of day may be wrong and may jump.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,12 @@ POOL_TAG = "SKYWARD_POOL_ID"
 LEASE = "lease"
 BUSY = "busy"
 PAID = "paid"
+LEAVING = "leaving"
+"""The marks of clients that are about to leave, one a line. The renewal of any other client removes the file. So a
+client whose mark is there knows that no other one has come (docs/decisions/0046).
+"""
+WARM = "warm"
+"""The uptime at which the warm time of a node ends that no client uses. Any client's renewal removes the file."""
 DETACHED = "detached"
 """The pool is detached: the living owner does not replace the lease any more."""
 MISSED = "missed"
@@ -184,22 +191,74 @@ def read_lease(directory: Path) -> float | None:
     return _read_uptime(directory / LEASE)
 
 
-def write_lease(directory: Path, until: float, *, may_shorten: bool = False) -> None:
+def write_lease(directory: Path, until: float, *, may_shorten: bool = False, is_leaving: bool = False) -> None:
     """Let a node's lease run until this uptime of its machine, in seconds, unless it runs longer already. Several
     clients may do so at once.
 
-    `may_shorten` corrects an error: the lease ends at that time even if it ran longer.
+    `may_shorten` corrects an error: the lease ends at that time even if it ran longer. A client that is leaving renews
+    the lease too, but does not use the node any more: marks and warm time stay.
     Raises ValueError for what is not a point in time, OSError if the node's directory is gone.
     """
     _refuse_what_is_no_time(until)
+    with _turn(directory):
+        if not is_leaving:
+            for name in (LEAVING, WARM):
+                (directory / name).unlink(missing_ok=True)
+        _lengthen(directory, until, may_shorten=may_shorten)
+
+
+def write_leaving(directory: Path, mark: str) -> None:
+    """Add the mark of a client that is about to leave. Raises OSError if the node's directory is gone."""
+    with _turn(directory):
+        marks = _marks(directory)
+        write_atomically(directory / LEAVING, "".join(f"{one}\n" for one in (*marks, mark)))
+
+
+def write_warm(directory: Path, until: float, mark: str = "") -> bool:
+    """Let the warm time of a node end at this uptime of its machine, if no client has come since the one with this mark
+    was about to leave; return whether that is so. The lease lasts until then at least.
+
+    Without a mark a warm time is made longer, never shorter; a node that has none gets the longer lease only.
+    Raises ValueError for what is not a point in time, OSError if the node's directory is gone.
+    """
+    _refuse_what_is_no_time(until)
+    with _turn(directory):
+        present = read_warm(directory)
+        if mark and mark not in _marks(directory):
+            return False
+        _lengthen(directory, until)
+        if mark or (present is not None and present < until):
+            write_atomically(directory / WARM, f"{until:.3f}\n")
+    return True
+
+
+def read_warm(directory: Path) -> float | None:
+    """Return the uptime at which a node's warm time ends; None if it is not warm."""
+    return _read_uptime(directory / WARM)
+
+
+@contextlib.contextmanager
+def _turn(directory: Path) -> Generator[None]:
+    """Wait until no other client changes the lease of a node."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        present = read_lease(directory)
-        if may_shorten or present is None or present < until:
-            write_atomically(directory / LEASE, f"{until:.3f}\n")
+        yield
     finally:
         os.close(descriptor)
+
+
+def _lengthen(directory: Path, until: float, *, may_shorten: bool = False) -> None:
+    present = read_lease(directory)
+    if may_shorten or present is None or present < until:
+        write_atomically(directory / LEASE, f"{until:.3f}\n")
+
+
+def _marks(directory: Path) -> list[str]:
+    try:
+        return (directory / LEAVING).read_text().splitlines()
+    except FileNotFoundError:
+        return []
 
 
 def read_paid(directory: Path) -> float | None:
@@ -274,16 +333,24 @@ class Clocks:
     max_lifetime_seconds: float | None = None
 
     def verdict(
-        self, now: float, started: float, busy_at: float, lease_until: float | None, paid_until: float | None = None
+        self,
+        now: float,
+        started: float,
+        busy_at: float,
+        lease_until: float | None,
+        paid_until: float | None = None,
+        warm_until: float | None = None,
     ) -> str | None:
         """Return why the node must end now, or None.
 
-        All are uptimes: `busy_at` when a call ran last, the last two None where there is no such limit.
+        All are uptimes: `busy_at` when a call ran last, the last three None where there is no such limit.
         """
         if self.max_lifetime_seconds is not None and now - started >= self.max_lifetime_seconds:
             return f"alive for {self.max_lifetime_seconds:g} s (max_lifetime)"
         if paid_until is not None and now >= paid_until:
             return "the money is used up (max_cost, budget)"
+        if warm_until is not None and now >= warm_until:
+            return "its warm time is over (keep_warm)"
         if lease_until is not None and now >= lease_until:
             return "no sign of life from a client, and the lease has run out (lease_seconds)"
         if now - busy_at >= self.timeout_seconds:
@@ -327,7 +394,7 @@ class Watch:
         elif lease_until is None:
             return "its client is gone"
         return Clocks(settings.timeout_seconds, settings.max_lifetime_seconds).verdict(
-            now, self._started, self._busy_at, lease_until, self._paid_until
+            now, self._started, self._busy_at, lease_until, self._paid_until, read_warm(self._directory)
         )
 
 

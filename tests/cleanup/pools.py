@@ -66,7 +66,7 @@ class CloudProvider(FakeProvider):
 
 
 class SelfEndingProvider(CloudProvider):
-    """A cloud whose machines end themselves permanently, at the latest two minutes after they should."""
+    """A cloud whose machines end themselves permanently, which bills the minute in which they end."""
 
     name: ClassVar[str] = "self-ending"
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from skyward_core.cli import values
-from skyward_core.cli.options import SHOWN_ROWS, AsJson, open_ledger
+from skyward_core.cli.options import SHOWN_ROWS, AsJson, open_settled_ledger
 from skyward_core.cli.printing import iso, print_json, print_table, print_warnings
 from skyward_core.cli.views import cost as view
 
@@ -44,7 +44,7 @@ def cost(
     if since is not None and until is not None and until <= since:
         raise typer.BadParameter(f"--until {iso(until)} is not after --since {iso(since)}: nothing is between them")
     unreadable: list[UnreadableRow] = []
-    with open_ledger(context) as ledger:
+    with open_settled_ledger(context) as ledger:
         rows = ledger.cost_rows(CostBy(by), since=since, until=until, unreadable=unreadable)
     if as_json:
         print_json({"by": by, "rows": [view.sum_of(row.key, [row]) for row in rows], "total": view.total(rows)})

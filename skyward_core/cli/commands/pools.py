@@ -8,7 +8,7 @@ import typer
 
 from skyward_core.cli import values
 from skyward_core.cli.listing import pools_of
-from skyward_core.cli.options import SHOWN_ROWS, AsJson, PoolId, id_of, open_ledger, provider_from
+from skyward_core.cli.options import SHOWN_ROWS, AsJson, PoolId, id_of, open_ledger, open_settled_ledger, provider_from
 from skyward_core.cli.printing import print_json, print_table, print_warnings
 from skyward_core.cli.views import pools as view
 
@@ -28,7 +28,7 @@ def ps(
 ) -> int:
     """Show the pools, and what each has cost so far."""
     unreadable: list[UnreadableRow] = []
-    with open_ledger(context) as ledger:
+    with open_settled_ledger(context) as ledger:
         rows = ledger.pool_rows(include_ended=include_ended, limit=limit, unreadable=unreadable)
         pools = pools_of(ledger, rows, unreadable)
     if as_json:

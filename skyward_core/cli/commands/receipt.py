@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from skyward_core.cli.options import PoolId, id_of, open_ledger
+from skyward_core.cli.options import PoolId, id_of, open_settled_ledger
 from skyward_core.cli.printing import print_json, print_warnings
 
 if TYPE_CHECKING:
@@ -18,6 +18,6 @@ def receipt(context: typer.Context, pool: PoolId) -> int:
     from skyward_core.ledger.receipt import receipt as receipt_of
 
     unreadable: list[UnreadableRow] = []
-    with open_ledger(context) as ledger:
+    with open_settled_ledger(context) as ledger:
         print_json(receipt_of(ledger, id_of(ledger, pool), unreadable=unreadable))
     return print_warnings(unreadable)

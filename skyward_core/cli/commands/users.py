@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from skyward_core.cli import values
-from skyward_core.cli.options import AsJson, complete_pools, id_of, open_ledger
+from skyward_core.cli.options import AsJson, complete_pools, id_of, open_settled_ledger
 from skyward_core.cli.printing import print_json, print_table, print_warnings
 from skyward_core.cli.views import users as view
 from skyward_core.errors import ZERO_USD, BadRequest
@@ -30,7 +30,7 @@ def users(
     from skyward_core.ledger.users import users_of
 
     unreadable: list[UnreadableRow] = []
-    with open_ledger(context) as ledger:
+    with open_settled_ledger(context) as ledger:
         pool_id = id_of(ledger, name)
         found = users_of(ledger, pool_id, unreadable=unreadable)
         if not found:

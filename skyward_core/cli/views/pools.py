@@ -31,7 +31,7 @@ def pool(
         "calls": None if use is None else use.calls,
         "idle_since": None if idle_since is None else iso(idle_since),
         "idle_seconds": None if idle_since is None else round(max(0.0, (now - idle_since).total_seconds()), 3),
-        "warm_until": None if named is None or named.warm_until is None else iso(named.warm_until),
+        "warm_until": None if named is None or named.warm_until is None or entry.ended_at else iso(named.warm_until),
         "state": _state(entry, now),
         "owner": entry.owner.name,
         "work": entry.work.labels(),

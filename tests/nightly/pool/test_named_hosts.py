@@ -83,3 +83,35 @@ def test_a_pool_over_ssh_is_joined_adopted_kept_warm_and_ended(
         assert ledger.open_intents(pool_id=pool.id) == []
     assert entry is not None
     assert entry.ended_at is not None
+
+
+def test_warm_nodes_over_ssh_end_when_they_were_said_to_end(hosts: list[Host], tmp_path: Path) -> None:
+    """Before their lease does. The next process that opens the name settles the pool with the time that the guards have
+    written, and rents anew.
+    """
+    known = tmp_path / "known_hosts"
+    known.write_text("".join(f"{host.known_hosts_line}\n" for host in hosts))
+    reach = {"key": str(hosts[0].key_path), "known_hosts": str(known), "price_per_hour": 36}
+    settings = {"hosts": {"addresses": [host.ip for host in hosts], **reach}, "nodes": 2, "keep_warm": 5}
+    settings |= {"lease_seconds": 120, "provision_timeout": 150}
+    with pool_of(NAME, **settings) as pool:
+        ids, provider = (
+            machines_of(pool),
+            sky.Hosts(*settings["hosts"]["addresses"], user="root", config="/dev/null", **reach),
+        )
+    assert "stays warm until" in pool.still_running
+    assert ", 72.00 USD/h" in pool.still_running
+    wait_until(lambda: not any(nodes_on(host) for host in hosts), "the end of the warm nodes", 60)
+    ends = provider.ends(sorted(ids))
+    assert {instance_id: end.reason for instance_id, end in ends.items()} == dict.fromkeys(
+        ids, "its warm time is over (keep_warm)"
+    )
+    with pool_of(NAME, **settings) as again, Ledger(default_url()) as ledger:
+        assert again.id != pool.id
+        wait_until(lambda: ledger.open_intents(pool_id=pool.id) == [], "the old pool to be settled", 60)
+        for its in ledger.intents(pool_id=pool.id):
+            assert its.cloud_id is not None
+            lived = (ends[its.cloud_id].at - its.intended_at).total_seconds()
+            assert sum(its.seconds.values()) == pytest.approx(lived, abs=3)
+            assert ends[its.cloud_id].reason in str(its.evidence)
+    sky.release(NAME)

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ from tests.waiting import wait_until
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 
 
-@pytest.mark.parametrize("name", ["LOOK", "START", "LIST", "END", "SWEEP"])
+@pytest.mark.parametrize("name", ["LOOK", "START", "LIST", "END", "ENDS", "SWEEP"])
 def test_the_scripts_are_plain_sh(name: str) -> None:
     """shellcheck and dash report nothing for the scripts for hosts. Functions that a script does not use are ignored."""
     script = getattr(hosts, name)
@@ -161,13 +162,20 @@ def test_another_user_cannot_block_a_host(machines) -> None:
 
 
 def test_an_expired_lease_ends_the_node(machines) -> None:
-    """If the client never returns, the guard ends the whole node. The host is free and unchanged."""
+    """If the client never returns, the guard ends the whole node. The host is free and unchanged, but for a file that
+    says when and why the node has ended: the next process that settles the pool reads it.
+    """
     (host,) = machines(1)
     provider = provider_of([host])
     (instance,) = launch(provider, lease_seconds=6)
     start_in(host, instance, "sleep 1234")
+    began = datetime.now(UTC)
     wait_until(lambda: provider.instances(POOL) == [], "the lease to run out", 60)
-    assert sorted(left_on(host)) == CACHE_ONLY
+    ended = "/root/.cache/skyward/ended"
+    assert sorted(left_on(host)) == sorted([*CACHE_ONLY, ended, f"{ended}/{instance.id}"])
+    end = provider.ends([instance.id, "host-000000000000", "../secret"])[instance.id]
+    assert end.reason == "no sign of life from a client, and the lease has run out (lease_seconds)"
+    assert began - timedelta(seconds=10) < end.at <= datetime.now(UTC)
 
 
 def test_a_full_disk_starts_nothing(machines) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 import skyward_core as sky
+from skyward_core.cli import main
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.names_policy import NameState
+from skyward_core.ledger.rows import Bucket
 from skyward_core.ledger.users import PoolUser, users_of
 from tests.pool.named import (  # noqa: F401 - a fixture
     assert_nothing_left,
@@ -89,6 +91,31 @@ def test_the_last_process_ends_the_machines_and_the_name_is_free(name: str) -> N
     assert first.receipt is not None
     with pool_of(name) as pool:
         assert pool.id != first.id
+
+
+def test_a_warm_pool_ends_when_it_was_said_to_end_and_who_looks_settles_it(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the default lease, which is longer than its warm time. The bill ends with its node."""
+    with pool_of(name, keep_warm=2, price=36, lease_seconds=DEFAULT) as pool:
+        assert double(1) >> pool == 2
+        (instance_id,) = machines_of(pool)
+    assert "stays warm until" in pool.still_running
+    assert ", 36.00 USD/h" in pool.still_running
+    wait_until(lambda: instance_id in sky.Local().ends([instance_id]), "the node to end", DEFAULT / 2)
+    end = sky.Local().ends([instance_id])[instance_id]
+    assert end.reason == "its warm time is over (keep_warm)"
+    wait_until(lambda: is_gone({instance_id}), "its keeper to end")
+    assert main(["ps", "--json"]) == 0
+    assert pool.id not in capsys.readouterr().out
+    with Ledger(default_url()) as ledger:
+        (its,) = ledger.intents(pool_id=pool.id)
+    assert end.reason in str(its.evidence)
+    assert sum(its.seconds.values()) == pytest.approx((end.at - its.intended_at).total_seconds(), abs=1)
+    assert its.seconds[Bucket.WARM] > 0
+    with pool_of(name, keep_warm=2, lease_seconds=DEFAULT) as other:
+        assert other.id != pool.id
+    sky.release(name)
 
 
 @sky.compute

@@ -294,3 +294,7 @@ def test_nodes_end_with_their_client(sig: signal.Signals, tmp_path: Path) -> Non
         process.send_signal(sig)
         process.wait()
     wait_until(lambda: not left_of(ids), "the nodes to end")
+    ends = sky.Local().ends(ids)
+    assert set(ends) == set(ids)
+    if sig == signal.SIGKILL:
+        assert {end.reason for end in ends.values()} <= {"its client is gone", "asked to"}

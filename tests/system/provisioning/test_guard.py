@@ -9,10 +9,12 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
+from skyward_core.machines.node_end import NodeEnd, node_end
 from skyward_core.provisioning.guard import guard_script
 from skyward_core.worker.watchdog import read_lease, write_paid
 from tests.conftest import processes_by_tag
@@ -198,6 +200,8 @@ def test_a_guard_that_cannot_write_ends_the_machine(guarded, tmp_path):
         ({"paid_seconds": 300.9}, {"lease": "90000\n"}, 1300, MONEY_OVER),
         ({"paid_seconds": 300.9}, {"lease": "90000\n", "paid": "1200\n"}, 1200, MONEY_OVER),
         ({"paid_seconds": 300.9}, {"lease": "90000\n", "paid": "4000\n"}, 4000, MONEY_OVER),
+        ({}, {"lease": "90000\n", "warm": "1020.250\n"}, 1020, "its warm time is over (keep_warm)"),
+        ({}, {"lease": "1050\n", "warm": "soon\n"}, 1050, LEASE_OVER),
         # without any valid value there is no limit of money
         ({}, {"paid": "0x10\n"}, 1000 + LEASE_SECONDS, LEASE_OVER),
     ],
@@ -209,6 +213,25 @@ def test_a_node_ends_by_its_clocks(guarded, options, files, seconds, reason):
         node.write(name, text)
     lives_until(node, seconds)
     assert last_words(node) == f"skyward: node ends: {reason}\n"
+
+
+def test_a_node_writes_when_and_why_it_has_ended(guarded, tmp_path):
+    """Into a folder that stays, if it was given one. A node that is asked to end writes nothing: who asks knows when."""
+    asked = guarded(SKYWARD_ENDS=str(tmp_path / "ended"))
+    asked.process.terminate()
+    asked.ended()
+    assert not (tmp_path / "ended").exists()
+    shutil.rmtree(asked.directory)
+    node = guarded(SKYWARD_ENDS=str(tmp_path / "ended"))
+    node.set_uptime(1000 + LEASE_SECONDS)
+    node.ended()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    now = datetime.now(UTC)
+    text = (tmp_path / "ended" / node.id).read_text()
+    assert node_end(text, now=now, uptime=1000 + LEASE_SECONDS + 50, boot=boot) == NodeEnd(
+        now - timedelta(seconds=50), LEASE_OVER
+    )
+    assert abs(float(text.split()[1]) - now.timestamp()) < 60
 
 
 def test_lease_and_paid_time_can_be_raised_and_lowered(guarded):

@@ -189,6 +189,32 @@ def test_several_clients_at_once_do_not_shorten_a_lease(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["lease"]
 
 
+@pytest.mark.parametrize("interpreter", ["dash", "bash"])
+def test_the_scripts_of_a_client_that_leaves_do_as_those_of_this_machine(interpreter: str, tmp_path: Path) -> None:
+    """`watchdog` has the same rules. A client that comes ends the warm time, and is told of by "used"."""
+
+    def run(script: str, *words: str) -> str:
+        command = [interpreter, "-c", script, "skyward", str(tmp_path), *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    def seconds(name: str) -> float:
+        return float((tmp_path / name).read_text()) - uptime()
+
+    run(ssh_transport.LEASE, "300", "", "", "")
+    for mark in ("a", "b", "leaving"):
+        run(ssh_transport.LEASE, "60", "", "", mark)
+    assert (tmp_path / "leaving").read_text() == "a\nb\n"
+    assert run(ssh_transport.KEEP_WARM, "20", "c", "") == "used"
+    assert run(ssh_transport.KEEP_WARM, "20", "a", "") == ""
+    assert (seconds("warm"), seconds("lease")) == (pytest.approx(20, abs=10), pytest.approx(300, abs=10))
+    assert run(ssh_transport.KEEP_WARM, "5", "", "") == run(ssh_transport.KEEP_WARM, "600", "", "900") == ""
+    found = (seconds("warm"), seconds("lease"), seconds("paid"))
+    assert found == (pytest.approx(600, abs=10), pytest.approx(600, abs=10), pytest.approx(900, abs=10))
+    run(ssh_transport.LEASE, "60", "", "", "")
+    assert run(ssh_transport.KEEP_WARM, "20", "a", "") == "used"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["busy", "lease", "paid"]
+
+
 @pytest.mark.nightly
 def test_the_keeper_goes_on_after_any_error(lead, monkeypatch, caplog):
     """An unexpected error does not end the thread: it is logged, and the lease is renewed the next time."""

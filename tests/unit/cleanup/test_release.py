@@ -92,18 +92,18 @@ HARD_END: dict[str, Any] = {"tags": {EXPIRES_TAG: "0"}, "expires_at": START + ti
 @pytest.mark.parametrize(
     ("known", "lease_seconds", "seconds"),
     [
-        ({"seconds": UP}, 120, 240),
-        ({"seconds": {Bucket.LAUNCHING: 30.0}}, 120, 240 + BOOT_SECONDS),
-        ({"seconds": UP, "end_asked_at": START + timedelta(seconds=300)}, 120, 420),
-        ({"seconds": UP, **HARD_END}, 3600, 210),
-        ({"seconds": {Bucket.IDLE: 30.0}, **HARD_END}, 3600, 180),
-        ({"seconds": UP, **HARD_END, "tags": {}}, 3600, 3720),
+        ({"seconds": UP}, 120, 180),
+        ({"seconds": {Bucket.LAUNCHING: 30.0}}, 120, 180 + BOOT_SECONDS),
+        ({"seconds": UP, "end_asked_at": START + timedelta(seconds=300)}, 120, 360),
+        ({"seconds": UP, **HARD_END}, 3600, 150),
+        ({"seconds": {Bucket.IDLE: 30.0}, **HARD_END}, 3600, 120),
+        ({"seconds": UP, **HARD_END, "tags": {}}, 3600, 3660),
         ({"seconds": {**UP, Bucket.RUNNING_CALLS: 9000}}, 120, 9060),
         ({"seconds": UP, "bound_at": START + timedelta(seconds=500)}, 120, 500),
         ({"seconds": UP}, 10**6, 10**5),
     ],
     ids=[
-        "its lease, and two minutes to go",
+        "its lease, and a minute to go",
         "it was never seen up, and counts its lease from then",
         "asked for later than its lease",
         "its hard end, counted from when it was up",
@@ -127,9 +127,9 @@ def test_a_machine_found_gone_is_billed_until_its_latest_possible_end(
 @pytest.mark.parametrize(
     ("kind", "others", "is_asked", "expected"),
     [
-        (SelfEndingProvider, 0, False, {**UP, Bucket.IDLE: 210}),
-        (SelfEndingProvider, 1, False, {**UP, Bucket.IDLE: 210}),
-        (SelfEndingProvider, 0, True, {**UP, Bucket.TERMINATING: 180}),
+        (SelfEndingProvider, 0, False, {**UP, Bucket.IDLE: 150}),
+        (SelfEndingProvider, 1, False, {**UP, Bucket.IDLE: 150}),
+        (SelfEndingProvider, 0, True, {**UP, Bucket.TERMINATING: 120}),
         (CloudProvider, 0, False, {**UP, Bucket.IDLE: 62 * 3600 - 30}),
     ],
     ids=["nothing of the pool is left", "another machine runs", "its end was asked for", "it costs money when off"],
@@ -180,7 +180,7 @@ def test_a_late_sweep_bills_no_machine_after_its_end(
         ({"name": "digitalocean", "node_token": "t"}, True),
         ({"name": "verda"}, False),
         ({"name": "verda", "node_client_id": "i", "node_client_secret": "s"}, True),
-        ({"name": "hosts", "addresses": ["ada@somewhere"]}, False),
+        ({"name": "hosts", "addresses": ["ada@somewhere"]}, True),
     ],
     ids=str,
 )

@@ -1,6 +1,7 @@
 """How a process opens and leaves a pool with a name, in which order, on a ledger and machines of the test."""
 
 import logging
+import math
 from datetime import UTC, datetime
 from decimal import Decimal
 from types import SimpleNamespace
@@ -48,7 +49,12 @@ class Use:
     log = logging.getLogger("skyward").log
     spec = SimpleNamespace(lease_seconds=120.0)
 
-    def leave(self, *, may_be_warm: bool = True) -> NameState:
+    mark = "a"
+
+    def say_what_stays(self, pool_id: str) -> None:
+        self.steps.append("say")
+
+    def leave(self, *, may_be_warm: bool = True, warm_seconds: float = math.inf) -> NameState:
         self.steps.append("leave")
         return NameState.IN_USE if self.is_used else NameState.WARM
 
@@ -132,6 +138,8 @@ class Left(Attached):
         self.is_running = True
         self._by = use
 
+        self.transports.begin_to_leave = lambda mark: use.steps.append(f"mark {mark}")  # type: ignore[method-assign]
+
     def stop(self, reason: str) -> None:
         self._by.steps.append("stop")
 
@@ -147,10 +155,11 @@ def extending(monkeypatch: pytest.MonkeyPatch) -> tuple[Use, list[Exception]]:
             raise trouble.pop(0)
 
     monkeypatch.setattr(named_sessions, "keep_warm", keep_warm)
+    monkeypatch.setattr(named_sessions, "end_in_time", lambda *words: use.steps.append(f"end {words[-1]} in time"))
     return use, trouble
 
 
-EXTENDED = "keep nightly warm 600"
+EXTENDED, IN_TIME = "keep nightly warm 600", ["end a in time", "say"]
 UNREACHABLE, ENDED = Unreachable("no answer"), NodeLost("it has ended")
 NOT_PAID = BudgetExceeded("the account is empty", "team", Decimal(0))
 
@@ -181,7 +190,7 @@ def test_a_process_that_became_the_last_one_while_it_left_extends_the_leases(
     if is_used_again:
         monkeypatch.setattr(use, "give_up", lambda _: False)
     leave_named(Left(use), use)  # type: ignore[arg-type]
-    assert use.steps == ["stop", "leave", *steps, "left"]
+    assert use.steps == ["mark a", "stop", "leave", *steps, *IN_TIME, "left"]
     assert len(seconds) == pauses
 
 
@@ -193,7 +202,7 @@ def test_leases_that_cannot_be_extended_end_the_nodes(
     trouble += [UNREACHABLE] * 1000
     leave_named(Left(use), use)  # type: ignore[arg-type]
     assert 15 < sum(seconds) <= named_sessions.EXTEND_SECONDS
-    assert set(use.steps) == {"stop", "leave", EXTENDED, "left"}
+    assert set(use.steps) == {"mark a", "stop", "leave", EXTENDED, *IN_TIME, "left"}
     assert "120 s after it was left at the latest: no answer" in caplog.text
 
 
@@ -201,7 +210,7 @@ def test_a_process_that_has_given_the_pool_up_still_ends_its_attachment() -> Non
     use = Use(is_used=True)
     use.is_let_go = True
     leave_named(Left(use), use)  # type: ignore[arg-type]
-    assert use.steps == ["stop", "leave", "left"]
+    assert use.steps == ["stop", "leave", "say", "left"]
 
 
 class Replaced(Session):
@@ -234,4 +243,5 @@ def test_an_opener_that_is_replaced_while_it_leaves_leaves_as_a_client(
     if not is_last:
         monkeypatch.setattr(use, "leave", lambda **_: use.steps.append("leave") or NameState.IN_USE)
     leave_named(Replaced(use), use)  # type: ignore[arg-type]
-    assert use.steps == ["look", "look", "let go", "leave", *[EXTENDED] * is_last, "left"]
+    stays = [EXTENDED, *IN_TIME] if is_last else ["say"]
+    assert use.steps == ["look", "look", "let go", "leave", *stays, "left"]

@@ -1,5 +1,6 @@
 """What an attached process reserves for a detached pool, and what `skyward warm NAME --for 2h` reserves and refuses."""
 
+import math
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
@@ -11,7 +12,7 @@ import pytest
 from skyward_core.errors import BadRequest, BudgetExceeded, NodeLost
 from skyward_core.events.events import BudgetWarning
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.ledger.names_policy import NameState
+from skyward_core.ledger.names_policy import Join, NameState
 from skyward_core.ledger.projection import projection_of
 from skyward_core.ledger.rows import Account, Bucket, Intent, Period, Price, ResourceKind, ResourceRequest
 from skyward_core.machines.owner import Owner
@@ -176,18 +177,24 @@ class Nodes:
 
     def __init__(self) -> None:
         self.leases: list[tuple[float, bool]] = []
+        self.ends: list[tuple[float, str]] = []
         self.failure: Exception | None = None
 
-    def extend(self, lease: object, keys: object, seconds: float, *, is_paid: bool) -> None:
+    def keep(
+        self, lease: object, keys: object, seconds: float, *, is_paid: bool = False, mark: str = "", **_: float
+    ) -> None:
         if self.failure is not None:
             raise self.failure
-        self.leases.append((seconds, is_paid))
+        if mark:
+            self.ends.append((seconds, mark))
+        else:
+            self.leases.append((seconds, is_paid))
 
 
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Nodes:
     found = Nodes()
-    monkeypatch.setattr(warm_pools, "_extend_nodes", found.extend)
+    monkeypatch.setattr(warm_pools, "_keep_nodes", found.keep)
     monkeypatch.setattr(warm_pools, "find_lease", lambda pool_id, *, ledger: (pool_id, None))
     return found
 
@@ -224,6 +231,64 @@ def test_a_warm_pool_stays_longer_and_never_shorter(
     assert entry is not None
     assert entry.lease_expires_at == until
     assert ledger.names.named("nightly") == row
+
+
+def test_the_nodes_of_a_warm_pool_end_when_the_ledger_says_so(
+    ledger: Ledger, clock: Clock, open_pool: Rented, nodes: Nodes
+) -> None:
+    """The time since the leave counts. If a process has come meanwhile, nothing is sent."""
+    open_pool()
+    clock.later(2)
+    row = warm_pools.end_in_time(ledger, "nightly", "sky-a", "a")
+    assert row is not None
+    assert row.warm_until == clock.time + timedelta(seconds=598)
+    assert nodes.ends == [(598, "a")]
+    join = ledger.names.claim(
+        "nightly", "sky-b", "b", owner=Owner.here(), terms=row.terms, keep_warm_seconds=600, lease_seconds=120.0
+    )
+    assert isinstance(join, Join)
+    assert warm_pools.end_in_time(ledger, "nightly", "sky-a", "a") is None
+    assert nodes.ends == [(598, "a")]
+
+
+@pytest.mark.parametrize(
+    ("terms", "warm_seconds", "expected"),
+    [
+        ({}, math.inf, 600),
+        ({}, 30, 30),
+        ({"timeout": 60.0}, math.inf, 60),
+        ({"max_lifetime": 180.0}, math.inf, 60),
+        ({"max_lifetime": 100.0}, math.inf, 0),
+    ],
+    ids=["keep_warm", "paid for", "timeout", "max_lifetime", "over"],
+)
+def test_a_warm_pool_and_its_lease_end_with_the_first_clock_of_its_nodes(
+    terms: dict[str, float], warm_seconds: float, expected: float, ledger: Ledger, clock: Clock, open_pool: Rented
+) -> None:
+    """Its lease may have been longer. A process that joins lengthens it again."""
+    open_pool(is_left=False, **terms)
+    ledger.renew("sky-a", clock.time + timedelta(seconds=900))
+    assert ledger.names.leave("nightly", "a", warm_seconds=warm_seconds) is NameState.WARM
+    row, entry = ledger.names.named("nightly"), ledger.pool("sky-a")
+    assert row is not None
+    assert entry is not None
+    assert row.warm_until == entry.lease_expires_at == clock.time + timedelta(seconds=expected)
+    assert f"warm until {row.warm_until:%H:%M:%S} UTC, 36.00 USD/h" in warm_pools.what_stays(ledger, "nightly", "sky-a")
+
+
+def test_a_process_that_joins_a_warm_pool_at_its_end_keeps_it(ledger: Ledger, clock: Clock, open_pool: Rented) -> None:
+    """Its lease had the end of the warm time: a sweep would find it dead before the first renewal."""
+    open_pool()
+    clock.later(599.9)
+    row = ledger.names.named("nightly")
+    assert row is not None
+    ledger.names.claim(
+        "nightly", "sky-b", "b", owner=Owner.here(), terms=row.terms, keep_warm_seconds=600, lease_seconds=120.0
+    )
+    entry = ledger.pool("sky-a")
+    assert entry is not None
+    assert entry.lease_expires_at == clock.time + timedelta(seconds=120)
+    assert "with 1 other process, 36.00 USD/h" in warm_pools.what_stays(ledger, "nightly", "sky-a")
 
 
 def test_a_pool_in_use_is_kept_when_it_is_left(ledger: Ledger, clock: Clock, open_pool: Rented, nodes: Nodes) -> None:

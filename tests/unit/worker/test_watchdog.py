@@ -11,7 +11,20 @@ from hypothesis import strategies as st
 
 from skyward_core.worker.settings import NodeOwner, NodeSettings, this_process
 from skyward_core.worker.supervisor import CrashHistory
-from skyward_core.worker.watchdog import BusyFlag, Clocks, Watch, read_lease, read_paid, write_lease, write_paid
+from skyward_core.worker.watchdog import (
+    LEAVING,
+    WARM,
+    BusyFlag,
+    Clocks,
+    Watch,
+    read_lease,
+    read_paid,
+    read_warm,
+    write_lease,
+    write_leaving,
+    write_paid,
+    write_warm,
+)
 
 HOUR = 3600.0
 NO_UPTIME = [math.inf, math.nan, -1.0]
@@ -59,6 +72,7 @@ def test_each_clock_names_its_setting() -> None:
     lifetime=st.none() | uptimes,
     lease=st.none() | uptimes,
     paid=st.none() | uptimes,
+    warm=st.none() | uptimes,
 )
 def test_a_node_ends_exactly_when_one_of_its_clocks_has_expired(
     now: float,
@@ -68,11 +82,12 @@ def test_a_node_ends_exactly_when_one_of_its_clocks_has_expired(
     lifetime: float | None,
     lease: float | None,
     paid: float | None,
+    warm: float | None,
 ) -> None:
     """Whatever the others show."""
     out = now - busy_at >= timeout or (lifetime is not None and now - started >= lifetime)
-    out = out or (lease is not None and now >= lease) or (paid is not None and now >= paid)
-    assert (Clocks(timeout, lifetime).verdict(now, started, busy_at, lease, paid) is not None) == out
+    out = out or any(until is not None and now >= until for until in (lease, paid, warm))
+    assert (Clocks(timeout, lifetime).verdict(now, started, busy_at, lease, paid, warm) is not None) == out
 
 
 # ── what is written ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -230,6 +245,70 @@ def test_a_client_process_replaces_the_lease(tmp_path: Path) -> None:
     assert "lease_seconds" in (node.at(1101) or "")
     node.settings = alive
     assert node.at(1101) is None
+
+
+# ── the warm time ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("until", [1020.0, 1500.0], ids=["shorter than the lease", "longer"])
+@pytest.mark.parametrize("owner", [None, this_process()], ids=["guarded", "of a living client"])
+def test_a_warm_node_ends_at_the_end_of_its_warm_time(until: float, owner: NodeOwner | None, tmp_path: Path) -> None:
+    """Whatever its lease, which a client that is leaving goes on renewing until the end."""
+    node = Node(tmp_path, owner=owner)
+    write_lease(tmp_path, 1110)
+    write_leaving(tmp_path, "a")
+    write_lease(tmp_path, 1120, is_leaving=True)
+    assert node.at(1001) is None
+    assert write_warm(tmp_path, until, "a")
+    assert read_lease(tmp_path) == max(1120.0, until)
+    assert node.at(until - 0.1) is None
+    assert node.at(until) == "its warm time is over (keep_warm)"
+
+
+def test_the_first_renewal_of_a_client_that_comes_ends_the_warm_time(tmp_path: Path) -> None:
+    """Also if it comes before the one that has left could write it, and if its renewal changes no lease."""
+    node = Node(tmp_path, owner=None)
+    for comes_first in (True, False):
+        write_lease(tmp_path, 1120)
+        write_leaving(tmp_path, "a")
+        if not comes_first:
+            assert write_warm(tmp_path, 1005, "a")
+        write_lease(tmp_path, 1060)
+        assert write_warm(tmp_path, 1005, "a") is False
+        assert (read_warm(tmp_path), read_lease(tmp_path)) == (None, 1120.0)
+        assert os.listdir(tmp_path) == ["lease"]
+        assert node.at(1010) is None
+
+
+def test_of_several_that_leave_at_once_the_last_one_ends_the_warm_time(tmp_path: Path) -> None:
+    """Each has its mark, in any order. The ledger says which of them is the last."""
+    write_lease(tmp_path, 1120)
+    for mark in ("b", "a"):
+        write_leaving(tmp_path, mark)
+    assert write_warm(tmp_path, 1020, "c") is False
+    assert write_warm(tmp_path, 1020, "b")
+    assert read_warm(tmp_path) == 1020
+
+
+def test_a_warm_time_is_made_longer_and_never_shorter(tmp_path: Path) -> None:
+    """By a process that does not use the node. A node that is not warm gets a longer lease, and no warm time."""
+    write_lease(tmp_path, 1120)
+    assert write_warm(tmp_path, 1200)
+    assert (read_warm(tmp_path), read_lease(tmp_path)) == (None, 1200.0)
+    write_leaving(tmp_path, "a")
+    write_warm(tmp_path, 1020, "a")
+    write_warm(tmp_path, 1010)
+    assert read_warm(tmp_path) == 1020
+    write_warm(tmp_path, 1500)
+    assert (read_warm(tmp_path), read_lease(tmp_path)) == (1500.0, 1500.0)
+
+
+@pytest.mark.parametrize("text", ["", "soon", "1e3", "a\n"])
+def test_garbage_is_no_warm_time(text: str, tmp_path: Path) -> None:
+    node = Node(tmp_path, owner=None)
+    (tmp_path / WARM).write_text(text)
+    (tmp_path / LEAVING).write_text(text)
+    assert node.at(1100) is None
 
 
 # ── settings and deaths ──────────────────────────────────────────────────────────────────────────────────────────────
