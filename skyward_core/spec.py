@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Self, TypedDict, Unpack, cast, get_type_hints
 
 from pydantic import (
@@ -27,6 +26,7 @@ from skyward_core.accelerators.catalog import find
 from skyward_core.accelerators.neuron import slot_cores
 from skyward_core.errors import BadRequest
 from skyward_core.frozen import explained
+from skyward_core.hints import question
 from skyward_core.image.image import FrozenEnv, Image, refuse_unexportable
 from skyward_core.image.volume import Volume, refuse_overlaps
 from skyward_core.machines import spot
@@ -37,10 +37,15 @@ from skyward_core.secret import Secret, as_references, looks_secret, masked, ref
 
 OTHER_NAMES = {
     "allocation": 'spot="always", "if-available", "never" or a share such as 0.8',
+    "console": 'display="spinner", "log" or "quiet"',
     "gpu": 'accelerator="A100"',
     "gpus": 'accelerator="4xA100"',
     "instance_type": 'machine="p5.48xlarge"',
     "region": 'the provider\'s: provider=sky.AWS(region="us-east-1")',
+    "max_hourly_cost": "max_cost for all its time, in USD, and max_lifetime for its time, in seconds",
+    "max_hourly_price": "max_cost for all its time, in USD, and max_lifetime for its time, in seconds",
+    "max_nodes": "nodes=(1, 8)",
+    "min_nodes": "nodes=(1, 8)",
     "num_nodes": "nodes=2",
     "volumes": "volume=[...]",
 }
@@ -447,5 +452,4 @@ def _unknown(name: str, known: Sequence[str]) -> str:
         return f"there is no {name!r} of a pool: it is {OTHER_NAMES[name]}"
     if name in Image.model_fields:
         return f"there is no {name!r} of a pool, it is its image's: write image=Image({name}=...)"
-    near = get_close_matches(name, known, 1, cutoff=0.5)
-    return f"there is no {name!r}; {f'did you mean {near[0]!r}?' if near else 'known are: ' + ', '.join(known)}"
+    return f"there is no {name!r}; {question(name, known) or 'known are: ' + ', '.join(known)}"

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, ConfigDict, Field, field_serializer, field_validator, model_validator
@@ -83,6 +83,11 @@ class Image(Frozen):
     """
 
     model_config = ConfigDict(hide_input_in_errors=True)
+    other_names: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("packages", "pip_install", "pip_packages", "requirements"), "pip"),
+        **dict.fromkeys(("apt_install", "apt_packages", "system_packages"), "apt"),
+        **dict.fromkeys(("environment", "env_vars"), "env"),
+    }
 
     python: str = Field(default_factory=lambda: "{}.{}".format(*sys.version_info))
     pip: Sequence[str] = ()
