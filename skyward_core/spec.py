@@ -385,6 +385,7 @@ class PoolSpec(BaseModel):
                 f"sides. Run this program with Python {self.image.python}, or leave Image(python=...) out (it is then"
                 f' "{here}")'
             )
+        self.image.refuse_changed_files()
         refuse_overlaps(self.volume)
         _ = self.neuron_cores  # raises
 
