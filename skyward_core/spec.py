@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, TypedDict, Unpack, cast, get_type_hints
@@ -59,6 +61,8 @@ LONGEST_NUMBER = 9
 MOST_SLOTS = 1024
 """Calls at once on one worker: each has its own process."""
 MOST_CORES, MOST_RETRIES = 100_000, 1_000_000
+NAME_CHARACTERS = 128
+"""The longest name of a pool in the ledger."""
 MOST_USD = 1e12
 """The ledger counts whole micro-dollars in 64 bits."""
 
@@ -83,6 +87,8 @@ type AnySpot = Annotated[
 ]
 type NodeCount = Annotated[int | tuple[int, int], BeforeValidator(lambda given: _node_count(given))]
 """A number of machines, or the least and the most of a pool that grows and shrinks."""
+type PoolName = Annotated[str, BeforeValidator(lambda given: pool_name(given))]
+"""A name as the ledger has it."""
 type Secrets = Annotated[Mapping[str, Secret], BeforeValidator(as_references)]
 UNREPEATED = frozenset({"env", "secrets"})
 """Fields with values that no message repeats."""
@@ -211,9 +217,8 @@ class PoolSpec(BaseModel):
     collect_metrics: bool = Field(
         default=True, description="Sample processor, memory and GPUs of each node every two seconds."
     )
-    name: str | None = Field(
+    name: PoolName | None = Field(
         default=None,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}$",
         description="Processes that open a pool with the same name and settings share it; None: a pool of one process.",
     )
     keep_warm: float = Field(
@@ -277,8 +282,6 @@ class PoolSpec(BaseModel):
         for field in ("scale_up_after", "scale_down_after"):
             if not isinstance(self.nodes, tuple) and getattr(self, field) != type(self).model_fields[field].default:
                 raise ValueError(f"{field} is for a pool that grows: write nodes=(least, most), as in nodes=(1, 8)")
-        if self.keep_warm and self.name is None:
-            raise ValueError("keep_warm needs a name, by which the next process finds the pool: name=...")
         if self.secrets and (both := sorted(self.secrets.keys() & ((self.env or {}).keys() | self.image.env.keys()))):
             raise ValueError(f"{', '.join(both)} stands in env and in secrets: leave it out of env")
         return self
@@ -375,6 +378,11 @@ class PoolSpec(BaseModel):
             name for name, value in {**dict(self.image.env), **(self.env or {})}.items() if looks_secret(name, value)
         ]
 
+    def refuse_keep_warm_without_a_name(self) -> None:
+        """Raise BadRequest. Called when the pool is made: the name may come later, from an option or the settings."""
+        if self.keep_warm and self.name is None:
+            raise BadRequest("keep_warm needs a name, by which the next process finds the pool: name=...")
+
     def refuse_what_cannot_be(self) -> None:
         """Raise BadRequest for values that would fail only after machines have been paid for."""
         here = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -434,6 +442,24 @@ def _node_count(given: Any) -> int | tuple[int, int]:
             f"nodes={given!r}: write how many machines, at least 1, or the least and the most, as in nodes=(1, 8)"
         )
     return number
+
+
+def pool_name(given: Any) -> Any:
+    """Return the name under which the ledger has a pool: `given` itself, if it has up to 128 letters, digits and
+    characters of `._:/@+~=,|-`, and begins with a letter or a digit.
+
+    Else each other character becomes "-", and eight hexadecimal digits of its SHA-256 follow, so that two names stay
+    two. Raises ValueError for a name without letters and digits, and for control characters.
+    """
+    if not isinstance(given, str):
+        return given  # pydantic tells what is wrong
+    if not given.isprintable() or not any(character.isalnum() for character in given):
+        raise ValueError(f"name={given!r}: write letters and digits, as in name='nightly'")
+    if len(given) <= NAME_CHARACTERS and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:/@+~=,|-]*", given):
+        return given
+    fit = re.sub(r"[^A-Za-z0-9._:/@+~=,|-]", "-", given)
+    digest = hashlib.sha256(given.encode()).hexdigest()[:8]
+    return f"{fit.lstrip('._:/@+~=,|-')[: NAME_CHARACTERS - 9] or 'pool'}-{digest}"
 
 
 def _too_many(number: int) -> str:

@@ -1,5 +1,6 @@
 """`PoolSpec`: one frozen value, equal after JSON. Bad input is refused before a machine is launched."""
 
+import hashlib
 import inspect
 import json
 import sys
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
+from skyward_core.ledger import tables
 from skyward_core.providers import local
 from skyward_core.spec import memory_gb
 
@@ -170,6 +172,31 @@ def test_a_wrong_spec_is_refused_with_advice(options: dict[str, Any], advice: st
     assert isinstance(caught.value, ValueError)
     with pytest.raises(sky.BadRequest):
         sky.PoolSpec.of(**options)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("manual__2026-11-26T10:00:00.5+00:00_a~1", "manual__2026-11-26T10:00:00.5+00:00_a~1"),
+        ("2026-11-26|eu=1,2", "2026-11-26|eu=1,2"),
+        ("team/nightly@eu", "team/nightly@eu"),
+        ("a b", f"a-b-{hashlib.sha256(b'a b').hexdigest()[:8]}"),
+        ("__x", f"x-{hashlib.sha256(b'__x').hexdigest()[:8]}"),
+        ("é", f"pool-{hashlib.sha256('é'.encode()).hexdigest()[:8]}"),
+        ("x" * 250, f"{'x' * 119}-{hashlib.sha256(b'x' * 250).hexdigest()[:8]}"),
+    ],
+)
+def test_a_name_holds_what_run_ids_hold(given: str, name: str) -> None:
+    """What it cannot hold is replaced, as docs/shared-pools.md says; the result stays as it is."""
+    assert sky.PoolSpec.of(name=given).name == name
+    assert sky.PoolSpec.of(name=name).name == name
+    assert len(name) <= tables.NAME_CHARACTERS
+
+
+@pytest.mark.parametrize("name", ["", " ", "+", "a\nb", "a\0"])
+def test_a_name_without_letters_or_with_control_characters_is_refused(name: str) -> None:
+    with pytest.raises(sky.BadRequest, match="write letters and digits"):
+        sky.PoolSpec.of(name=name)
 
 
 @pytest.mark.parametrize("name", ["nodes", "concurrency", "retries", "cpu"])
