@@ -5,13 +5,13 @@ An error is a `BadRequest` in our own words.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from skyward_core.errors import BadRequest
+from skyward_core.hints import question
 from skyward_core.urls import without_logins
 
 SHOWN_CHARACTERS = 500
@@ -25,6 +25,8 @@ class Frozen(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    other_names: ClassVar[Mapping[str, str]] = {}
+    """Names that other libraries have for a field, and the field."""
 
     def __init__(self, /, **fields: Any) -> None:
         """Raises BadRequest."""
@@ -44,11 +46,9 @@ class Frozen(BaseModel):
         known = cls.model_fields
         for name in cast("Mapping[Any, Any]", data) if isinstance(data, Mapping) else ():
             if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)
+                hint = question(cls.other_names.get(str(name), str(name)), known) or f"known are {', '.join(known)}"
                 raise ValueError(
-                    f"{cls.__name__} has no field {name!r}: did you mean {near[0]!r}?"
-                    if near
-                    else f"{cls.__name__} has no fields"
+                    f"{cls.__name__} has no field {name!r}: {hint}" if known else f"{cls.__name__} has no fields"
                 )
         return data
 

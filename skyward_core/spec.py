@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import re
 import sys
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Self, TypedDict, Unpack, cast, get_type_hints
 
 from pydantic import (
@@ -27,6 +28,7 @@ from skyward_core.accelerators.catalog import find
 from skyward_core.accelerators.neuron import slot_cores
 from skyward_core.errors import BadRequest
 from skyward_core.frozen import explained
+from skyward_core.hints import question
 from skyward_core.image.image import FrozenEnv, Image, refuse_unexportable
 from skyward_core.image.volume import Volume, refuse_overlaps
 from skyward_core.machines import spot
@@ -37,10 +39,15 @@ from skyward_core.secret import Secret, as_references, looks_secret, masked, ref
 
 OTHER_NAMES = {
     "allocation": 'spot="always", "if-available", "never" or a share such as 0.8',
+    "console": 'display="spinner", "log" or "quiet"',
     "gpu": 'accelerator="A100"',
     "gpus": 'accelerator="4xA100"',
     "instance_type": 'machine="p5.48xlarge"',
     "region": 'the provider\'s: provider=sky.AWS(region="us-east-1")',
+    "max_hourly_cost": "max_cost for all its time, in USD, and max_lifetime for its time, in seconds",
+    "max_hourly_price": "max_cost for all its time, in USD, and max_lifetime for its time, in seconds",
+    "max_nodes": "nodes=(1, 8)",
+    "min_nodes": "nodes=(1, 8)",
     "num_nodes": "nodes=2",
     "volumes": "volume=[...]",
 }
@@ -54,6 +61,8 @@ LONGEST_NUMBER = 9
 MOST_SLOTS = 1024
 """Calls at once on one worker: each has its own process."""
 MOST_CORES, MOST_RETRIES = 100_000, 1_000_000
+NAME_CHARACTERS = 128
+"""The longest name of a pool in the ledger."""
 MOST_USD = 1e12
 """The ledger counts whole micro-dollars in 64 bits."""
 
@@ -78,6 +87,8 @@ type AnySpot = Annotated[
 ]
 type NodeCount = Annotated[int | tuple[int, int], BeforeValidator(lambda given: _node_count(given))]
 """A number of machines, or the least and the most of a pool that grows and shrinks."""
+type PoolName = Annotated[str, BeforeValidator(lambda given: pool_name(given))]
+"""A name as the ledger has it."""
 type Secrets = Annotated[Mapping[str, Secret], BeforeValidator(as_references)]
 UNREPEATED = frozenset({"env", "secrets"})
 """Fields with values that no message repeats."""
@@ -206,9 +217,8 @@ class PoolSpec(BaseModel):
     collect_metrics: bool = Field(
         default=True, description="Sample processor, memory and GPUs of each node every two seconds."
     )
-    name: str | None = Field(
+    name: PoolName | None = Field(
         default=None,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}$",
         description="Processes that open a pool with the same name and settings share it; None: a pool of one process.",
     )
     keep_warm: float = Field(
@@ -272,8 +282,6 @@ class PoolSpec(BaseModel):
         for field in ("scale_up_after", "scale_down_after"):
             if not isinstance(self.nodes, tuple) and getattr(self, field) != type(self).model_fields[field].default:
                 raise ValueError(f"{field} is for a pool that grows: write nodes=(least, most), as in nodes=(1, 8)")
-        if self.keep_warm and self.name is None:
-            raise ValueError("keep_warm needs a name, by which the next process finds the pool: name=...")
         if self.secrets and (both := sorted(self.secrets.keys() & ((self.env or {}).keys() | self.image.env.keys()))):
             raise ValueError(f"{', '.join(both)} stands in env and in secrets: leave it out of env")
         return self
@@ -370,6 +378,11 @@ class PoolSpec(BaseModel):
             name for name, value in {**dict(self.image.env), **(self.env or {})}.items() if looks_secret(name, value)
         ]
 
+    def refuse_keep_warm_without_a_name(self) -> None:
+        """Raise BadRequest. Called when the pool is made: the name may come later, from an option or the settings."""
+        if self.keep_warm and self.name is None:
+            raise BadRequest("keep_warm needs a name, by which the next process finds the pool: name=...")
+
     def refuse_what_cannot_be(self) -> None:
         """Raise BadRequest for values that would fail only after machines have been paid for."""
         here = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -380,6 +393,7 @@ class PoolSpec(BaseModel):
                 f"sides. Run this program with Python {self.image.python}, or leave Image(python=...) out (it is then"
                 f' "{here}")'
             )
+        self.image.refuse_changed_files()
         refuse_overlaps(self.volume)
         _ = self.neuron_cores  # raises
 
@@ -430,6 +444,24 @@ def _node_count(given: Any) -> int | tuple[int, int]:
     return number
 
 
+def pool_name(given: Any) -> Any:
+    """Return the name under which the ledger has a pool: `given` itself, if it has up to 128 letters, digits and
+    characters of `._:/@+~=,|-`, and begins with a letter or a digit.
+
+    Else each other character becomes "-", and eight hexadecimal digits of its SHA-256 follow, so that two names stay
+    two. Raises ValueError for a name without letters and digits, and for control characters.
+    """
+    if not isinstance(given, str):
+        return given  # pydantic tells what is wrong
+    if not given.isprintable() or not any(character.isalnum() for character in given):
+        raise ValueError(f"name={given!r}: write letters and digits, as in name='nightly'")
+    if len(given) <= NAME_CHARACTERS and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:/@+~=,|-]*", given):
+        return given
+    fit = re.sub(r"[^A-Za-z0-9._:/@+~=,|-]", "-", given)
+    digest = hashlib.sha256(given.encode()).hexdigest()[:8]
+    return f"{fit.lstrip('._:/@+~=,|-')[: NAME_CHARACTERS - 9] or 'pool'}-{digest}"
+
+
 def _too_many(number: int) -> str:
     shown = str(number) if number < 10**LONGEST_NUMBER else "a longer number"
     return (
@@ -447,5 +479,4 @@ def _unknown(name: str, known: Sequence[str]) -> str:
         return f"there is no {name!r} of a pool: it is {OTHER_NAMES[name]}"
     if name in Image.model_fields:
         return f"there is no {name!r} of a pool, it is its image's: write image=Image({name}=...)"
-    near = get_close_matches(name, known, 1, cutoff=0.5)
-    return f"there is no {name!r}; {f'did you mean {near[0]!r}?' if near else 'known are: ' + ', '.join(known)}"
+    return f"there is no {name!r}; {question(name, known) or 'known are: ' + ', '.join(known)}"

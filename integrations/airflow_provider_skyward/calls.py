@@ -99,7 +99,7 @@ def refuse_callable(fn: Callable[..., Any], args: object, kwargs: object, map_ov
     takes_any = _takes_any(parameters)
     for argument in map_over:
         if argument not in parameters and not takes_any:
-            near = get_close_matches(argument, parameters, 1)
+            near = get_close_matches(argument, parameters, 1, cutoff=0.8)
             raise sky.BadRequest(
                 f"map_over={argument!r}: {name} has no such argument{f'; did you mean {near[0]!r}?' if near else ''}"
             )

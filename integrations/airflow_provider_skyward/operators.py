@@ -417,6 +417,6 @@ for _name in POOL_KEYWORDS:
 def _refuse_unknown(operator: str, keywords: Mapping[str, Any]) -> None:
     for name in keywords:
         if name not in KNOWN_KEYWORDS and not name.startswith("_"):
-            near = get_close_matches(name, KNOWN_KEYWORDS, 1)
+            near = get_close_matches(name, KNOWN_KEYWORDS, 1, cutoff=0.8)  # lower, words meet that only look alike
             hint = f"did you mean {near[0]!r}?" if near else f"the pool's keywords are {', '.join(POOL_KEYWORDS)}"
             raise sky.BadRequest(f"{operator} has no keyword {name!r}; {hint}")

@@ -80,6 +80,8 @@ def plain(keywords: Mapping[str, Any]) -> dict[str, Any]:
         _refuse_unreadable(name, value)
     spec = sky.PoolSpec.of(**{name: value for name, value in said.items() if name not in later})
     spec.refuse_what_cannot_be()
+    if "name" not in later:
+        spec.refuse_keep_warm_without_a_name()
     plain = spec.model_dump(mode="json", exclude_unset=True) | later
     image = plain.get("image")
     if isinstance(image, Mapping) and set(cast("Mapping[str, Any]", image)) == {"env"}:

@@ -253,7 +253,9 @@ class SkywardPool(Block):
         if self.secrets:
             fields["secrets"] = {name: sky.Secret.from_store(block) for name, block in self.secrets.items()}
         if self.name is not None:
-            fields |= {"name": self.name, "keep_warm": self.keep_warm}
+            fields["name"] = self.name
+        if self.keep_warm:
+            fields["keep_warm"] = self.keep_warm
         nodes = self.nodes if self.most_nodes is None else (self.nodes, self.most_nodes)
         return sky.PoolSpec.of(**{**fields, "nodes": nodes, **self.more})
 

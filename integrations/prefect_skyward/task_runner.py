@@ -71,7 +71,8 @@ class SkywardTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         self._spec.refuse_what_cannot_be()
         # else the settings of the machine that runs the flow name one; it may be another machine than this
         if self._spec.provider is not None:
-            sky.ComputePool.from_spec(self._spec)
+            # the name for keep_warm may come from a step's options
+            sky.ComputePool.from_spec(self._spec if self._spec.name else self._spec.with_(keep_warm=0.0))
             if prefect_context and "image" in self._spec.model_fields_set:
                 refuse_without_prefect(self._spec)
         self._on_event = on_event

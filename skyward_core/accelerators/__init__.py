@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from enum import EnumType, StrEnum
 from typing import Any, Protocol, Self, cast
 
-from skyward_core.accelerators.catalog import Chip, FormFactor, Vendor, find, nearest
+from skyward_core.accelerators.catalog import Chip, FormFactor, Vendor, find
 from skyward_core.accelerators.mig import partitions, split
 from skyward_core.errors import BadRequest
+from skyward_core.hints import question
 
 __all__ = [
     "A10",
@@ -177,8 +178,7 @@ class Accelerator:
         fields = tuple(cls.__dataclass_fields__)
         for unknown in data.keys() - set(fields):
             raise BadRequest(
-                f"an accelerator has no {unknown!r}; did you mean {nearest(str(unknown), fields, 1)[0]!r}? Known are"
-                f" {', '.join(fields)}"
+                f"an accelerator has no {unknown!r}; {question(str(unknown), fields)} Known are {', '.join(fields)}"
             )
         if not isinstance(data.get("name"), str):
             raise BadRequest(f'an accelerator needs a name, such as {{"name": "A100"}}, not {dict(data)!r}')

@@ -26,13 +26,13 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
 from platformdirs import user_config_path
 
 from skyward_core.errors import BadRequest
+from skyward_core.hints import meant, question
 from skyward_core.spec import PoolSpec
 
 PREFIX = "SKYWARD_"
@@ -150,8 +150,8 @@ def _place(path: Path, kind: str, name: str) -> str:
 def _instead(name: str, known: Iterable[str]) -> str:
     """Return how to go on from a name that is not known."""
     names = sorted(known)
-    near = get_close_matches(name, names, 1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(names)}" if names else "; it has none"
+    near = question(name, names)
+    return f"; {near}" if near else f"; it has {', '.join(names)}" if names else "; it has none"
 
 
 def _tables(found: object, kind: str, path: Path) -> Mapping[str, Mapping[str, Any]]:
@@ -173,11 +173,11 @@ def _of_environment(environ: Mapping[str, str]) -> Settings:
             fields[key] = from_text(text)
             sources[key] = f"{name} in the environment"
         else:
-            near = get_close_matches(key, PoolSpec.model_fields, 1, cutoff=0.5)
+            near = meant(key, PoolSpec.model_fields)
             _log.warning(
                 "%s in the environment is no setting%s",
                 name,
-                f"; did you mean {PREFIX}{near[0].upper()}?" if near else "",
+                f"; did you mean {PREFIX}{near.upper()}?" if near else "",
             )
     return Settings(fields, sources)
 
@@ -192,8 +192,8 @@ def _find(directory: Path) -> Path | None:
 def _check(found: Mapping[str, Any], where: str, also: tuple[str, ...] = ()) -> None:
     for name in found:
         if name not in PoolSpec.model_fields:
-            near = get_close_matches(name, [*PoolSpec.model_fields, *also], 1, cutoff=0.5)
-            raise BadRequest(f"{where}: there is no setting {name!r}{f'; did you mean {near[0]!r}?' if near else ''}")
+            near = question(name, [*PoolSpec.model_fields, *also])
+            raise BadRequest(f"{where}: there is no setting {name!r}{f'; {near}' if near else ''}")
 
 
 def from_text(text: str) -> Any:

@@ -7,7 +7,6 @@ their order.
 
 from __future__ import annotations
 
-import difflib
 import logging
 import sys
 import threading
@@ -34,6 +33,7 @@ from skyward_core.events.events import (
 )
 from skyward_core.events.narrator import Narrator, not_well, usd
 from skyward_core.events.notebook import NotebookDisplay, kernel
+from skyward_core.hints import meant
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -79,8 +79,8 @@ def display(kind: str, *, file: TextIO | None = None, pool_id: str = "") -> Disp
         case "quiet":
             return _Quiet()
         case _:
-            near = difflib.get_close_matches(str(kind), KINDS, n=1, cutoff=0.3)
-            hint = f'Did you mean "{near[0]}"? ' if near else ""
+            near = meant(str(kind), KINDS)
+            hint = f'Did you mean "{near}"? ' if near else ""
             raise BadRequest(f'display={kind!r} is not known. {hint}Choose "log", "spinner" or "quiet".')
 
 

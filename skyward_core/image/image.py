@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, ConfigDict, Field, field_serializer, field_validator, model_validator
@@ -17,7 +17,8 @@ from pydantic import AfterValidator, ConfigDict, Field, field_serializer, field_
 from skyward_core.accelerators.cuda import cuda_of
 from skyward_core.errors import BadRequest
 from skyward_core.frozen import Frozen
-from skyward_core.image import shell
+from skyward_core.image import local_files, shell
+from skyward_core.image.local_files import LocalFile
 from skyward_core.image.locking import locked
 from skyward_core.image.packages import NAME, Step, canonical, lacks, locked_steps, name_of, read_lock, steps
 from skyward_core.secret import masked, refuse_masks
@@ -66,7 +67,8 @@ class Image(Frozen):
     """The packages and environment of a node.
 
     `python` is "major.minor" and defaults to the interpreter that builds the image: functions travel as bytecode, so
-    both sides must agree. `pip` holds requirements (PEP 508). `pip_indexes` has, for an index other than the package
+    both sides must agree. `pip` holds requirements (PEP 508), and paths of wheels, source archives and requirements
+    files of this machine (`local_files`). `pip_indexes` has, for an index other than the package
     index, the packages that come from it, and only from it. `pip_extra_index_url` is an additional index: packages that
     it has come from it, in any version, and the others from the package index. With `require_hashes` only files with
     known hashes are installed; the package index gives this client the hashes before anything is rented. `lock`, the
@@ -83,6 +85,11 @@ class Image(Frozen):
     """
 
     model_config = ConfigDict(hide_input_in_errors=True)
+    other_names: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("packages", "pip_install", "pip_packages", "requirements"), "pip"),
+        **dict.fromkeys(("apt_install", "apt_packages", "system_packages"), "apt"),
+        **dict.fromkeys(("environment", "env_vars"), "env"),
+    }
 
     python: str = Field(default_factory=lambda: "{}.{}".format(*sys.version_info))
     pip: Sequence[str] = ()
@@ -116,6 +123,18 @@ class Image(Frozen):
         ]
         return max(versions, default=None)
 
+    @property
+    def files(self) -> tuple[LocalFile, ...]:
+        """The files of this machine among the packages."""
+        return tuple(dict.fromkeys(local_files.files_in("\n".join((*self.pip, self.lock or "")))))
+
+    def refuse_changed_files(self) -> None:
+        """Raise BadRequest for a file that has changed since the image was made, or is gone."""
+        for file in self.files:
+            if not file.is_unchanged:
+                what = "has changed since this image was made" if file.path.exists() else "is not on this machine"
+                raise BadRequest(f"{file.path} {what}: make the image again, with the file that is to be installed")
+
     def content_hash(self, *, runtime: Sequence[str] | None = None) -> str:
         """Return 12 hexadecimal characters that identify the installed software; they name environments and snapshots.
 
@@ -126,7 +145,7 @@ class Image(Frozen):
         """
         parts: dict[str, Any] = {
             "python": self.python,
-            "pip": sorted(set(self.pip)),
+            "pip": sorted({local_files.without_folders(entry) for entry in self.pip}),
             "pip_extra_index_url": self.pip_extra_index_url,
             "apt": sorted(set(self.apt)),
             "runtime": sorted(set(runtime_pins() if runtime is None else runtime)),
@@ -138,7 +157,7 @@ class Image(Frozen):
                 url: sorted({canonical(name) for name in names}) for url, names in self.pip_indexes.items()
             }
         if self.require_hashes or self.lock is not None:
-            parts["lock"] = sorted(self.lock.splitlines()) if self.lock is not None else []
+            parts["lock"] = sorted(local_files.without_folders(self.lock).splitlines()) if self.lock is not None else []
         text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -206,6 +225,7 @@ class Image(Frozen):
     @field_validator("pip")
     @classmethod
     def _look_like_requirements(cls, pip: Sequence[str]) -> tuple[str, ...]:
+        requirements: list[str] = []
         for entry in pip:
             if not entry.strip() or not entry.isprintable():
                 raise ValueError(
@@ -216,8 +236,10 @@ class Image(Frozen):
                     f"pip has the entry {entry!r}, an option: only requirements are allowed here; an index goes to"
                     " pip_extra_index_url"
                 )
+            requirements += local_files.expanded(entry.strip())
+        for entry in requirements:
             _refuse_login("pip", entry)
-        return tuple(entry.strip() for entry in pip)
+        return tuple(requirements)
 
     @field_validator("pip_extra_index_url")
     @classmethod

@@ -96,7 +96,7 @@ def read_lock(text: str) -> str:
 
     `text` is a requirements file or a pylock.toml (PEP 751).
     """
-    lines = _of_pylock(text) if re.search(r"^lock-version\s*=", text, re.MULTILINE) else _logical_lines(text)
+    lines = _of_pylock(text) if re.search(r"^lock-version\s*=", text, re.MULTILINE) else requirement_lines(text)
     if not lines:
         raise ValueError("the lock names no package")
     for line in lines:
@@ -135,7 +135,8 @@ def _version(line: str) -> str:
     return line.partition("==")[2].split(";")[0].split("--hash")[0].strip()
 
 
-def _logical_lines(text: str) -> list[str]:
+def requirement_lines(text: str) -> list[str]:
+    """Return the lines of a requirements file, joined where they go on, without comments and empty ones."""
     joined = re.sub(r"\\\r?\n", " ", text)
     bare = (re.sub(r"(^|\s)#.*$", "", line) for line in joined.splitlines())
     return [" ".join(line.split()) for line in bare if line.strip()]

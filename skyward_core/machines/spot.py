@@ -1,12 +1,12 @@
 """How much of a pool runs on spot machines: they are cheaper, and the provider may preempt them."""
 
-import difflib
 import math
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
 from skyward_core.errors import BadRequest
+from skyward_core.hints import meant
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,8 @@ def from_json(data: object) -> Strategy:
     fields: dict[str, Any] = {**data}
     kind = str(fields.pop("kind", ""))
     if kind not in KINDS:
-        raise BadRequest(f'a spot strategy has a kind; {kind!r} is not one: did you mean "{_nearest(kind, KINDS)}"?')
+        kinds = ", ".join(f'"{one}"' for one in KINDS)
+        raise BadRequest(f"a spot strategy has a kind; {kind!r} is not one: write one of {kinds}")
     try:
         return KINDS[kind](**fields)
     except TypeError as error:
@@ -135,17 +136,13 @@ def from_json(data: object) -> Strategy:
 
 def _parse_name(name: str) -> Strategy:
     if name not in _NAMED:
-        near = difflib.get_close_matches(name, _NAMED, n=1)
-        hint = f'did you mean "{near[0]}"? ' if near else ""
+        near = meant(name, _NAMED)
+        hint = f'did you mean "{near}"? ' if near else ""
         raise BadRequest(
             f'spot={name!r} is not a strategy: {hint}Write "always", "if-available", "never", a share such as 0.8, or'
             " Spot.Always()"
         )
     return _NAMED[name]
-
-
-def _nearest(name: str, known: dict[str, Any]) -> str:
-    return difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
 
 
 def _is_number(value: object) -> bool:

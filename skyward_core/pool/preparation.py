@@ -81,6 +81,7 @@ def prepare(
     """Complete and check the arguments of a pool. Raises BadRequest."""
     spec, providers, why_provider = complete(spec, credentials)
     spec.refuse_what_cannot_be()
+    spec.refuse_keep_warm_without_a_name()
     selection.able(spec, providers)
     limit = _run_limit(run_max_cost, spec, work)
     return Prepared(spec, providers, why_provider, on_event, replace_object, work, SecretValues(secrets or {}), limit)

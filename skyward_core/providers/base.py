@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Self, cast
 
@@ -20,6 +20,7 @@ from pydantic import model_validator
 
 from skyward_core.errors import BadRequest, SkywardError
 from skyward_core.frozen import Frozen
+from skyward_core.hints import question
 from skyward_core.machines.instances import Instance
 from skyward_core.machines.node_end import NodeEnd
 from skyward_core.machines.offers import Offer, Requirements
@@ -263,7 +264,8 @@ class Provider(Frozen):
 def load(provider: str | Mapping[str, Any] | Provider) -> Provider:
     """Return a provider from its name ("local"), from its plain data ({"name": "local", ...}), or itself.
 
-    Built-in providers are in BUILT_IN, others in the entry-point group `skyward.providers`. Raises BadRequest.
+    Built-in providers are in BUILT_IN, others in the entry-point group `skyward.providers`. For a built-in one case
+    and punctuation do not count: "VastAI" and "Vast.ai" are "vastai". Raises BadRequest.
     """
     if isinstance(provider, Provider):
         return provider
@@ -286,16 +288,15 @@ def load(provider: str | Mapping[str, Any] | Provider) -> Provider:
 
 def kind_of(name: str) -> type[Provider]:
     """Return the class of a provider. Raises BadRequest for a name that no provider has."""
-    if name in BUILT_IN:
-        module, _, class_name = BUILT_IN[name].rpartition(".")
+    key = re.sub("[-_. ]", "", name).casefold()  # so that the name of the class will do, and that of the cloud
+    if key in BUILT_IN:
+        module, _, class_name = BUILT_IN[key].rpartition(".")
         return cast("type[Provider]", getattr(importlib.import_module(f"skyward_core.providers.{module}"), class_name))
     if name in (found := _entry_points(tuple(sys.path))):
         return cast("type[Provider]", found[name].load())
     known = sorted({*BUILT_IN, *found})
-    near = get_close_matches(name, known, 1)
-    raise BadRequest(
-        f"no provider is called {name!r}; {f'did you mean {near[0]!r}? ' if near else ''}known here: {', '.join(known)}"
-    )
+    near = question(name, known)
+    raise BadRequest(f"no provider is called {name!r}; {near}{' ' if near else ''}known here: {', '.join(known)}")
 
 
 @functools.lru_cache(maxsize=1)

@@ -45,7 +45,7 @@ skyward_list() { # prints the tags of this user's processes of nodes. The search
 }
 skyward_sweep() { # removes the caches, unless a node of ours is here
   if skyward_lock 1 && [ -z "$(skyward_holders)" ]; then
-    for skyward_cache in envs uv uv.partial uv.lock apt.lock ship uv-cache python; do skyward_remove "$skyward_home/$skyward_cache"; done
+    for skyward_cache in envs files uv uv.partial uv.lock apt.lock ship uv-cache python; do skyward_remove "$skyward_home/$skyward_cache"; done
     rmdir "$skyward_home/instances" "$skyward_home" 2>/dev/null
     echo "::skyward swept $skyward_home"
   fi

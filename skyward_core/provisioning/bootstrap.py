@@ -25,6 +25,7 @@ from skyward_core.errors import BootstrapFailed, CommandFailed, ProvisioningTime
 from skyward_core.events.events import BootstrapProgress, BootstrapStarting, LogLine, SkywardEvent
 from skyward_core.image import shell
 from skyward_core.image.image import FrozenEnv
+from skyward_core.image.local_files import LocalFile, on_node
 from skyward_core.image.mig_shell import partition_gpus
 from skyward_core.image.volume_shell import mount_volumes
 from skyward_core.machines.instances import Instance
@@ -33,7 +34,7 @@ from skyward_core.providers.base import Provider
 from skyward_core.providers.local import installing_environment
 from skyward_core.provisioning.guard import guard_script
 from skyward_core.spec import PoolSpec
-from skyward_core.transport.code_upload import shipped_archive, shipped_package
+from skyward_core.transport.code_upload import FileChanged, shipped_archive, shipped_package
 from skyward_core.transport.transport import Transport
 from skyward_core.urls import without_logins
 from skyward_core.worker.preemption_notice import Notice
@@ -94,7 +95,7 @@ def node_script(spec: PoolSpec) -> str:
     """Return the bash script that makes a node of a machine over SSH: environment, our package, volumes, partitions of
     GPUs, supervisor.
     """
-    return spec.image.bootstrap() + "\n" + _server(spec, f'"$SKYWARD_HOME/ship/{shipped_archive().name}"')
+    return on_node(spec.image.bootstrap()) + "\n" + _server(spec, f'"$SKYWARD_HOME/ship/{shipped_archive().name}"')
 
 
 def node_script_in_two(spec: PoolSpec) -> tuple[str, str]:
@@ -107,7 +108,7 @@ def node_script_in_two(spec: PoolSpec) -> tuple[str, str]:
     first = [
         "#!/usr/bin/env bash",
         _awaited(IMAGE_ENV) if spec.image.env else "",
-        packages.bootstrap(),
+        on_node(packages.bootstrap()),
         "skyward_run sync",
         f"skyward_phase {KEEP_PHASE}",
     ]
@@ -238,10 +239,15 @@ class Preparation:
         """The machine."""
         return self.transport.instance
 
-    def start(self, script: str, timeout_seconds: float) -> None:
-        """Connect to the machine and start its script. Raises BootstrapFailed if it cannot be reached in time."""
+    def start(self, script: str, timeout_seconds: float, files: Sequence[LocalFile] = ()) -> None:
+        """Connect to the machine, upload the image's files and start its script.
+
+        Raises BootstrapFailed if it cannot be reached in time, or a file is not here.
+        """
         try:
-            self.transport.start(script, timeout_seconds=timeout_seconds, emit=self._emit)
+            self.transport.start(script, timeout_seconds=timeout_seconds, emit=self._emit, files=files)
+        except FileChanged as error:
+            raise self.failure(str(error)) from error
         except Unreachable as error:
             raise self.failure(f"it cannot be reached: {error}") from error
         except CommandFailed as error:

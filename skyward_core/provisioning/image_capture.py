@@ -47,7 +47,7 @@ def start_and_keep(
     PoolClosed if `is_over` is set. A failed capture is only logged, because the pool does not need it.
     """
     first, rest = node_script_in_two(spec)
-    node.start(first, timeout_seconds)
+    node.start(first, timeout_seconds, spec.image.files)
     try:
         can_be_kept = _hand_over_environment(node, spec)
         while node.phase != KEEP_PHASE:

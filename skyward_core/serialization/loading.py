@@ -124,6 +124,24 @@ def fill_cached(wrapper: Any, state: tuple[Callable[[Any, Any], Any], Any]) -> N
     functools.update_wrapper(wrapper, wrapper.__wrapped__)
 
 
+def make_dispatcher(name: str) -> Any:
+    """Return a function of `functools.singledispatch` that is filled later."""
+
+    def none_yet(*_: Any) -> Any: ...
+
+    none_yet.__name__ = name
+    return functools.singledispatch(none_yet)
+
+
+def fill_dispatcher(dispatcher: Any, state: tuple[dict[Any, Callable[..., Any]], dict[str, Any]]) -> None:
+    """Register the implementations, with their classes. The one for `object` is the function that was decorated."""
+    implementations, attributes = state
+    for cls, implementation in implementations.items():
+        dispatcher.register(cls, implementation)
+    functools.update_wrapper(dispatcher, implementations[object])
+    vars(dispatcher).update(attributes)
+
+
 def set_nothing(_obj: Any, _state: Any) -> None: ...
 
 

@@ -37,7 +37,7 @@ from typing import Any, cast
 
 import cloudpickle
 
-from skyward_core.serialization import exception_state, loading, tensors
+from skyward_core.serialization import assertions, exception_state, loading, tensors
 from skyward_core.serialization.function_uses import (
     Scope,
     class_body_globals,
@@ -51,10 +51,12 @@ from skyward_core.serialization.loading import (
     StandInReference,
     fill_cached,
     fill_class,
+    fill_dispatcher,
     fill_module,
     itself,
     make_alias,
     make_cached,
+    make_dispatcher,
     note_original,
     served_class,
     set_nothing,
@@ -219,6 +221,9 @@ _MAKERS = frozenset(
 )
 """Functions that make objects on the other side. They are in each pickle of a function, always by reference."""
 
+_DISPATCHER_CODE = cast("types.FunctionType", functools.singledispatch(lambda _: None)).__code__
+_OF_DISPATCHER = {"register", "dispatch", "registry", "_clear_cache", "__wrapped__"}
+
 _IMPORT_MACHINERY = {"__builtins__", "__cached__", "__loader__", "__spec__", "__name__"}
 
 
@@ -255,10 +260,12 @@ class _Pickler(cloudpickle.Pickler):
             if other is not NotImplemented:
                 return itself, (other,)
         if kind is types.FunctionType:
-            return self._reduce_function(obj)
+            return self._reduce_dispatcher(obj) if _is_dispatcher(obj) else self._reduce_function(obj)
         if issubclass(kind, type):
             return self._reduce_class(obj)
         if issubclass(kind, types.ModuleType):
+            if obj.__name__ == assertions.PYTEST_HELPERS:
+                return assertions.helpers, ()
             return self._reduce_module(obj) if belongs_to_user(obj) else NotImplemented
         if issubclass(kind, BaseException):
             return exception_state.reduced(obj)
@@ -358,6 +365,12 @@ class _Pickler(cloudpickle.Pickler):
         make, args, state, _, _, set_state = cast("tuple[Any, ...]", reduced)
         return make_cached, (wrapper.cache_parameters(), make, args), (set_state, state), None, None, fill_cached
 
+    def _reduce_dispatcher(self, dispatcher: Any) -> Any:
+        """A function of `functools.singledispatch` keeps its cache in weak references, so the node makes its own."""
+        attributes = {name: value for name, value in vars(dispatcher).items() if name not in _OF_DISPATCHER}
+        state = dict(dispatcher.registry), attributes
+        return make_dispatcher, (dispatcher.__name__,), state, None, None, fill_dispatcher
+
     def _reduce_type_variable(self, variable: Any) -> Any:
         with _registered(home_module(variable)):
             return self.dispatch_table[type(variable)](variable)
@@ -370,6 +383,10 @@ class _Pickler(cloudpickle.Pickler):
         with suppress(NameError):
             value = alias.__value__
         return make_alias, (alias.__name__, value, alias.__type_params__)
+
+
+def _is_dispatcher(function: types.FunctionType) -> bool:
+    return function.__code__ is _DISPATCHER_CODE and home_module(function) is not None
 
 
 def _only_users(reduce: Callable[[_Pickler, Any], Any]) -> Callable[[_Pickler, Any], Any]:
@@ -417,6 +434,8 @@ class _Trials:
         if self.replace is not None and (other := self.replace(obj)) is not NotImplemented:
             return [("", other)]
         kind = cast("type[Any]", type(obj))
+        if kind is types.FunctionType and _is_dispatcher(obj):
+            return [(f".registry[{cls.__name__}]", implementation) for cls, implementation in obj.registry.items()]
         if kind is types.FunctionType:
             return _parts_of_function(obj)
         return [("", getattr(obj, "__wrapped__", None))] if kind in _TYPE_REDUCERS else None

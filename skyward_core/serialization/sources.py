@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dis import get_instructions
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from skyward_core.serialization import loading, ownership, pickling
 from skyward_core.serialization.pickling import Pickled, Replace
@@ -170,12 +170,12 @@ class _SourceSearch:
         """Add a module, if it is the user's, and return what it imports."""
         if name in self._foreign and name not in sys.modules:
             return ()
-        file, folders = _locate(name, self._folders.get(name.rpartition(".")[0]))
+        file, folders, loader = _locate(name, self._folders.get(name.rpartition(".")[0]))
         if file is None and folders is None:
             if "." not in name:
                 self._foreign.add(name)
             return ()
-        text = _read(file) if file is not None else _SourceText(0, 0, "", frozenset())
+        text = _read(name, file, loader) if file is not None else _SourceText(0, 0, "", frozenset())
         if text is None:
             return ()
         self.found[name] = Source(name, text.text, folders is not None, file)
@@ -203,28 +203,32 @@ def _mtime_ns(path: str) -> int:
         return 0
 
 
-type _Location = tuple[str | None, Sequence[str] | None]
-_NO_LOCATION: _Location = (None, None)
+class _Location(NamedTuple):
+    """The source file of a module, the folders of its submodules (None: not a package), and its loader."""
+
+    file: str | None = None
+    folders: Sequence[str] | None = None
+    loader: object = None
 
 
 def _locate(name: str, parent_folders: Sequence[str] | None) -> _Location:
-    """Return the source file of a module of the user's project and the folders of its submodules (None: not a package),
-    without importing it.
-    """
+    """Return where a module of the user's project is, without importing it; an empty place for other modules."""
     module = sys.modules.get(name)
     if isinstance(module, types.ModuleType):
         file, folders = getattr(module, "__file__", None), getattr(module, "__path__", None)
+        loader = getattr(module, "__loader__", None)
     elif (spec := _find_spec(name, parent_folders)) is not None:
         file, folders = spec.origin if spec.has_location else None, spec.submodule_search_locations
+        loader = spec.loader
     else:
-        return _NO_LOCATION
+        return _Location()
     folders = None if folders is None else list(folders)
     place = file or next(iter(folders or ()), None)
     if place is None or not os.path.isabs(place) or not ownership.is_of_user(name, place):
-        return _NO_LOCATION
+        return _Location()
     if file is not None and not file.endswith(tuple(importlib.machinery.SOURCE_SUFFIXES)):
-        return _NO_LOCATION
-    return file, folders
+        return _Location()
+    return _Location(file, folders, loader)
 
 
 def _find_spec(name: str, parent_folders: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
@@ -245,19 +249,39 @@ class _SourceText(NamedTuple):
 _texts: dict[str, _SourceText] = {}
 
 
-def _read(file: str) -> _SourceText | None:
-    """Return a source file's text and imports; None if it cannot be read. Read again when it has changed."""
+def _read(name: str, file: str, loader: object) -> _SourceText | None:
+    """Return a module's text and imports; None if it cannot be read. Read again when its file, or its zip, has changed.
+
+    What is no file of its own is read through its loader.
+    """
+    archive = getattr(loader, "archive", None)
     try:
-        status = os.stat(file)
-        known = _texts.get(file)
-        if known is None or (known.mtime_ns, known.size) != (status.st_mtime_ns, status.st_size):
-            text = importlib.util.decode_source(Path(file).read_bytes())
-            known = _texts[file] = _SourceText(
-                status.st_mtime_ns, status.st_size, text, frozenset(_imports_in_text(text))
-            )
+        status = os.stat(file if archive is None else archive)
+        stamp = status.st_mtime_ns, status.st_size
+    except OSError:
+        stamp = None
+    known = _texts.get(file)
+    if known is None or stamp is None or (known.mtime_ns, known.size) != stamp:
+        is_file = stamp is not None and archive is None
+        text = _text_of_file(file) if is_file else _text_of_loader(name, loader)
+        if text is None:
+            return None
+        known = _texts[file] = _SourceText(*(stamp or (0, 0)), text, frozenset(_imports_in_text(text)))
+    return known
+
+
+def _text_of_file(file: str) -> str | None:
+    try:
+        return importlib.util.decode_source(Path(file).read_bytes())
     except (OSError, SyntaxError, UnicodeDecodeError):  # an unknown encoding is a SyntaxError
         return None
-    return known
+
+
+def _text_of_loader(name: str, loader: object) -> str | None:
+    text: object = None
+    with suppress(Exception):  # loaders may be other people's code
+        text = cast("importlib.abc.InspectLoader", loader).get_source(name)
+    return text if isinstance(text, str) else None
 
 
 def _imports_in_text(text: str) -> Iterator[_Import]:

@@ -1,4 +1,5 @@
-"""The uploads to nodes: a copy of our own package, so that client and node have the same version; and uv, if needed.
+"""The uploads to nodes: a copy of our own package, so that client and node have the same version; the image's files;
+and uv, if needed.
 
 The client's own uv is uploaded where it runs. Other machines get one of `image.uv_wheels`, which our uv fetches from
 the client's index and checks by its hash.
@@ -25,6 +26,7 @@ from pathlib import Path
 import uv
 
 from skyward_core.errors import BadRequest
+from skyward_core.image.local_files import LocalFile, sha256_of
 from skyward_core.image.uv_wheels import VERSION, WHEELS, Wheel
 from skyward_core.paths import cache_places, first_private
 from skyward_core.worker.private_folders import NotPrivate
@@ -32,6 +34,10 @@ from skyward_core.worker.private_folders import NotPrivate
 PIECE_BYTES = 1 << 20
 PACKAGE = "skyward_core"
 FETCH_SECONDS = 300.0
+
+
+class FileChanged(Exception):
+    """A file of the image is gone, or is another one by now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +89,28 @@ def shipped_package() -> Path:
     """
     with _making:
         return _package()
+
+
+def shipped_file(file: LocalFile) -> Path:
+    """Return a copy of a file with the content that it had when the image was made, in the user's cache.
+
+    So a machine that replaces another gets the same file, though it was built again meanwhile. Raises FileChanged.
+    """
+    with _making:
+        path = _folder() / file.place
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
+            try:
+                shutil.copyfile(file.path, partial)
+                if sha256_of(partial) != file.sha256:
+                    raise FileChanged(f"{file.path} has changed since the pool's image was made")
+                partial.replace(path)
+            except FileNotFoundError as error:
+                raise FileChanged(f"{file.path}, which the pool's image installs, is not on this machine") from error
+            finally:
+                partial.unlink(missing_ok=True)
+        return path
 
 
 @cache

@@ -16,6 +16,7 @@ during the opening for as long as the node's lease.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import shlex
@@ -24,14 +25,15 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import PurePosixPath
 from urllib.parse import urlsplit
 
 from skyward_core.errors import CommandFailed, ConnectionLost, SkywardError
 from skyward_core.events.events import ContactLost, ContactRegained, SkywardEvent
+from skyward_core.image.local_files import LocalFile
 from skyward_core.machines.instances import Instance
-from skyward_core.transport.code_upload import CompressedFile, shipped_archive, shipped_uv
+from skyward_core.transport.code_upload import CompressedFile, shipped_archive, shipped_file, shipped_uv
 from skyward_core.transport.ssh_connection import SSHConnection
 from skyward_core.transport.ssh_loop import Loop
 from skyward_core.worker.wire import Parcel
@@ -274,11 +276,20 @@ class SSHTransport:
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def start(self, script: str, *, timeout_seconds: float, emit: Callable[[SkywardEvent], object]) -> None:
+    def start(
+        self,
+        script: str,
+        *,
+        timeout_seconds: float,
+        emit: Callable[[SkywardEvent], object],
+        files: Sequence[LocalFile] = (),
+    ) -> None:
         deadline = time.monotonic() + timeout_seconds
         archive = shipped_archive()
         found = self.join(timeout_seconds=timeout_seconds, archive=archive.name)
         self._again(lambda: self._upload_what_is_missing(found), deadline)
+        for file in files:
+            self._again(functools.partial(self._upload, file), deadline)
         part = f"{self._directory}/ship"
         words = [
             self._directory,
@@ -527,6 +538,11 @@ class SSHTransport:
             self._connection.put(packed.path, f"{home}/uv/bin/uv", mode=0o755, unpacked_bytes=packed.unpacked_bytes)
         if "shipped" not in found:
             self._connection.put(shipped_archive().path, f"{self._directory}/ship.tar.gz")
+
+    def _upload(self, file: LocalFile) -> None:
+        path = f"{PurePosixPath(self._directory).parent.parent}/{file.place}"
+        if not self._command('if [ -f "$1" ]; then echo there; fi', [path]):
+            self._connection.put(shipped_file(file), path)
 
     def _uv_for(self, found: set[str]) -> CompressedFile | None:
         """Return the uv that runs on the node; None if this client cannot get it: then the node fetches it itself."""

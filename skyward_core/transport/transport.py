@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
 from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import SkywardError
 from skyward_core.events.events import SkywardEvent
+from skyward_core.image.local_files import LocalFile
 from skyward_core.machines.instances import Instance
 from skyward_core.worker.private_folders import is_private
 from skyward_core.worker.settings import memory_directory, write_atomically
@@ -46,8 +47,19 @@ class Transport(Protocol):
         """Folders on the node for large values, the first in its memory."""
         ...
 
-    def start(self, script: str, *, timeout_seconds: float, emit: Callable[[SkywardEvent], object]) -> None:
-        """Let the node run its bootstrap script. Does nothing if the provider has done so already."""
+    def start(
+        self,
+        script: str,
+        *,
+        timeout_seconds: float,
+        emit: Callable[[SkywardEvent], object],
+        files: Sequence[LocalFile] = (),
+    ) -> None:
+        """Give the node these files, and let it run its bootstrap script. Does nothing if the provider has done so
+        already.
+
+        Raises FileChanged if a file is not here any more.
+        """
         ...
 
     def join(self, *, timeout_seconds: float, guard_seconds: float | None = None) -> object:
@@ -178,8 +190,15 @@ class LocalTransport:
         self._read = 0
         self._partial = b""
 
-    def start(self, script: str, *, timeout_seconds: float, emit: Callable[[SkywardEvent], object]) -> None:
-        """Nothing to do: the provider runs the script."""
+    def start(
+        self,
+        script: str,
+        *,
+        timeout_seconds: float,
+        emit: Callable[[SkywardEvent], object],
+        files: Sequence[LocalFile] = (),
+    ) -> None:
+        """Nothing to do: the provider runs the script, and the files are here."""
 
     def join(self, *, timeout_seconds: float, guard_seconds: float | None = None) -> object:
         """Nothing to connect to."""

@@ -1,5 +1,6 @@
 """`PoolSpec`: one frozen value, equal after JSON. Bad input is refused before a machine is launched."""
 
+import hashlib
 import inspect
 import json
 import sys
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
+from skyward_core.ledger import tables
 from skyward_core.providers import local
 from skyward_core.spec import memory_gb
 
@@ -146,6 +148,12 @@ NO_PRICES = (float("inf"), float("nan"), 1e300, 100_001.0, -1.0)
         ({"allocation": "spot"}, 'it is spot="always", "if-available", "never"'),
         ({"display": "loud"}, "quiet"),
         ({"provider": "locl"}, "'local'"),
+        ({"console": "spinner"}, 'it is display="spinner"'),
+        ({"max_hourly_cost": 5}, "it is max_cost for all its time, in USD, and max_lifetime for its time"),
+        ({"max_nodes": 5}, "it is nodes=(1, 8)"),
+        ({"lifetime": 60}, "did you mean 'max_lifetime'?"),
+        ({"KeepWarm": 60}, "did you mean 'keep_warm'?"),
+        ({"colour": "red"}, "there is no 'colour'; known are: provider, image,"),
         ({"provider": {"name": "local", "price": 1}}, "price"),
         ({"provider": {"name": "aws", "regio": 1}}, "AWS has no field 'regio'"),
         ({"provider": sky.AWS}, "write sky.AWS()"),
@@ -166,6 +174,31 @@ def test_a_wrong_spec_is_refused_with_advice(options: dict[str, Any], advice: st
         sky.PoolSpec.of(**options)
 
 
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("manual__2026-11-26T10:00:00.5+00:00_a~1", "manual__2026-11-26T10:00:00.5+00:00_a~1"),
+        ("2026-11-26|eu=1,2", "2026-11-26|eu=1,2"),
+        ("team/nightly@eu", "team/nightly@eu"),
+        ("a b", f"a-b-{hashlib.sha256(b'a b').hexdigest()[:8]}"),
+        ("__x", f"x-{hashlib.sha256(b'__x').hexdigest()[:8]}"),
+        ("é", f"pool-{hashlib.sha256('é'.encode()).hexdigest()[:8]}"),
+        ("x" * 250, f"{'x' * 119}-{hashlib.sha256(b'x' * 250).hexdigest()[:8]}"),
+    ],
+)
+def test_a_name_holds_what_run_ids_hold(given: str, name: str) -> None:
+    """What it cannot hold is replaced, as docs/shared-pools.md says; the result stays as it is."""
+    assert sky.PoolSpec.of(name=given).name == name
+    assert sky.PoolSpec.of(name=name).name == name
+    assert len(name) <= tables.NAME_CHARACTERS
+
+
+@pytest.mark.parametrize("name", ["", " ", "+", "a\nb", "a\0"])
+def test_a_name_without_letters_or_with_control_characters_is_refused(name: str) -> None:
+    with pytest.raises(sky.BadRequest, match="write letters and digits"):
+        sky.PoolSpec.of(name=name)
+
+
 @pytest.mark.parametrize("name", ["nodes", "concurrency", "retries", "cpu"])
 def test_a_number_of_thousands_of_digits_is_refused_and_not_shown(name: str) -> None:
     """Python refuses to show it; the message says so."""
@@ -178,6 +211,8 @@ def test_a_number_of_thousands_of_digits_is_refused_and_not_shown(name: str) -> 
     [
         (lambda: sky.Image(pipp=["torch"]), "Image has no field 'pipp': did you mean 'pip'?"),
         (lambda: sky.AWS(regio="x"), "AWS has no field 'regio': did you mean 'region'?"),
+        (lambda: sky.AWS(console=1), "AWS has no field 'console': known are region, "),
+        (lambda: sky.Image(packages=["six"]), "did you mean 'pip'?"),
         (lambda: sky.AWS(region=5), "region"),
         (lambda: sky.S3Volume(), "S3Volume needs 'mount_path': write S3Volume(mount_path=...)"),
         (lambda: sky.S3Volume(mount_path="/d", bukket="abc"), "S3Volume has no field 'bukket': did you mean 'bucket'?"),

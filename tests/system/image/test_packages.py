@@ -4,6 +4,7 @@ import hashlib
 import http.server
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from skyward_core.image.image import Image, runtime_pins
 from skyward_core.image.packages import lacks, read_lock
 from skyward_core.providers.local import installing_environment, kept_environment
 from skyward_core.provisioning import bootstrap
+from tests.wheels import write_wheel
 
 RUNTIME = ("runtimepkg==2.0",)
 type Install = Callable[..., dict[str, str] | str]
@@ -127,6 +129,31 @@ def test_an_extra_index_has_precedence_except_for_the_nodes_own_packages(indexes
         "runtimepkg": "2.0 of default",
         "common": "3.0 of default",
     }
+
+
+@pytest.mark.parametrize("how", ["plain", "with an index", "with hashes"])
+def test_a_wheel_that_was_built_again_under_the_same_path_is_installed(
+    how: str, indexes: Indexes, install: Install, tmp_path: Path
+) -> None:
+    """Its environment has another name, and uv checks that the file is the one that the image was made with."""
+    more = {
+        "plain": {"pip": []},
+        "with an index": {"pip": ["torchy"], "pip_indexes": {f"{indexes.url}/extra": ["torchy"]}},
+        "with hashes": {"pip": [], "require_hashes": True},
+    }[how]
+
+    def image() -> Image:
+        made = Image(**{**more, "pip": [str(tmp_path / "own_thing-1.0-py3-none-any.whl"), *more["pip"]]})
+        return made.locked(runtime=RUNTIME)
+
+    write_wheel(tmp_path, found="first")
+    first = image()
+    assert install(first, "own_thing", "runtimepkg") == {"own_thing": "first", "runtimepkg": "2.0 of default"}
+    write_wheel(tmp_path, found="second")
+    assert install(image(), "own_thing") == {"own_thing": "second"}
+    assert install(first, "own_thing") == {"own_thing": "first"}, "its environment is complete"
+    shutil.rmtree(tmp_path / "home")
+    assert "Hash mismatch" in install(first, "own_thing")
 
 
 def test_only_pinned_packages_come_from_their_index(indexes: Indexes, install: Install) -> None:

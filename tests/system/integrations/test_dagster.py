@@ -364,6 +364,18 @@ def test_each_setting_is_a_config_field_with_its_description():
     assert fields["nodes"].description.endswith("Default: 1.")
 
 
+def test_a_name_from_the_environment_may_have_keep_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is checked when it is known: in the process of a step."""
+    compute = resource(name=dg.EnvVar("TEAM_POOL"), keep_warm=60)
+    with pytest.raises(sky.BadRequest, match="TEAM_POOL is not set"):
+        _ = compute.spec
+    monkeypatch.setenv("TEAM_POOL", "nightly+1")
+    assert (compute.spec.name, compute.spec.keep_warm) == ("nightly+1", 60)
+    monkeypatch.setenv("TEAM_POOL", "")
+    with pytest.raises(sky.BadRequest, match="write letters and digits"):
+        _ = compute.spec
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -381,6 +393,7 @@ def test_each_setting_is_a_config_field_with_its_description():
         ({"sharing": "run", "name": "team"}, "leave out one of the two"),
         ({"sharing": "backfill", "name": "team"}, "leave out one of the two"),
         ({"sharing": "run", "keep_warm": -1}, "keep_warm"),
+        ({"keep_warm": 60}, "keep_warm needs a name"),
         ({"lifecycle": {"cleanup": "sometimes"}}, "'on_exception'"),
         ({"lifecycle": {"keep_on_failure": -1}}, "at least 0"),
         ({"env": {"HF_TOKEN": "hf_plaintext1"}}, "EnvVar"),

@@ -14,6 +14,7 @@ from tests.testbed import Fleet
 from tests.testbed.fixtures import PURE_PACKAGE, fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror
 from tests.testbed.rental import Cloud
+from tests.wheels import write_wheel
 
 pytestmark = [pytest.mark.timeout(240)]
 
@@ -79,7 +80,7 @@ def test_a_package_that_does_not_exist_is_named(cloud):
 
 
 @pytest.fixture(scope="module")
-def rented_pool(fleet: Fleet, mirror: Mirror) -> Iterator[sky.ComputePool]:
+def rented_pool(fleet: Fleet, mirror: Mirror, tmp_path_factory: pytest.TempPathFactory) -> Iterator[sky.ComputePool]:
     """Yield a pool of one host that has no configured index.
 
     Only the image sets the index, and another index for one package.
@@ -89,12 +90,17 @@ def rented_pool(fleet: Fleet, mirror: Mirror) -> Iterator[sky.ComputePool]:
         "UV_PYTHON_DOWNLOADS_JSON_URL": mirror.environment["UV_PYTHON_DOWNLOADS_JSON_URL"],
         "GREETING": "it's $HOME",
     }
+    wheel = write_wheel(tmp_path_factory.mktemp("built files"), found="of this machine")
     image = sky.Image(
-        pip=[PURE_PACKAGE], pip_indexes={f"{mirror.url}/simple": [PURE_PACKAGE.partition("==")[0]]}, env=env
+        pip=[PURE_PACKAGE, str(wheel)], pip_indexes={f"{mirror.url}/simple": [PURE_PACKAGE.partition("==")[0]]}, env=env
     )
     with pool_on(Cloud(fleet).provider(), RecordedEvents(), image=image) as pool:
         pool.dask_client()  # otherwise the thread would belong to the first test that needs it
         yield pool
+
+
+def test_a_wheel_of_this_machine_is_uploaded(rented_pool):
+    assert imported("own_thing") >> rented_pool == "of this machine"
 
 
 def test_the_image_sets_indexes_and_variables(rented_pool):

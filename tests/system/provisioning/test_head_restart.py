@@ -61,7 +61,7 @@ class RestartedNode:
         """Cleared for a node that takes long to start."""
         self.holds_start.set()
 
-    def start(self, script: str, timeout_seconds: float) -> None:
+    def start(self, script: str, timeout_seconds: float, files: object = ()) -> None:
         assert timeout_seconds == SECONDS
         self.holds_start.wait()
         self.done.append(script)

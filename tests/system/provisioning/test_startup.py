@@ -29,7 +29,7 @@ class StartingNode:
         """Those of its settings."""
         self.on_start: Callable[[], object] = lambda: None
 
-    def start(self, script: str, timeout_seconds: float) -> None:
+    def start(self, script: str, timeout_seconds: float, files: object = ()) -> None:
         self.on_start()
 
     def send_settings(self, scheduler: str | None) -> None:

@@ -135,6 +135,53 @@ def test_objects_that_python_pickles_only_by_name(project: Write) -> None:
     assert call(own.run, [1.0], {}, 2.0) == (832040, 50, "fib", 12, 3, [1.0], 1.0)
 
 
+def test_single_dispatch_travels_with_its_implementations(project: Write) -> None:
+    """Also one that calls itself, one whose implementation is in another module, and a method."""
+    own = project(
+        own_show="""
+            import functools
+            @functools.singledispatch
+            def show(x): "says it"; return "any"
+            @show.register
+            def _(x: int | float): return "number"
+            @show.register(list)
+            def _of_list(x): return [show(item) for item in x]
+            """,
+        own="""
+            import functools, own_show
+            class Point: pass
+            @own_show.show.register
+            def _(x: Point): return "point"
+            class Shown:
+                @functools.singledispatchmethod
+                def of(self, x): return "any"
+                @of.register
+                def _(self, x: int): return "number"
+            def run():
+                show = own_show.show
+                texts = show([1, 2.5, "x", Point()])
+                return texts, show.__name__, show.__doc__, sorted(t.__name__ for t in show.registry), Shown().of(1)
+            """,
+    )
+    texts, name, doc, types, of_method = call(own.run)
+    assert (texts, name, doc) == (["number", "number", "any", "point"], "show", "says it")
+    assert types == ["Point", "float", "int", "list", "object"]
+    assert of_method == "number"
+
+
+def positive(x: int) -> bool:
+    assert x > 0, "it must be positive"
+    return any(name.partition(".")[0] in ("pytest", "_pytest") for name in sys.modules)
+
+
+def test_a_function_that_pytest_has_rewritten_needs_no_pytest() -> None:
+    """Its module was imported by pytest, which changes the code of each assertion."""
+    assert "@pytest_ar" in positive.__globals__
+    assert call(positive, 1) is False
+    with pytest.raises(AssertionError, match="it must be positive\nassert 0 > 0"):
+        call(positive, 0)
+
+
 def test_a_global_travels_with_its_present_value(project: Write) -> None:
     own = project(
         own="""

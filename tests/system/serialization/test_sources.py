@@ -2,7 +2,12 @@
 client's classes come back.
 """
 
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -205,6 +210,44 @@ def test_the_nodes_own_modules_have_precedence(project: Write, tmp_path: Path) -
     (node / "own_b").mkdir(parents=True)
     (node / "own_a.py").write_text("A = 'installed'")
     assert on_node(packed(own.run), path=(node,)) == [("installed", "sent")]
+
+
+def test_modules_inside_a_zip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that nobody has imported yet, and those of a loader without files."""
+    with zipfile.ZipFile(tmp_path / "app.zip", "w") as archive:
+        archive.writestr("own_app/__init__.py", "")
+        archive.writestr(
+            "own_app/main.py",
+            "def run(x):\n from own_app.helper import twice\n import own_alone\n import own_made\n"
+            " return twice(x) + own_alone.ONE + own_made.TEN",
+        )
+        archive.writestr("own_app/helper.py", "from . import deep\ndef twice(x): return deep.TWO * x")
+        archive.writestr("own_app/deep.py", "TWO = 2")
+        archive.writestr("own_alone.py", "ONE = 1")
+    monkeypatch.syspath_prepend(str(tmp_path / "app.zip"))
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, OfMemory(tmp_path)])
+    run = importlib.import_module("own_app.main").run
+    try:
+        assert call(run, 5) == 21
+    finally:
+        for name in [name for name in sys.modules if name.startswith("own_")]:
+            del sys.modules[name]
+
+
+class OfMemory(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
+    """Finds own_made, whose file is nowhere."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def find_spec(self, fullname: str, path: object, target: object = None, /) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "own_made":
+            return None
+        place = str(self._folder / "own_made.py")
+        return importlib.util.spec_from_file_location(fullname, place, loader=self)
+
+    def get_source(self, fullname: str) -> str:
+        return "TEN = 10"
 
 
 def test_through_a_pool(project: Write, tmp_path: Path) -> None:

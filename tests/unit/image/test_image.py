@@ -1,5 +1,6 @@
 """Images: refused values, the content hash, CUDA versions, and the uv that is sent to nodes."""
 
+import hashlib
 import pickle
 import tomllib
 from importlib.metadata import version
@@ -13,7 +14,9 @@ import skyward_core as sky
 from skyward_core.errors import BadRequest
 from skyward_core.image import uv_wheels
 from skyward_core.image.image import Image, runtime_pins
+from skyward_core.provisioning.bootstrap import node_script
 from skyward_core.transport import code_upload
+from tests.wheels import write_wheel
 
 ROOT = Path(__file__).parents[3]
 
@@ -179,3 +182,92 @@ def test_the_clients_uv_is_sent_only_to_machines_that_can_run_it(
 def test_a_pool_requires_the_cuda_version_of_its_packages(fields: dict[str, Any], expected: float | None) -> None:
     """So hosts with an older driver are not rented."""
     assert sky.PoolSpec.of(image=Image(**fields)).requirements.min_cuda == expected
+
+
+# ── files of this machine ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("entry", "advice"),
+    [
+        (".", "uv build --wheel"),
+        (".[dev]", "a project of this machine: its functions and modules travel"),
+        ("./src", "a project of this machine"),
+        ("src @ ./src", "a project of this machine"),
+        ("pyproject.toml", "a project of this machine"),
+        ("./x-1-py3-none-any.whl", "there is no file"),
+        ("x-1-py3-none-any.whl", "there is no file"),
+        ("requirements.txt", "there is no file"),
+        ("wrong.txt", "has the line '-r other.txt': only requirements"),
+        ("./notes.md", "only wheels, source archives"),
+        ("./odd.whl", "no wheel's name"),
+        ("./odd.zip", "whose name tells no package"),
+    ],
+)
+def test_a_path_that_no_node_can_install_is_refused_with_advice(
+    entry: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the image is made. Before, uv looked for a package of that name, on a machine that was paid for."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "src").mkdir()
+    (tmp_path / "wrong.txt").write_text("-r other.txt\n")
+    for name in ("notes.md", "odd.whl", "odd.zip", "pyproject.toml"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(BadRequest) as caught:
+        Image(pip=[entry])
+    assert advice in str(caught.value)
+
+
+def test_a_wheel_is_known_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Built again under the same path it is another image; in another folder it is the same."""
+    monkeypatch.chdir(tmp_path)
+    path = write_wheel(tmp_path, found="first")
+    forms = (f"./{path.name}", path.name, str(path), f"own-thing @ {path}", f"own_thing @ file://{path}", path.as_uri())
+    first = Image(pip=[path.name])
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert first.pip == (f"own-thing @ file://{path}#sha256={digest}",)
+    assert {Image(pip=[form]).content_hash() for form in forms[:4]} == {first.content_hash()}
+    assert all(Image(pip=[form]).files == first.files for form in forms)
+    assert Image(pip=[f"./{path.name}[gpu] ; python_version > '3'"]).pip == (
+        f"own-thing[gpu] @ file://{path}#sha256={digest} ; python_version > '3'",
+    )
+    (tmp_path / "other folder").mkdir()
+    moved = Image(pip=[str(write_wheel(tmp_path / "other folder", found="first"))])
+    assert moved.content_hash() == first.content_hash()
+    write_wheel(tmp_path, found="second")
+    assert Image(pip=[path.name]).content_hash() != first.content_hash()
+    with pytest.raises(BadRequest, match="has changed since this image was made"):
+        sky.PoolSpec.of(image=first).refuse_what_cannot_be()
+    path.unlink()
+    with pytest.raises(BadRequest, match="is not on this machine"):
+        sky.PoolSpec.of(image=first).refuse_what_cannot_be()
+    assert Image.model_validate_json(first.model_dump_json()) == first
+    assert Image(pip=["ours @ file:///opt/ours-1.0-py3-none-any.whl"]).files == (), "a file of the nodes themselves"
+    script = node_script(sky.PoolSpec.of(image=moved))
+    assert f"own-thing @ file://${{SKYWARD_HOME}}/files/{digest}/{path.name}#sha256={digest}" in script
+    assert str(tmp_path) not in script
+
+
+def test_a_machine_that_comes_later_gets_the_same_file(tmp_path: Path) -> None:
+    """The first upload keeps a copy, because the file may be built again while the pool is open."""
+    first = Image(pip=[str(write_wheel(tmp_path, found="first"))]).files[0]
+    kept = code_upload.shipped_file(first).read_bytes()
+    second = Image(pip=[str(write_wheel(tmp_path, found="second"))]).files[0]
+    assert code_upload.shipped_file(first).read_bytes() == kept
+    write_wheel(tmp_path, found="third")
+    with pytest.raises(code_upload.FileChanged, match="has changed since"):
+        code_upload.shipped_file(second)
+    second.path.unlink()
+    with pytest.raises(code_upload.FileChanged, match="is not on this machine"):
+        code_upload.shipped_file(second)
+
+
+def test_the_lines_of_a_requirements_file_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path.parent)
+    path = write_wheel(tmp_path)
+    (tmp_path / "requirements.txt").write_text(
+        f"# ours\ntorch>=2.9  # for the model\n\nsix \\\n  ==1.17.0\n./{path.name}\n"
+    )
+    image = Image(pip=["numpy", f"{tmp_path.name}/requirements.txt"])
+    assert image.pip[:3] == ("numpy", "torch>=2.9", "six ==1.17.0")
+    assert [file.path for file in image.files] == [path]

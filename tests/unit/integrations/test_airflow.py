@@ -27,6 +27,8 @@ from airflow_provider_skyward import deferred_attempt, durable_attempt, get_prov
 from airflow_provider_skyward.call_follower import LEASE_SECONDS, CallFollower
 from airflow_provider_skyward.deferred_attempt import DeferredAttempt
 from airflow_provider_skyward.generations import STATE_KEY, Generation, Phase, begun, may_adopt, pool_name_of
+from airflow_provider_skyward.operators import SkywardOperator
+from airflow_provider_skyward.pool_keywords import as_plain_data
 from airflow_provider_skyward.task_attempt import Killed
 
 ROOT = Path(__file__).parents[3]
@@ -83,6 +85,18 @@ def test_a_name_is_that_of_one_task_instance_in_all_tries() -> None:
     }
     assert len(tries | others) == 5
     assert all(sky.PoolSpec.of(name=name).name == name for name in tries | others)
+
+
+def test_a_template_may_name_a_pool_that_is_kept_warm() -> None:
+    """It is kept as it is, and checked when it is rendered: run ids hold "+" and ":"."""
+    fields = {"name": "team/{{ run_id }}", "keep_warm": 60}
+    assert as_plain_data(fields) == fields
+    operator = SkywardOperator(task_id="t", python_callable=len, op_args=["ab"], **fields)
+    operator.name = "team/manual__2026-11-26T10:00:00+00:00"  # as Airflow sets it when it renders the template
+    assert (operator.pool_spec.name, operator.pool_spec.keep_warm) == (operator.name, 60)
+    operator.name = ""
+    with pytest.raises(sky.BadRequest, match="write letters and digits"):
+        _ = operator.pool_spec
 
 
 def test_a_generation_survives_the_store_and_a_wrong_value_is_none() -> None:

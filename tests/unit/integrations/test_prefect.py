@@ -28,6 +28,7 @@ import skyward_core as sky
 from prefect_skyward import SkywardTaskRunner, blocks, cancellation, on_skyward, refuse_old_prefect
 from prefect_skyward.nested_runs import has_died, left_by
 from prefect_skyward.node_objects import NO_API, packing, portable, without_prefect_s_api
+from prefect_skyward.options import changed
 from prefect_skyward.prefect_context import (
     in_prefect_s_context,
     keys_of_prefect,
@@ -84,6 +85,16 @@ def test_wrong_keywords_are_refused_at_construction(options: dict[str, Any], mes
     """A flow file with a wrong keyword fails when it is imported, and the error says what to write instead."""
     with pytest.raises(sky.BadRequest, match=message):
         SkywardTaskRunner(**options)
+
+
+def test_the_name_for_keep_warm_may_come_from_a_step() -> None:
+    """With a provider the runner makes a pool, to check it, and it has no name then."""
+    base = SkywardTaskRunner(keep_warm=60, provider=sky.Local()).spec
+    named = changed(base, {"name": "exp 1+2"})
+    assert (named.name, named.keep_warm) == (sky.PoolSpec.of(name="exp 1+2").name, 60)
+    assert sky.ComputePool.from_spec(named).spec == named
+    with pytest.raises(sky.BadRequest, match="keep_warm needs a name"):
+        sky.ComputePool.from_spec(changed(base, {"nodes": 2}))
 
 
 @pytest.mark.parametrize(("found", "is_refused"), [("3.5.9", True), ("2.20", True), ("3.6.0", False), ("4.0", False)])
@@ -180,6 +191,8 @@ def test_a_pool_s_fields_become_its_spec() -> None:
         concurrency=2,
     )
     assert blocks.SkywardPool().get_spec() == sky.PoolSpec.of()
+    with pytest.raises(sky.BadRequest, match="keep_warm needs a name"):
+        blocks.SkywardPool(keep_warm=60).get_pool()
 
 
 @pytest.mark.parametrize(

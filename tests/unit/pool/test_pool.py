@@ -52,9 +52,13 @@ def test_a_pool_that_is_not_open_raises_pool_closed(use: Callable[[sky.ComputePo
     pool.close()
 
 
-def test_keep_warm_needs_a_name() -> None:
+def test_keep_warm_needs_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the pool is made. Before, the name may be missing: here it comes from the settings."""
+    spec = sky.PoolSpec.of(provider=sky.Local(), keep_warm=60)
     with pytest.raises(sky.BadRequest, match="keep_warm needs a name"):
         sky.ComputePool(provider=sky.Local(), keep_warm=60)
+    monkeypatch.setenv("SKYWARD_NAME", "nightly")
+    assert sky.ComputePool.from_spec(spec).spec.name == "nightly"
 
 
 @pytest.mark.parametrize(

@@ -347,6 +347,8 @@ def test_several_providers_are_part_of_the_spec() -> None:
     assert spec.providers == (sky.Local(), sky.Local(price_per_hour=2.0))
     assert sky.PoolSpec.model_validate_json(spec.model_dump_json(exclude_unset=True)) == spec
     assert sky.PoolSpec.of(provider=[sky.Local()]).provider == sky.Local()
+    for name in ("VastAI", "vastai", "Vast.ai"):
+        assert sky.PoolSpec.of(provider=name).provider == sky.VastAI()
     assert sky.PoolSpec.of().providers == ()
     wrong: dict[str, list[str]] = {
         "an empty list": [],

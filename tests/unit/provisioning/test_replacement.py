@@ -47,7 +47,7 @@ class Machine:
             opened=lambda: log.append(f"{name} opened"), write=lambda *what: self.written.append(what)
         )
 
-    def start(self, script: str, timeout: float) -> None:
+    def start(self, script: str, timeout: float, files: object = ()) -> None:
         self.starts.append((script, timeout))
         if self.start_error is not None:
             raise self.start_error
@@ -289,7 +289,7 @@ def test_a_machine_that_is_abandoned_when_it_has_joined_is_no_node(world: World)
 def test_a_machine_that_is_to_be_a_new_node_is_abandoned_while_it_starts(world: World) -> None:
     """It may take minutes until it answers. Its connection is closed, so that what waits for it ends at once."""
 
-    def start(script: str, timeout: float) -> None:
+    def start(script: str, timeout: float, files: object = ()) -> None:
         world.replacement.abandon_coming()
         raise Unreachable("the connection was closed")
 

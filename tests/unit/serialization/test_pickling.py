@@ -143,3 +143,64 @@ def test_globals_are_named(project: Write) -> None:
         "through_module": "through_module.<global> own_helpers.db",
         "default": "default.<default> x",
     }
+
+
+LIMIT = 3
+
+
+class Odd:
+    def __repr__(self) -> str:
+        raise ValueError("no repr")
+
+
+def _least(x: Any) -> None:
+    assert min(x, 9) > LIMIT
+
+
+def _both(x: Any) -> None:
+    assert x.real > 1 and not x.imag < -1, f"both:\n{x}"
+
+
+def _no_repr(x: Any) -> None:
+    assert not x
+
+
+def _chain(x: Any) -> None:
+    assert 0 < abs(x) < LIMIT or x in (7, 8)
+
+
+def _object(x: Any) -> None:
+    assert x is None, [x, "100 %"]
+
+
+@pytest.mark.parametrize(
+    ("check", "value"),
+    [(_least, 2), (_both, 0), (_chain, 5), (_chain, -3), (_object, "a" * 500), (_object, 10), (_no_repr, "ab\ncd")],
+)
+def test_a_rewritten_assertion_tells_the_same_without_pytest(check: Callable[[Any], None], value: Any) -> None:
+    """Its text is that of pytest itself, here and after the way to a node."""
+    travelled = loads(dumps(check))
+    assert type(travelled.__globals__["@pytest_ar"]) is types.SimpleNamespace
+    with pytest.raises(AssertionError) as here:
+        check(value)
+    with pytest.raises(AssertionError) as there:
+        travelled(value)
+    assert str(there.value) == str(here.value)
+    with pytest.raises(AssertionError, match="<ValueError in the repr of Odd>"):
+        loads(dumps(_no_repr))(Odd())
+
+
+def test_the_path_to_what_cannot_travel_names_the_implementation(project: Write) -> None:
+    own = project(
+        own="""
+            import functools, threading
+            lock = threading.Lock()
+            @functools.singledispatch
+            def show(x): return x
+            @show.register
+            def _(x: int): return lock
+            """
+    )
+    with pytest.raises(NotPicklable) as caught:
+        dumps(own.show)
+    assert caught.value.path == "show.registry[int].<global> lock"
