@@ -111,6 +111,7 @@ if TYPE_CHECKING:
     from skyward_core.events.narrator import Narrator as Narrator
     from skyward_core.events.series import Series as Series
     from skyward_core.events.traces import Traces as Traces
+    from skyward_core.events.utilisation import Utilisation as Utilisation
     from skyward_core.image.image import Image as Image
     from skyward_core.image.volume import S3Volume as S3Volume
     from skyward_core.image.volume import Volume as Volume
@@ -204,6 +205,7 @@ _HOMES = {
     "events.narrator": "Narrator",
     "events.series": "Series",
     "events.traces": "Traces",
+    "events.utilisation": "Utilisation",
     "machines.offers": "Offer Requirements select_instance",
     "pool.aio": "AsyncCalls",
     "pool.executor": "PoolExecutor",

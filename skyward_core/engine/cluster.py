@@ -33,7 +33,7 @@ from skyward_core.engine.futures import CallFuture
 from skyward_core.engine.item_futures import ItemFuture
 from skyward_core.engine.node_draining import NodeDraining
 from skyward_core.engine.owner import Counts, EngineThread, Watcher
-from skyward_core.engine.packed_functions import ArgumentPacker, packed_entries
+from skyward_core.engine.packed_functions import ArgumentPacker, packed_entries, surroundings_of_calls
 from skyward_core.errors import NodeLost, PoolClosed, SkywardError
 from skyward_core.events.events import CallRetrying, SkywardEvent
 from skyward_core.machines.instances import Lease
@@ -389,7 +389,10 @@ class Cluster:
         self._refuse()
         with contextlib.ExitStack() as undo:
             pack = ArgumentPacker(
-                replace_object, self._place if self.dispatcher.is_here else None, is_copied=not is_awaited
+                replace_object,
+                self._place if self.dispatcher.is_here else None,
+                is_copied=not is_awaited,
+                surroundings=surroundings_of_calls(),
             )
             entries = packed_entries(calls, pack, job_id, ahead, undo)
             for entry in entries if places else ():

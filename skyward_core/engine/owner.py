@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from dataclasses import replace
 from typing import Any, Protocol
 
 from distributed.protocol.serialize import to_serialize  # noqa: TID253 - with connection.py owns Dask in this package
@@ -30,7 +31,7 @@ from skyward_core.engine.own_time import OwnTime
 from skyward_core.engine.results import Callbacks, NotPlain, Results, Settled, plain_value, value_of
 from skyward_core.engine.transfers import Transfers
 from skyward_core.errors import NodeLost, PoolClosed
-from skyward_core.events.events import SkywardEvent
+from skyward_core.events.events import CallReported, SkywardEvent
 from skyward_core.machines.owner import Owner
 from skyward_core.transport.transport import Transports
 from skyward_core.work import NO_WORK, Work
@@ -125,6 +126,8 @@ class EngineThread:
         """By call: the name of its function, and when its outcome had come, while its value is loaded."""
         self._last_lines: dict[str, int] = {}
         """By call: the number of the event of its last log line."""
+        self._reported: dict[str, CallReported] = {}
+        """By call that runs: what it has reported, the last values of all metrics."""
         self._usd_per_second: dict[str, float] = {}
         self._seen: dict[str, dict[str, float]] = {}
         """How long slots were busy, by instance id and by worker process, also of processes that have ended."""
@@ -376,9 +379,9 @@ class EngineThread:
             case do.Cancelled():
                 self._settle(action.call_id, lambda: None, [action.arguments])
             case do.EmitEvent(event, call_id):
-                number = self._emit(event)
-                if call_id is not None and call_id in self.futures:
-                    self._last_lines[call_id] = number if isinstance(number, int) else 0
+                if isinstance(event, CallReported):
+                    self._note_report(event)
+                self._emit_of(call_id, event)
             case do.MeterCalls(instance_id, seconds):
                 self.own_time.ran(instance_id, seconds)
                 if self._counts is not None:
@@ -458,6 +461,19 @@ class EngineThread:
             case do.CutOff():
                 self.watcher.cut()
 
+    def _emit_of(self, call_id: str | None, event: SkywardEvent) -> None:
+        """Emit an event; the result of its call waits until callbacks have taken it."""
+        number = self._emit(event)
+        if call_id is not None and call_id in self.futures:
+            self._last_lines[call_id] = number if isinstance(number, int) else 0
+
+    def _note_report(self, event: CallReported) -> None:
+        if event.call_id is not None and event.call_id in self.futures:
+            before = self._reported.get(event.call_id)
+            step = before.step if event.step is None and before is not None else event.step
+            values = {**(before.values if before is not None else {}), **event.values}
+            self._reported[event.call_id] = replace(event, step=step, values=values)
+
     def _fetch_item(self, action: do.FetchItem) -> None:
         future, instance_id = self.futures.get(action.call_id), action.instance_id
         if not isinstance(future, ItemFuture):
@@ -494,6 +510,8 @@ class EngineThread:
             self._settle(action.call_id, lambda: value, spent, is_plain=True)
 
     def _settle(self, call_id: str, value: Callable[[], Any], spent: list[Parcel], *, is_plain: bool = False) -> None:
+        if (report := self._reported.pop(call_id, None)) is not None:
+            self._emit_of(call_id, replace(report, is_last=True))
         after = self._last_lines.pop(call_id, 0)
         if (future := self.futures.get(call_id)) is None:
             return

@@ -91,6 +91,10 @@ class RunReport:
         """Say which task run has made a call, so that what it reports is shown there."""
         self._inbox.put(partial(self._state.tasks.know_call, call_id, task_run_id, task))
 
+    def call_ended(self, task_run_id: str) -> None:
+        """Say that a call of a task run has ended: what nodes do from now on is not its doing."""
+        self._inbox.put(partial(self._state.tasks.end_call, task_run_id))
+
     def task_cost(self, task_run_id: str, usd: float) -> None:
         """Add to the cost of a task run, when one of its calls has ended."""
         self._inbox.put(partial(self._add_cost, task_run_id, usd))
@@ -169,6 +173,8 @@ class RunReport:
         if isinstance(event, sky.CallReported):
             self._state.tasks.report(event)
             return
+        if isinstance(event, sky.Metrics):
+            self._state.tasks.measure(event)
         pool.after(event, at)
         self._is_urgent |= isinstance(event, AT_ONCE)
         if pool.pool_id in self._state.earlier:  # the ledger was read after this pool had begun
