@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     from skyward_core.events.events import CallProgress as CallProgress
     from skyward_core.events.events import CallReported as CallReported
     from skyward_core.events.events import CallRetrying as CallRetrying
+    from skyward_core.events.events import CallsWaiting as CallsWaiting
     from skyward_core.events.events import CandidateRefused as CandidateRefused
     from skyward_core.events.events import ClusterRestarting as ClusterRestarting
     from skyward_core.events.events import ContactLost as ContactLost
@@ -187,10 +188,10 @@ _HOMES = {
     ),
     "events.events": (
         "BootstrapCompleted BootstrapProgress BootstrapStarting BudgetWarning CallProgress CallReported"
-        " CallRetrying Callback CandidateRefused ClusterRestarting ContactLost ContactRegained CostFinal CostUpdate"
-        " Error InfraCreated InfraCreating InstanceLaunching InstanceLost InstanceProvisioned InstanceStopping"
-        " InstancesUnconfirmed LogLine Metrics NodesScaled PoolReady PoolStopping PreemptionNoticed ProviderName"
-        " RebalanceRecommended SkywardEvent compose emit use_callback"
+        " CallRetrying Callback CallsWaiting CandidateRefused ClusterRestarting ContactLost ContactRegained CostFinal"
+        " CostUpdate Error InfraCreated InfraCreating InstanceLaunching InstanceLost InstanceProvisioned"
+        " InstanceStopping InstancesUnconfirmed LogLine Metrics NodesScaled PoolReady PoolStopping PreemptionNoticed"
+        " ProviderName RebalanceRecommended SkywardEvent compose emit use_callback"
     ),
     "distributed.checkpoint": "Checkpoint SavedCheckpoint checkpoint",
     "distributed.sampler": "DistributedSampler",

@@ -79,6 +79,7 @@ class Cluster:
         is_here = all(node.instance.endpoint is None for node in lease.nodes)
         self.dispatcher = Dispatcher(lease.nodes, f"skyward-{uuid.uuid4().hex}", retries, is_here=is_here)
         self.owner = EngineThread(self.dispatcher, transports, emit, delivered, counts, secrets, work)
+        self.owner.pool = lease.pool_id
         self._certificate = certificate
         self._transports = transports
         self._ranks = BroadcastRanks(node.rank for node in lease.nodes)

@@ -29,9 +29,10 @@ from skyward_core.engine.item_futures import ItemFuture
 from skyward_core.engine.load_reports import LoadReports
 from skyward_core.engine.own_time import OwnTime
 from skyward_core.engine.results import Callbacks, NotPlain, Results, Settled, plain_value, value_of
+from skyward_core.engine.slot_waits import SlotWaits, holder_of
 from skyward_core.engine.transfers import Transfers
 from skyward_core.errors import NodeLost, PoolClosed
-from skyward_core.events.events import CallReported, SkywardEvent
+from skyward_core.events.events import CallReported, CallsWaiting, SkywardEvent
 from skyward_core.machines.owner import Owner
 from skyward_core.transport.transport import Transports
 from skyward_core.work import NO_WORK, Work
@@ -105,6 +106,9 @@ class EngineThread:
         self.ended_at = time.monotonic()
         """When the last call ended, on time.monotonic's clock."""
         self.own_time = OwnTime()
+        self.pool = ""
+        """What the pool is called in events: its name, or its id."""
+        self._waits = SlotWaits()
         self._emit = emit
         self._counts = counts
         self._secrets = secrets
@@ -242,6 +246,13 @@ class EngineThread:
         self.dispatcher.tick(time.monotonic(), self._transfers.is_reachable)
         self._uploading_to = self.dispatcher.uploading_to()
         self._report_load(self.dispatcher.waiting)
+        self._look_for_waits()
+
+    def _look_for_waits(self) -> None:
+        unfinished = len(self.dispatcher.entries) - len(self.dispatcher.fetching)
+        is_due = self._waits.is_due(time.monotonic(), unfinished, self.ended_at, self.own_time.seconds)
+        if is_due and self.connection is not None and self.dispatcher.is_live:
+            self.connection.list_calls(self)
 
     def _report_load(self, waiting: int | None) -> None:
         """Let the scheduler know which nodes this client needs: after each message, so that it knows of a fetch before
@@ -332,6 +343,17 @@ class EngineThread:
             self._on_seen(busy_times or ())
 
         self.post(pinged)
+
+    def on_calls_listed(self, epoch: int, answer: Mapping[str, Any]) -> None:
+        """Post it."""
+
+        def listed() -> None:
+            holder, calls = holder_of(answer, self.dispatcher.topic), len(self.dispatcher.entries)
+            seconds = self._waits.answered(time.monotonic(), waits=holder is not None)
+            if holder is not None and calls and epoch == self.dispatcher.epoch:
+                self._emit(CallsWaiting(self.pool, calls, seconds, holder.words, holder.seconds))
+
+        self.post(listed)
 
     def on_asked_for_calls(self, epoch: int, request: int) -> None:
         """Post it."""

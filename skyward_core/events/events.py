@@ -282,6 +282,21 @@ class CallRetrying:
 
 
 @dataclass(frozen=True, slots=True)
+class CallsWaiting:
+    """No call of this process has run for `seconds`, because others hold the slots of the pool: `calls` wait. `holder`
+    has held one longest, for `held_seconds`; it is named by its run, else by its process.
+
+    It comes after 5 seconds, then after a minute more, two, four, and every ten minutes.
+    """
+
+    pool: str
+    calls: int
+    seconds: float
+    holder: str
+    held_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class ContactLost:
     """A node does not answer this client any more; it may live and be reached again (`ContactRegained`), or turn out to
     be lost (`InstanceLost`).
@@ -389,6 +404,7 @@ type SkywardEvent = (
     | InstanceLost
     | InstancesUnconfirmed
     | CallRetrying
+    | CallsWaiting
     | ContactLost
     | ContactRegained
     | ClusterRestarting

@@ -14,6 +14,7 @@ from skyward_core.events.events import (
     CallProgress,
     CallReported,
     CallRetrying,
+    CallsWaiting,
     CandidateRefused,
     ClusterRestarting,
     ContactLost,
@@ -98,6 +99,8 @@ class Narrator:
                 return logging.WARNING, f"the cluster comes up anew: {reason}"
             case CallRetrying(call_id, attempt, attempts, reason):
                 return logging.WARNING, f"call {call_id[:8]} runs again (attempt {attempt} of {attempts}): {reason}"
+            case CallsWaiting():
+                return logging.INFO, _waiting(event)
             case Error(message, machine):
                 return (logging.ERROR, message if machine is None else f"{self.name(machine)}: {message}")
             case InstanceStopping(machine):
@@ -188,6 +191,12 @@ class _Reports:
 def _both(earlier: CallReported, later: CallReported) -> CallReported:
     step = earlier.step if later.step is None else later.step
     return replace(later, step=step, values={**earlier.values, **later.values})
+
+
+def _waiting(event: CallsWaiting) -> str:
+    who = "a call waits" if event.calls == 1 else f"{event.calls} calls wait"
+    held = f"held by {event.holder} for {_duration(event.held_seconds)}"
+    return f"{who} for a slot of pool {event.pool}, {held}"
 
 
 def not_well(calls: CallProgress) -> str:

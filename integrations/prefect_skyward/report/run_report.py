@@ -36,7 +36,7 @@ MOST_TASK_ROWS, MOST_LIVE_TASK_ROWS = 1_000, 50
 """Rows of the table of task runs, at the end and while the flow runs."""
 MOST_TASK_ARTIFACTS = 20
 """How many task runs get an artifact of their own: each is a request, and 1,000 task runs may end in two seconds."""
-UNREPORTED = (sky.LogLine, sky.CallRetrying, sky.ContactLost, sky.ContactRegained, sky.Error)
+UNREPORTED = (sky.LogLine, sky.CallRetrying, sky.CallsWaiting, sky.ContactLost, sky.ContactRegained, sky.Error)
 AT_ONCE = (sky.InfraCreating, sky.PoolReady, sky.CostFinal)
 
 
