@@ -67,6 +67,33 @@ def test_a_call_that_dies_has_reported(pool: sky.ComputePool, recorded: Recorded
 
 
 @sky.compute
+def draw_a_bar(states: int) -> None:
+    for state in range(1, states + 1):
+        sys.stderr.write(f"\r{state} of {states}")
+        sys.stderr.flush()
+        if state == states // 2:
+            logging.getLogger("test_bar").warning("half of it")
+    sys.stderr.write("\n")
+
+
+@pytest.mark.parametrize("is_detached", [False, True])
+def test_a_progress_bar_is_few_lines_and_its_last_state(
+    pool: sky.ComputePool, recorded: RecordedEvents, is_detached: bool
+):
+    if is_detached:
+        call = pool.start_detached(draw_a_bar(500))
+        call.result()
+        lines = call.log()
+    else:
+        future = pool.submit(draw_a_bar(500))
+        future.result()
+        lines = recorded.lines(future.call_id, "stderr")
+    assert "half of it" in lines
+    assert lines[-1] == "500 of 500"
+    assert len(lines) <= 4
+
+
+@sky.compute
 def log_at_all_levels(names: list[str]) -> None:
     for name in names:
         for level in (logging.DEBUG, logging.INFO, logging.WARNING):
