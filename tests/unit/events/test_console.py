@@ -145,6 +145,19 @@ def test_log_marks_problems_and_node_output(event: sky.SkywardEvent, line: str):
     assert _written("log", [event]) == line + "\n"
 
 
+def test_a_record_of_a_logger_with_a_level_of_its_own_is_shown_below_the_root_s(caplog: pytest.LogCaptureFixture):
+    """As `logging` shows it in one process; a level of our own loggers holds all the same."""
+    show = display("log")
+    with caplog.at_level(logging.INFO):
+        caplog.handler.setLevel(logging.NOTSET)
+        show(sky.LogLine(0, "i-0", "detail", 0.0, level=logging.DEBUG))
+        with caplog.at_level(logging.ERROR, "skyward.node"):
+            show(sky.LogLine(0, "i-0", "unwanted", 0.0, level=logging.WARNING))
+    show.close()
+    assert [(one.levelno, one.getMessage()) for one in caplog.records] == [(logging.DEBUG, "[node 0] detail")]
+    assert caplog.records[0].__dict__["skyward_node"] == 0
+
+
 def test_of_reports_there_is_a_line_a_minute_and_the_last():
     """A line has all values since the one before it; what was told already is not told again at the end."""
     narrator, told = Narrator(), list[tuple[float, str]]()
