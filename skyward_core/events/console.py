@@ -21,6 +21,7 @@ from skyward_core.events.events import (
     BootstrapStarting,
     CallProgress,
     CallReported,
+    CallsWaiting,
     ContactRegained,
     CostFinal,
     CostUpdate,
@@ -316,7 +317,7 @@ class _Spinner:
                 return
             line = self._narrator.tell(event)
             match event:
-                case LogLine() | ContactRegained():
+                case LogLine() | ContactRegained() | CallsWaiting():
                     self._print_above(line[1] if line else "")
                 case CallReported() if line is not None:
                     self._print_above(line[1])
