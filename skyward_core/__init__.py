@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     from skyward_core.events.events import CallProgress as CallProgress
     from skyward_core.events.events import CallReported as CallReported
     from skyward_core.events.events import CallRetrying as CallRetrying
+    from skyward_core.events.events import CallsWaiting as CallsWaiting
     from skyward_core.events.events import CandidateRefused as CandidateRefused
     from skyward_core.events.events import ClusterRestarting as ClusterRestarting
     from skyward_core.events.events import ContactLost as ContactLost
@@ -111,6 +112,7 @@ if TYPE_CHECKING:
     from skyward_core.events.narrator import Narrator as Narrator
     from skyward_core.events.series import Series as Series
     from skyward_core.events.traces import Traces as Traces
+    from skyward_core.events.utilisation import Utilisation as Utilisation
     from skyward_core.image.image import Image as Image
     from skyward_core.image.volume import S3Volume as S3Volume
     from skyward_core.image.volume import Volume as Volume
@@ -188,10 +190,10 @@ _HOMES = {
     ),
     "events.events": (
         "BootstrapCompleted BootstrapProgress BootstrapStarting BudgetWarning CallProgress CallReported"
-        " CallRetrying Callback CandidateRefused ClusterRestarting ContactLost ContactRegained CostFinal CostUpdate"
-        " Error InfraCreated InfraCreating InstanceLaunching InstanceLost InstanceProvisioned InstanceStopping"
-        " InstancesUnconfirmed LogLine Metrics NodesScaled PoolReady PoolStopping PreemptionNoticed ProviderName"
-        " RebalanceRecommended SkywardEvent compose emit use_callback"
+        " CallRetrying Callback CallsWaiting CandidateRefused ClusterRestarting ContactLost ContactRegained CostFinal"
+        " CostUpdate Error InfraCreated InfraCreating InstanceLaunching InstanceLost InstanceProvisioned"
+        " InstanceStopping InstancesUnconfirmed LogLine Metrics NodesScaled PoolReady PoolStopping PreemptionNoticed"
+        " ProviderName RebalanceRecommended SkywardEvent compose emit use_callback"
     ),
     "distributed.checkpoint": "Checkpoint SavedCheckpoint checkpoint",
     "distributed.sampler": "DistributedSampler",
@@ -206,6 +208,7 @@ _HOMES = {
     "events.narrator": "Narrator",
     "events.series": "Series",
     "events.traces": "Traces",
+    "events.utilisation": "Utilisation",
     "machines.offers": "Offer Requirements select_instance",
     "pool.aio": "AsyncCalls",
     "pool.executor": "PoolExecutor",

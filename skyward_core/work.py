@@ -116,6 +116,10 @@ class RunContext:
     """The id of the deployment."""
     run_count: int = 0
     """The number of the attempt of the task run, from 1."""
+    log_level: int = 0
+    """The level (of `logging`) from which on the run's log takes records; 0: as this process shows the lines of
+    nodes.
+    """
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tags", tuple(sorted(self.tags)))

@@ -7,7 +7,7 @@ the main thread calls them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -35,13 +35,14 @@ class Progress:
         self.on_warning: Sequence[OnWarning] = ()
         """Called with the task's context and the warning in it, under `skyward_warning`."""
         self._facts: dict[str, Any] = {"pool_id": "", "provider": "", "cost_usd": 0.0, "usd_per_hour": 0.0, "nodes": 0}
-        self._samples: dict[int, sky.Metrics] = {}
+        self._use = sky.Utilisation()
         self._warnings: list[dict[str, Any]] = []
         self._written_at = 0.0
         self._paused_until = 0.0
 
     def see(self, event: sky.SkywardEvent) -> None:
         """Take note of an event. Sends nothing."""
+        self._use.see(event)
         match event:
             case sky.InfraCreating():
                 self._facts["pool_id"] = event.pool_id
@@ -53,14 +54,8 @@ class Progress:
                 self._facts |= {"pool_id": event.pool_id, "nodes": event.nodes, "slots": event.slots}
             case sky.NodesScaled():
                 self._facts["nodes"] = event.nodes
-            case sky.InstanceLost():
-                self._samples.pop(event.node, None)
-            case sky.Metrics():
-                self._samples[event.node] = event
             case sky.CallProgress():
                 self._facts |= {"calls": event.submitted, "calls_done": event.done, "calls_failed": event.failed}
-            case sky.CallReported():
-                self._facts["reported"] = {**self._facts.get("reported", {}), **event.values}
             case sky.CostUpdate():
                 self._facts |= {
                     "cost_usd": event.accumulated_cost,
@@ -96,15 +91,11 @@ class Progress:
         self._write()
 
     def metrics(self) -> dict[str, Any]:
-        """Return the facts as JSON data; percent are means over the nodes."""
-        samples = list(self._samples.values())
-        means = {
-            "cpu_percent": _mean(one.cpu_percent for one in samples),
-            "memory_percent": _mean(one.memory_percent for one in samples),
-            "gpu_percent": _mean(one.gpu_utilization for one in samples),
-            "gpu_memory_percent": _mean(_gpu_memory(one) for one in samples),
-        }
-        known = {name: round(value, 1) for name, value in means.items() if value is not None}
+        """Return the facts as JSON data: percent are means over the nodes; those of `_mean` and `_max` are of the time
+        in which calls ran.
+        """
+        reported = self._use.last_values()
+        known = self._use.now() | self._use.numbers() | ({"reported": reported} if reported else {})
         return self._facts | known | {"updated_at": datetime.now(UTC).isoformat(timespec="seconds")}
 
     def _write(self) -> None:
@@ -127,14 +118,3 @@ class Progress:
                 callback({**self._context, "skyward_warning": warning})
             except Exception:  # the work goes on: the log has the warning too
                 self._log.exception("a callback of on_budget_warning has failed")
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
-
-
-def _gpu_memory(sample: sky.Metrics) -> float | None:
-    if not sample.gpu_memory_total_mb or sample.gpu_memory_used_mb is None:
-        return None
-    return 100 * sample.gpu_memory_used_mb / sample.gpu_memory_total_mb

@@ -24,6 +24,19 @@ SECONDS_PLACES = 3
 """Decimal places of the seconds, so that a person can read them."""
 GPU_UTIL_PCT = "skyward/gpu_util_pct"
 CPU_UTIL_PCT = "skyward/cpu_util_pct"
+MEASURED = {
+    "gpu_percent_mean": GPU_UTIL_PCT,
+    "gpu_percent_max": "skyward/gpu_util_max_pct",
+    "gpu_memory_percent_mean": "skyward/gpu_memory_pct",
+    "gpu_memory_percent_max": "skyward/gpu_memory_max_pct",
+    "cpu_percent_mean": CPU_UTIL_PCT,
+    "cpu_percent_max": "skyward/cpu_util_max_pct",
+    "memory_percent_mean": "skyward/memory_pct",
+    "memory_percent_max": "skyward/memory_max_pct",
+}
+"""Names of metadata, by those of `sky.Utilisation.numbers`."""
+REPORTED = "skyward/reported/"
+"""The names of what calls report with `sky.report` follow."""
 SAVINGS_USD = "skyward/savings_usd"
 RUNNING_COST_USD = "skyward/running_cost_usd"
 RUNNING_SECONDS = "skyward/running_seconds"
@@ -39,7 +52,7 @@ MICRO_PER_USD = 1_000_000
 @dataclass(frozen=True, slots=True)
 class Usage:
     """A step's use of pools, from its first use to the end of its last: USD on the bill, seconds, number of nodes,
-    accelerator in words, the pools' ids, and what was measured.
+    accelerator in words, the pools' ids, and what was measured (`numbers_of`).
 
     `details` is metadata that is no number.
     """
@@ -50,8 +63,7 @@ class Usage:
     accelerator: str
     pool_ids: tuple[str, ...] = ()
     savings_usd: float = 0.0
-    gpu_util_pct: float | None = None
-    cpu_util_pct: float | None = None
+    measured: Mapping[str, float | str] = field(default_factory=dict[str, float | str])
     details: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -81,6 +93,12 @@ def record(context: StepContext, pool: object, usage: Usage) -> None:
             SECONDS: round(total[SECONDS] / len(outputs) / partitions, SECONDS_PLACES),
         }
         _set(context, output, total | shares)
+
+
+def numbers_of(use: sky.Utilisation) -> dict[str, float | str]:
+    """Return what was measured while the step's calls ran, and the last values of what they have reported."""
+    measured = {MEASURED[name]: value for name, value in use.numbers().items()}
+    return measured | {f"{REPORTED}{name}": value for name, value in use.last_values().items()}
 
 
 def work_of(context: StepContext | None) -> sky.Work:
@@ -161,16 +179,12 @@ def split_micro(amount: int, weights: Sequence[int]) -> list[int]:
 
 
 def _total(usages: Mapping[int, Usage]) -> dict[str, Any]:
-    """Add up the costs of several pools; the seconds are those of the pool that was used longest. The utilisation is
-    the mean of the pools.
+    """Add up the costs of several pools; the seconds are those of the pool that was used longest, and what was measured
+    is of all of them up to the last one's use.
     """
     used = usages.values()
-    measured = {
-        GPU_UTIL_PCT: [usage.gpu_util_pct for usage in used if usage.gpu_util_pct is not None],
-        CPU_UTIL_PCT: [usage.cpu_util_pct for usage in used if usage.cpu_util_pct is not None],
-    }
     return {
-        **{name: round(sum(values) / len(values), 1) for name, values in measured.items() if values},
+        **max(used, key=lambda usage: usage.seconds).measured,
         SAVINGS_USD: float(sum(usage.savings_usd for usage in used)),
         COST_USD: float(sum(usage.cost_usd for usage in used)),
         SECONDS: float(max(usage.seconds for usage in used)),

@@ -15,8 +15,6 @@ import dagster as dg
 import skyward_core as sky
 from dagster_skyward.dagster_events import report_observation
 from dagster_skyward.metadata import (
-    CPU_UTIL_PCT,
-    GPU_UTIL_PCT,
     NODES,
     POOL_ID,
     RUNNING_COST_USD,
@@ -148,8 +146,8 @@ class StepEvents:
                 self._span(BOOTSTRAP, "the machines are prepared")
             case sky.PoolReady():
                 self._end_opening("the pool is ready")
-            case sky.Metrics():
-                self._report.take(event)
+            case sky.Metrics() | sky.CallReported() | sky.CallProgress() | sky.InstanceLost():
+                self._report.use.see(event)
             case sky.LogLine() if self._prints:
                 self._do(lambda: print_line(event))
             case sky.Error(message) if self._spans.is_written:
@@ -182,13 +180,12 @@ class StepEvents:
         if self._instance is None or self._run is None:
             return
         report, work = self.of_step(context), work_of(context)
-        measured = {GPU_UTIL_PCT: report.gpu_util_pct, CPU_UTIL_PCT: report.cpu_util_pct}
         metadata = {
             RUNNING_COST_USD: round(cost_usd, 6),
             RUNNING_SECONDS: round(seconds, 1),
             NODES: pool.instance_count,
             POOL_ID: pool.id,
-            **{name: value for name, value in measured.items() if value is not None},
+            **report.numbers(),
         }
         for asset in assets_of(context):
             observation = dg.AssetObservation(asset, metadata=metadata, partition=partition_of(work))

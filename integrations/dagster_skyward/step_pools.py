@@ -310,7 +310,7 @@ class StepPools:
         if context is None:
             return usage
         report = self.events.of_step(context)
-        usage = replace(usage, gpu_util_pct=report.gpu_util_pct, cpu_util_pct=report.cpu_util_pct)
+        usage = replace(usage, measured=report.numbers())
         self._pools[pool.id] = pool
         its = self._uses.setdefault(pool.id, {})
         its[context] = (its.get(context, (cost_before, 0.0))[0], max(cost, cost_before))

@@ -14,12 +14,12 @@ import dagster as dg
 
 import skyward_core as sky
 from dagster_skyward.dagster_events import report_error, report_span
+from dagster_skyward.metadata import numbers_of
 
 PROVISION, BOOTSTRAP, RUN = "skyward_provision", "skyward_bootstrap", "skyward_run"
 """Spans: machines are requested; they are prepared; the step uses the pool."""
 SPAN_SECONDS = 5.0
 """How often the end of the span RUN is moved: a step may make thousands of calls."""
-CPU, GPU = "CPU", "GPU"
 NODES_TABLE, CONSOLE, CHART = "skyward/node_table", "skyward/console", "skyward/utilization"
 
 
@@ -27,33 +27,20 @@ NODES_TABLE, CONSOLE, CHART = "skyward/node_table", "skyward/console", "skyward/
 class StepReport:
     """The measurements of one step, from its first use of a pool on."""
 
-    series: dict[str, sky.Series] = field(default_factory=lambda: {GPU: sky.Series(), CPU: sky.Series()})
+    use: sky.Utilisation = field(default_factory=sky.Utilisation)
     has_span: bool = False
     span_moved_at: float = -math.inf
     is_span_late: bool = False
 
-    @property
-    def gpu_util_pct(self) -> float | None:
-        """The mean of the accelerators of all nodes, in percent; None without a measurement."""
-        return _mean(self.series[GPU])
-
-    @property
-    def cpu_util_pct(self) -> float | None:
-        """The mean of all nodes, in percent; None without a measurement."""
-        return _mean(self.series[CPU])
-
-    def take(self, event: sky.Metrics) -> None:
-        """Add one measurement of a node."""
-        self.series[CPU].add(event.cpu_percent)
-        if event.gpu_utilization is not None:
-            self.series[GPU].add(event.gpu_utilization)
+    def numbers(self) -> dict[str, float | str]:
+        """Return metadata that plots: means and maxima of all nodes in percent, and the last values of `sky.report`."""
+        return numbers_of(self.use)
 
     def chart(self) -> str:
         """Return the course of the utilisation as a table of Markdown; "" without a measurement."""
         rows = [
-            f"| {name} | {its.sparkline(0, 100)} | {its.mean:.0f} % | {its.greatest:.0f} % |"
-            for name, its in self.series.items()
-            if its.count
+            f"| {self.use.words_of(name)} | {its.sparkline(0, 100)} | {its.mean:.0f} % | {its.greatest:.0f} % |"
+            for name, its in self.use.measured.items()
         ]
         return "\n".join(
             ["| | 0 to 100 % over time | mean | greatest |", "| --- | --- | --- | --- |", *rows] if rows else []
@@ -153,10 +140,6 @@ def print_line(event: sky.LogLine) -> None:
     """Print a node's line to the same stream of this process, which Dagster shows beside the run."""
     stream: TextIO = sys.stderr if event.stream == "stderr" else sys.stdout
     print(f"[node {event.node}] {event.line}", file=stream, flush=True)
-
-
-def _mean(series: sky.Series) -> float | None:
-    return round(series.mean, 1) if series.count else None
 
 
 def is_due(moved_at: float, seconds: float) -> bool:

@@ -94,7 +94,7 @@ def _context(fn: Callable[..., Any], facts: Mapping[str, Any], args: Any, kwargs
     with ExitStack() as stack:
         stack.callback(lambda: _end_services(LATE_FLUSH_SECONDS if is_stopped else FLUSH_SECONDS))
         stack.enter_context(SettingsContext(profile=Profile(name="skyward"), settings=_settings(_key())))
-        _send_records_to_stdout(facts.get("task_run_id", ""))
+        _send_records_to_stdout(facts.get("task_run_id", ""), facts["log_levels"])
         client = _client(_key())
         if facts["flow_run"]:
             runner = stack.enter_context(NodeTaskRunner())
@@ -201,7 +201,7 @@ class _Records(logging.StreamHandler[Any]):
         return f"[{kind} run {json.dumps(names)}] {text}"
 
 
-def _send_records_to_stdout(task_run_id: str) -> None:
+def _send_records_to_stdout(task_run_id: str, levels: Mapping[str, int]) -> None:
     root = logging.getLogger()
     for handler in [one for one in root.handlers if isinstance(one, PrefectConsoleHandler)]:
         root.removeHandler(handler)  # the import of Prefect has put it there, for all records of the process
@@ -210,8 +210,8 @@ def _send_records_to_stdout(task_run_id: str) -> None:
         logger.propagate = False
         if not any(isinstance(one, _Records) for one in logger.handlers):
             logger.handlers[:] = [_records]
-    for name in ("prefect.task_runs", "prefect.flow_runs"):
-        logging.getLogger(name).setLevel(logging.DEBUG)  # the flow's process filters by level
+    for name, level in levels.items():  # the import of Prefect has set others
+        logging.getLogger(name).setLevel(level)
     _records.task_run_id = task_run_id
 
 

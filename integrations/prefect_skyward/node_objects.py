@@ -107,8 +107,8 @@ def _node_run_logger(context: object = None, **kwargs: Any) -> logging.Logger:
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(logging.Formatter("%(message)s"))  # the level travels separately
         logger.addHandler(handler)
-        logger.setLevel(logging.DEBUG)  # the task run's logger filters by level
         logger.propagate = False
+    logger.setLevel(logging.getLogger("prefect.task_runs").getEffectiveLevel())  # the client's levels hold here
     return logger
 
 

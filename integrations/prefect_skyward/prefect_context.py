@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import ipaddress
 import json
+import logging
 import re
 from collections.abc import Callable
 from importlib.metadata import version
@@ -23,6 +24,7 @@ from prefect.settings import get_current_settings
 import skyward_core as sky
 
 ADDRESS = "PREFECT_API_URL"
+RUN_LOGGERS = ("prefect.task_runs", "prefect.flow_runs")
 _KEYS = ("PREFECT_API_KEY", "PREFECT_API_AUTH_STRING", "PREFECT_CLIENT_CUSTOM_HEADERS")
 _NODE_SIDE = Path(__file__).with_name("node_context.py")
 _IS_PREFECT = re.compile(r"\s*prefect(-[a-z0-9-]+)?\s*(\[[^]]*\])?\s*($|[=<>!~@; ])", re.IGNORECASE)
@@ -122,6 +124,7 @@ def facts_of_call() -> str:
         "flow_run": "",
         "task_run": "",
         "result_storage": _block_id(flow or task),
+        "log_levels": {name: logging.getLogger(name).getEffectiveLevel() for name in RUN_LOGGERS},
     }
     if flow is not None and run is not None:
         facts |= {

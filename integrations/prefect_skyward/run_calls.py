@@ -157,6 +157,9 @@ class RunCalls:
         if (report := self.pools.facts.report) is not None:
             report.call(cast("Any", future).call_id, use.work.task_run, use.work.task)
         future.add_done_callback(functools.partial(life.report_cost, use))
+            report.call(cast("Any", future).call_id, work.task_run, work.task)
+            future.add_done_callback(lambda _: report.call_ended(work.task_run))
+        future.add_done_callback(functools.partial(life.add_cost, work))
         self._futures.add(future)
         future.add_done_callback(self._futures.discard)
         if self.is_stopping:  # `stop` may have missed this one
@@ -201,6 +204,7 @@ def context_of_run() -> sky.RunContext:
         parameters=run.parameters if run is not None else {},
         deployment=str(run.deployment_id or "") if run is not None else "",
         run_count=task_run.run_count if task_run is not None else 0,
+        log_level=RunLog.of_task().logger.getEffectiveLevel(),
     )
 
 

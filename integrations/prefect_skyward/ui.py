@@ -68,10 +68,23 @@ class RunLog:
         with contextlib.suppress(SystemExit):  # rich's, `Console.on_broken_pipe`
             self.run(self.logger.log, level, "%s", text)
 
+    def say_record(self, level: int, text: str) -> None:
+        """Write a record that a node has made, also below the level of the run's logger: the levels of this process's
+        loggers, extra ones too, have held on the node.
+        """
+        logger, extra = self.logger, {}
+        if isinstance(logger, logging.LoggerAdapter):
+            logger, extra = logger.logger, dict(logger.extra or {})
+        if level > logging.root.manager.disable:
+            record = logger.makeRecord(logger.name, level, "", 0, "%s", (text,), None, extra=extra)
+            with contextlib.suppress(SystemExit):
+                self.run(logger.handle, record)
+
     def say_line(self, line: sky.LogLine) -> None:
         """Write a line of a node."""
         log, text = self._log_of(line.line) if self.has_nested_runs else (self, line.line)
-        log.say(line.level or logging.INFO, f"[node {line.node}] {text}")
+        write = log.say_record if line.level else log.say
+        write(line.level or logging.INFO, f"[node {line.node}] {text}")
 
     def _log_of(self, text: str) -> tuple[Self, str]:
         """Return the log of the run that a line names, and the rest of the line."""

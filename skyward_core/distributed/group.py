@@ -24,6 +24,7 @@ from skyward_core.distributed.training_process import ProcessEnded, TrainingProc
 from skyward_core.errors import BadRequest, CallCrashed
 from skyward_core.serialization import pickling, sources
 from skyward_core.worker.info import ENV, instance_info, to_env
+from skyward_core.worker.log_levels import of_this_process
 from skyward_core.worker.log_records import kept_mark
 
 RENDEZVOUS_SECONDS = 300.0
@@ -150,7 +151,9 @@ class GroupFunction[**P, R]:
         work = pickling.dumps((self.fn, args, kwargs), label=("function", "args", "kwargs"))
 
         def job(member: Member) -> TrainingJob:
-            return TrainingJob(member.place, member.address, sources.installed(), framework, work, kept_mark())
+            return TrainingJob(
+                member.place, member.address, sources.installed(), framework, work, kept_mark(), of_this_process.levels
+            )
 
         with ExitStack() as undo:
             processes = [undo.enter_context(TrainingProcess(variables_of(place))) for place in ranks]

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from skyward_core.distributed.member import Place
 from skyward_core.serialization.pickling import Pickled
 from skyward_core.serialization.sources import Source
+from skyward_core.worker.log_levels import LogLevels
 
 LOOK_SECONDS = 0.2
 """How often to look whether the other process lives, because its own children may keep the connection open."""
@@ -22,7 +23,7 @@ LOOK_SECONDS = 0.2
 class TrainingJob(NamedTuple):
     """What the process of a rank needs: its place and its node's address in the group, and, pickled, the framework, the
     function and the arguments. The arguments may have the framework's arrays, and are loaded when it runs. `mark` is
-    for log records, see `worker.log_records`.
+    for log records, see `worker.log_records`, and `log_levels` are those of its call.
     """
 
     place: Place
@@ -31,6 +32,7 @@ class TrainingJob(NamedTuple):
     framework: Pickled
     work: Pickled
     mark: bytes
+    log_levels: LogLevels = ()
 
 
 class Failure(NamedTuple):

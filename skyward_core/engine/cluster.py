@@ -33,7 +33,7 @@ from skyward_core.engine.futures import CallFuture
 from skyward_core.engine.item_futures import ItemFuture
 from skyward_core.engine.node_draining import NodeDraining
 from skyward_core.engine.owner import Counts, EngineThread, Watcher
-from skyward_core.engine.packed_functions import ArgumentPacker, packed_entries
+from skyward_core.engine.packed_functions import ArgumentPacker, packed_entries, surroundings_of_calls
 from skyward_core.errors import NodeLost, PoolClosed, SkywardError
 from skyward_core.events.events import CallRetrying, SkywardEvent
 from skyward_core.machines.instances import Lease
@@ -80,6 +80,7 @@ class Cluster:
         is_here = all(node.instance.endpoint is None for node in lease.nodes)
         self.dispatcher = Dispatcher(lease.nodes, f"skyward-{uuid.uuid4().hex}", retries, is_here=is_here)
         self.owner = EngineThread(self.dispatcher, transports, emit, delivered, counts, secrets, work)
+        self.owner.pool = lease.pool_id
         self._certificate = certificate
         self._transports = transports
         self._ranks = BroadcastRanks(node.rank for node in lease.nodes)
@@ -414,7 +415,10 @@ class Cluster:
         self._refuse()
         with contextlib.ExitStack() as undo:
             pack = ArgumentPacker(
-                replace_object, self._place if self.dispatcher.is_here else None, is_copied=not is_awaited
+                replace_object,
+                self._place if self.dispatcher.is_here else None,
+                is_copied=not is_awaited,
+                surroundings=surroundings_of_calls(),
             )
             entries = packed_entries(calls, pack, job_id, ahead, undo)
             for entry in entries if places else ():

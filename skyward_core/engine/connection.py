@@ -35,7 +35,7 @@ from skyward_core.worker.call_lists import CALLS_QUESTION, INTRODUCE
 from skyward_core.worker.calls import BusyTime
 from skyward_core.worker.detached_calls import BUSY_TIMES
 from skyward_core.worker.pool_scheduler import RUN_BATCH, STALLED_SECONDS
-from skyward_core.worker.scheduler_messages import POOL_TOPIC, Resumed
+from skyward_core.worker.scheduler_messages import LIST_CALLS, LISTING_SECONDS, POOL_TOPIC, Resumed
 from skyward_core.worker.streams import ReportedOutcomes, send_at_once
 from skyward_core.worker.wire import Batch, Report
 
@@ -61,6 +61,7 @@ class ReportInbox(Protocol):
     def on_task_failed(self, epoch: int, number: int, reason: str) -> None: ...
     def on_ping(self, epoch: int, busy_times: Collection[BusyTime] | None) -> None: ...
     def on_asked_for_calls(self, epoch: int, request: int) -> None: ...
+    def on_calls_listed(self, epoch: int, answer: Mapping[str, Any]) -> None: ...
 
 
 class DaskClient(distributed.Client):
@@ -339,6 +340,20 @@ class SchedulerConnection:
         except Exception as error:
             _log.debug("the scheduler does not answer: %s", error)
         inbox.on_ping(self.epoch, busy_times)
+
+    def list_calls(self, inbox: ReportInbox) -> None:
+        """Ask the scheduler which calls the slots have, of all clients."""
+        with contextlib.suppress(RuntimeError):
+            cast(Any, self.client.loop).add_callback(self._list_calls, inbox)
+
+    async def _list_calls(self, inbox: ReportInbox) -> None:
+        try:
+            async with asyncio.timeout(LISTING_SECONDS + PING_SECONDS):
+                answer = await getattr(cast(Any, self.client.scheduler), LIST_CALLS)()
+        except Exception as error:  # a scheduler of an earlier release, or one that is out of reach
+            _log.debug("the calls of the pool are not known: %s", error)
+        else:
+            inbox.on_calls_listed(self.epoch, answer)
 
     def close(self) -> None:
         """Close, and end Dask's thread. The scheduler keeps this client's tasks for the next connection."""

@@ -13,11 +13,11 @@ from typing import Any
 from skyward_core.compute import PendingCompute
 from skyward_core.engine.connection import SchedulerConnection
 from skyward_core.engine.owner import EngineThread
-from skyward_core.engine.packed_functions import packed_function
+from skyward_core.engine.packed_functions import packed_function, pickled_arguments, surroundings_of_calls
 from skyward_core.engine.results import value_of
 from skyward_core.engine.wanted_call import WantedCall
 from skyward_core.errors import BadRequest, NodeLost, SkywardError
-from skyward_core.serialization import pickling, sources
+from skyward_core.serialization import pickling
 from skyward_core.transport.transport import Transport, Transports
 from skyward_core.worker.detached_calls import IS_NAMED, NAME, OWNER, RESULT_TTL, RETRIES, RUN_ID, detached_key
 from skyward_core.worker.pool_scheduler import START_DETACHED
@@ -66,7 +66,7 @@ class DetachedCalls:
         """
         self._refuse()
         function_name, function = packed_function(pending.fn, replace_object)
-        pickled = sources.pack((pending.args, dict(pending.kwargs)), label=("args", "kwargs"), replace=replace_object)
+        pickled = pickled_arguments(pending, surroundings_of_calls(), replace_object)
         arguments = Parcel(pickled.data, tuple(bytes(buffer) for buffer in pickled.buffers))
         run_id = wanted.run_id
         call = Call(run_id, function_name, arguments, run_id, pending.timeout_seconds)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from dataclasses import replace
 from typing import Any, Protocol
 
 from distributed.protocol.serialize import to_serialize  # noqa: TID253 - with connection.py owns Dask in this package
@@ -28,9 +29,10 @@ from skyward_core.engine.item_futures import ItemFuture
 from skyward_core.engine.load_reports import LoadReports
 from skyward_core.engine.own_time import OwnTime
 from skyward_core.engine.results import Callbacks, NotPlain, Results, Settled, plain_value, value_of
+from skyward_core.engine.slot_waits import SlotWaits, holder_of
 from skyward_core.engine.transfers import Transfers
 from skyward_core.errors import NodeLost, PoolClosed
-from skyward_core.events.events import SkywardEvent
+from skyward_core.events.events import CallReported, CallsWaiting, SkywardEvent
 from skyward_core.machines.owner import Owner
 from skyward_core.transport.transport import Transports
 from skyward_core.work import NO_WORK, Work
@@ -104,6 +106,9 @@ class EngineThread:
         self.ended_at = time.monotonic()
         """When the last call ended, on time.monotonic's clock."""
         self.own_time = OwnTime()
+        self.pool = ""
+        """What the pool is called in events: its name, or its id."""
+        self._waits = SlotWaits()
         self._emit = emit
         self._counts = counts
         self._secrets = secrets
@@ -125,6 +130,8 @@ class EngineThread:
         """By call: the name of its function, and when its outcome had come, while its value is loaded."""
         self._last_lines: dict[str, int] = {}
         """By call: the number of the event of its last log line."""
+        self._reported: dict[str, CallReported] = {}
+        """By call that runs: what it has reported, the last values of all metrics."""
         self._usd_per_second: dict[str, float] = {}
         self._seen: dict[str, dict[str, float]] = {}
         """How long slots were busy, by instance id and by worker process, also of processes that have ended."""
@@ -239,6 +246,13 @@ class EngineThread:
         self.dispatcher.tick(time.monotonic(), self._transfers.is_reachable)
         self._uploading_to = self.dispatcher.uploading_to()
         self._report_load(self.dispatcher.waiting)
+        self._look_for_waits()
+
+    def _look_for_waits(self) -> None:
+        unfinished = len(self.dispatcher.entries) - len(self.dispatcher.fetching)
+        is_due = self._waits.is_due(time.monotonic(), unfinished, self.ended_at, self.own_time.seconds)
+        if is_due and self.connection is not None and self.dispatcher.is_live:
+            self.connection.list_calls(self)
 
     def _report_load(self, waiting: int | None) -> None:
         """Let the scheduler know which nodes this client needs: after each message, so that it knows of a fetch before
@@ -330,6 +344,17 @@ class EngineThread:
 
         self.post(pinged)
 
+    def on_calls_listed(self, epoch: int, answer: Mapping[str, Any]) -> None:
+        """Post it."""
+
+        def listed() -> None:
+            holder, calls = holder_of(answer, self.dispatcher.topic), len(self.dispatcher.entries)
+            seconds = self._waits.answered(time.monotonic(), waits=holder is not None)
+            if holder is not None and calls and epoch == self.dispatcher.epoch:
+                self._emit(CallsWaiting(self.pool, calls, seconds, holder.words, holder.seconds))
+
+        self.post(listed)
+
     def on_asked_for_calls(self, epoch: int, request: int) -> None:
         """Post it."""
 
@@ -383,6 +408,11 @@ class EngineThread:
             case do.MeterCalls(instance_id, seconds_by_use):
                 for use, seconds in seconds_by_use.items():
                     self.own_time.ran(use, instance_id, seconds)
+                if isinstance(event, CallReported):
+                    self._note_report(event)
+                self._emit_of(call_id, event)
+            case do.MeterCalls(instance_id, seconds):
+                self.own_time.ran(instance_id, seconds)
                 if self._counts is not None:
                     total = sum(seconds_by_use.values())
                     self._usd_per_second[instance_id] = self._counts.ran(instance_id, total) / total
@@ -461,6 +491,19 @@ class EngineThread:
             case do.CutOff():
                 self.watcher.cut()
 
+    def _emit_of(self, call_id: str | None, event: SkywardEvent) -> None:
+        """Emit an event; the result of its call waits until callbacks have taken it."""
+        number = self._emit(event)
+        if call_id is not None and call_id in self.futures:
+            self._last_lines[call_id] = number if isinstance(number, int) else 0
+
+    def _note_report(self, event: CallReported) -> None:
+        if event.call_id is not None and event.call_id in self.futures:
+            before = self._reported.get(event.call_id)
+            step = before.step if event.step is None and before is not None else event.step
+            values = {**(before.values if before is not None else {}), **event.values}
+            self._reported[event.call_id] = replace(event, step=step, values=values)
+
     def _fetch_item(self, action: do.FetchItem) -> None:
         future, instance_id = self.futures.get(action.call_id), action.instance_id
         if not isinstance(future, ItemFuture):
@@ -497,6 +540,8 @@ class EngineThread:
             self._settle(action.call_id, lambda: value, spent, is_plain=True)
 
     def _settle(self, call_id: str, value: Callable[[], Any], spent: list[Parcel], *, is_plain: bool = False) -> None:
+        if (report := self._reported.pop(call_id, None)) is not None:
+            self._emit_of(call_id, replace(report, is_last=True))
         after = self._last_lines.pop(call_id, 0)
         if (future := self.futures.get(call_id)) is None:
             return

@@ -11,6 +11,7 @@ from typing import Any
 
 from skyward_core.compute import PendingCompute
 from skyward_core.engine.outbox import Entry
+from skyward_core.events.levels_for_nodes import levels_for_nodes
 from skyward_core.serialization import pickling, sources
 from skyward_core.work import paying_use, run_context
 from skyward_core.worker import shared_values
@@ -61,21 +62,17 @@ class ArgumentPacker:
     """Pickles functions and arguments of calls.
 
     `place` puts large arguments into a file, if client and nodes are on one machine. `is_copied`: the caller may change
-    them before they are sent.
+    them before they are sent. `surroundings` travel with each call (`surroundings_of_calls`).
     """
 
     replace_object: pickling.Replace | None
     place: Callable[[Parcel], Parcel] | None
     is_copied: bool
+    surroundings: tuple[Any, ...]
 
     def arguments(self, pending: PendingCompute[Any]) -> Parcel:
         """Pickle the arguments of a call. Raises NotPicklable."""
-        value = (pending.args, dict(pending.kwargs))
-        labels: tuple[str, ...] = ("args", "kwargs")
-        if (context := run_context()) is not None:
-            # plain, so that plain arguments stay so: cloudpickle would take ten times as long
-            value, labels = (*value, context.plain()), (*labels, "run context")
-        pickled = sources.pack(value, label=labels, replace=self.replace_object)
+        pickled = pickled_arguments(pending, self.surroundings, self.replace_object)
         parcel = Parcel(pickled.data, pickled.buffers)
         if parcel.nbytes <= INLINE_BYTES:
             return parcel
@@ -83,6 +80,26 @@ class ArgumentPacker:
             with contextlib.suppress(OSError):  # no room: Dask carries it
                 return self.place(parcel)
         return Parcel(parcel.data, tuple(bytearray(buffer) for buffer in parcel.buffers)) if self.is_copied else parcel
+
+
+def pickled_arguments(
+    pending: PendingCompute[Any], surroundings: tuple[Any, ...], replace_object: pickling.Replace | None
+) -> pickling.Pickled:
+    """Pickle the arguments of a call with its surroundings. Raises NotPicklable."""
+    value = (pending.args, dict(pending.kwargs), *surroundings)
+    return sources.pack(value, label=("args", "kwargs", "run context", "log levels"), replace=replace_object)
+
+
+def surroundings_of_calls() -> tuple[Any, ...]:
+    """Return what calls that are submitted now find on their node: the fields of their run, () outside of one, and the
+    levels of the loggers.
+    """
+    # plain, so that plain arguments stay so: cloudpickle would take ten times as long
+    context = run_context()
+    return (
+        () if context is None else context.plain(),
+        levels_for_nodes(0 if context is None else context.log_level),
+    )
 
 
 def packed_entries(

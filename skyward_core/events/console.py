@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol, TextIO, override
 
 from skyward_core.errors import BadRequest
@@ -20,6 +20,7 @@ from skyward_core.events.events import (
     BootstrapStarting,
     CallProgress,
     CallReported,
+    CallsWaiting,
     ContactRegained,
     CostFinal,
     CostUpdate,
@@ -131,7 +132,8 @@ class _Log:
                 return
             if line := self._narrator.tell(event):
                 log = _node_log if isinstance(event, LogLine | CallReported) else _log
-                log.log(line[0], "%s", line[1], extra=self._fields(event))
+                write = log_record_of_node if isinstance(event, LogLine) and event.level else log.log
+                write(line[0], "%s", line[1], extra=self._fields(event))
 
     def _fields(self, event: SkywardEvent) -> dict[str, object]:
         if isinstance(event, InfraCreating | PoolReady) and event.pool_id:
@@ -194,6 +196,27 @@ class _FallbackHandler(logging.Handler):
 
 def _last_listeners() -> list[_FallbackHandler]:
     return [one for one in _log.handlers if isinstance(one, _FallbackHandler)]
+
+
+def log_record_of_node(level: int, words: str, *args: object, extra: Mapping[str, object] | None = None) -> None:
+    """Write a record that a node has made, as the root logger does with those of other loggers: it asks for no level.
+
+    The level of the record's own logger has held on the node (`levels_for_nodes`). A level of the loggers "skyward" or
+    "skyward.node" holds all the same.
+    """
+    if (_node_log.level or _log.level) and not _node_log.isEnabledFor(level):
+        return
+    if level > _node_log.manager.disable:
+        record = _node_log.makeRecord(_node_log.name, level, "", 0, words, args, None, extra=extra)
+        _node_log.handle(record)
+
+
+def node_level() -> int:
+    """Return the level from which on records of nodes are shown here: as the user, or an orchestrator, has configured
+    `logging`; INFO if nobody has.
+    """
+    level = _node_log.getEffectiveLevel()
+    return logging.INFO if level == logging.WARNING and not _others_listen() else level
 
 
 def _others_listen() -> bool:
@@ -294,7 +317,7 @@ class _Spinner:
                 return
             line = self._narrator.tell(event)
             match event:
-                case LogLine() | ContactRegained():
+                case LogLine() | ContactRegained() | CallsWaiting():
                     self._print_above(line[1] if line else "")
                 case CallReported() if line is not None:
                     self._print_above(line[1])

@@ -176,7 +176,8 @@ class CallReported:
 
     `call_id` names the call, as in `LogLine`; `step` is None if the call named none. `values` has the last value of
     each metric since the last event of the call. `timestamp` is the node's clock, seconds since 1970. A broadcast
-    reports from each of its nodes.
+    reports from each of its nodes. When a call that has reported ends, however it does, an event with `is_last` has
+    its last step, and the last values of all of its metrics.
     """
 
     node: int
@@ -185,6 +186,7 @@ class CallReported:
     step: int | None
     values: Mapping[str, float]
     timestamp: float
+    is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +279,21 @@ class CallRetrying:
     attempt: int
     attempts: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallsWaiting:
+    """No call of this process has run for `seconds`, because others hold the slots of the pool: `calls` wait. `holder`
+    has held one longest, for `held_seconds`; it is named by its run, else by its process.
+
+    It comes after 5 seconds, then after a minute more, two, four, and every ten minutes.
+    """
+
+    pool: str
+    calls: int
+    seconds: float
+    holder: str
+    held_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,6 +404,7 @@ type SkywardEvent = (
     | InstanceLost
     | InstancesUnconfirmed
     | CallRetrying
+    | CallsWaiting
     | ContactLost
     | ContactRegained
     | ClusterRestarting

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
+from dataclasses import dataclass, replace
 from decimal import Decimal
 
 from skyward_core.events.events import (
@@ -14,6 +14,7 @@ from skyward_core.events.events import (
     CallProgress,
     CallReported,
     CallRetrying,
+    CallsWaiting,
     CandidateRefused,
     ClusterRestarting,
     ContactLost,
@@ -29,6 +30,7 @@ from skyward_core.events.events import (
     InstanceStopping,
     InstancesUnconfirmed,
     LogLine,
+    Metrics,
     NodesScaled,
     PoolReady,
     PoolStopping,
@@ -36,10 +38,12 @@ from skyward_core.events.events import (
     RebalanceRecommended,
     SkywardEvent,
 )
+from skyward_core.events.series import written
+from skyward_core.events.utilisation import Utilisation
 
 SECONDS_BETWEEN_COSTS = 60.0
-SECONDS_BETWEEN_REPORTS = 10.0
-"""Of one call on one node; callbacks get all of its reports."""
+SECONDS_BETWEEN_REPORTS = 60.0
+"""Of one call on one node; the last one is told always, and callbacks get all of them."""
 
 
 class Narrator:
@@ -49,10 +53,15 @@ class Narrator:
         self._nodes: dict[str, int] = {}
         self._calls = CallProgress(submitted=0, done=0, failed=0)
         self._cost_shown_at = 0.0
-        self._reports_shown_at: dict[tuple[str | None, str], float] = {}
+        self._reports: dict[tuple[str | None, str], _Reports] = {}
+        """By call and machine."""
+        self._use = Utilisation()
+        """Since the last line about it."""
 
     def tell(self, event: SkywardEvent) -> tuple[int, str] | None:
         """Return the level (of `logging`) and the words for an event, or None if it is not worth a line."""
+        if isinstance(event, Metrics | CallProgress):
+            self._use.see(event)
         match event:
             case InstanceProvisioned(instance_id, node):
                 self._nodes[instance_id] = node
@@ -90,6 +99,8 @@ class Narrator:
                 return logging.WARNING, f"the cluster comes up anew: {reason}"
             case CallRetrying(call_id, attempt, attempts, reason):
                 return logging.WARNING, f"call {call_id[:8]} runs again (attempt {attempt} of {attempts}): {reason}"
+            case CallsWaiting():
+                return logging.INFO, _waiting(event)
             case Error(message, machine):
                 return (logging.ERROR, message if machine is None else f"{self.name(machine)}: {message}")
             case InstanceStopping(machine):
@@ -144,19 +155,48 @@ class Narrator:
             parts.append(self._calls_so_far())
         if event.accumulated_cost or event.hourly_rate:
             parts.append(f"{usd(event.accumulated_cost)} so far at {usd(event.hourly_rate)} per hour")
+        if words := self._use.words():
+            parts.append(words)
+        self._use = self._use.anew()
         return logging.INFO, ", ".join(parts)
 
     def _reported(self, event: CallReported) -> tuple[int, str] | None:
         key = (event.call_id, event.instance_id)
-        if event.timestamp - self._reports_shown_at.get(key, -math.inf) < SECONDS_BETWEEN_REPORTS:
-            return None
-        self._reports_shown_at[key] = event.timestamp
-        values = ", ".join(f"{name} {value:.6g}" for name, value in event.values.items())
+        known = self._reports.setdefault(key, _Reports())
+        if event.is_last:
+            del self._reports[key]
+            if known.shown_at is not None and known.untold is None:
+                return None
+        else:
+            event = known.untold = event if known.untold is None else _both(known.untold, event)
+            if known.shown_at is not None and event.timestamp - known.shown_at < SECONDS_BETWEEN_REPORTS:
+                return None
+        known.shown_at, known.untold = event.timestamp, None
+        values = ", ".join(f"{name} {written(value)}" for name, value in event.values.items())
         step = "" if event.step is None else f"step {event.step}"
         return logging.INFO, f"[node {event.node}] {': '.join(part for part in (step, values) if part)}"
 
     def _calls_so_far(self) -> str:
         return f"{self._calls.done} of {_count(self._calls.submitted, 'call')} done{not_well(self._calls)}"
+
+
+@dataclass(slots=True)
+class _Reports:
+    """The reports of one call on one node: when one was told last, and what has come since."""
+
+    shown_at: float | None = None
+    untold: CallReported | None = None
+
+
+def _both(earlier: CallReported, later: CallReported) -> CallReported:
+    step = earlier.step if later.step is None else later.step
+    return replace(later, step=step, values={**earlier.values, **later.values})
+
+
+def _waiting(event: CallsWaiting) -> str:
+    who = "a call waits" if event.calls == 1 else f"{event.calls} calls wait"
+    held = f"held by {event.holder} for {_duration(event.held_seconds)}"
+    return f"{who} for a slot of pool {event.pool}, {held}"
 
 
 def not_well(calls: CallProgress) -> str:

@@ -138,9 +138,11 @@ class EventQueue:
     def _is_too_much(self, event: SkywardEvent) -> bool:
         """Return whether an event is dropped, and count it then.
 
-        The last progress is kept, so that no display stops at 99 of 100 calls.
+        The last progress is kept, so that no display stops at 99 of 100 calls, and the last report of each call.
         """
         if not isinstance(event, LogLine | Metrics | CallProgress | CallReported):
+            return False
+        if isinstance(event, CallReported) and event.is_last:
             return False
         limit = self._most_waiting // 2 if self._is_dropping else self._most_waiting
         self._is_dropping = len(self._waiting) >= limit

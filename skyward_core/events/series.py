@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 
@@ -13,7 +14,7 @@ BARS = "▁▂▃▄▅▆▇█"
 class Series:
     """Keeps at most MOST_POINTS points of any number of values: when they are full, each two neighbours become one.
 
-    Values that are no finite numbers are left out.
+    Values that are no finite numbers are left out, except that one of them may be the `last`.
     """
 
     def __init__(self) -> None:
@@ -26,11 +27,12 @@ class Series:
 
     def add(self, value: float) -> None:
         """Add the next value."""
+        self.last = value
         if not math.isfinite(value):
             return
         self.least = value if not self.count else min(self.least, value)
         self.greatest = value if not self.count else max(self.greatest, value)
-        self.count, self.last, self._total = self.count + 1, value, self._total + value
+        self.count, self._total = self.count + 1, self._total + value
         self._begun.append(value)
         if len(self._begun) == self._values_per_point:
             self._points.append(_mean(self._begun))
@@ -44,6 +46,11 @@ class Series:
         """The mean of all values; NaN without any."""
         return self._total / self.count if self.count else math.nan
 
+    @property
+    def text(self) -> str:
+        """The last value in six digits."""
+        return written(self.last)
+
     def sparkline(self, low: float | None = None, high: float | None = None) -> str:
         """Return the points as bars between two values, by default the least and the greatest point."""
         points = [*self._points, *([_mean(self._begun)] if self._begun else [])]
@@ -51,6 +58,20 @@ class Series:
             return ""
         bottom, top = min(points) if low is None else low, max(points) if high is None else high
         return "".join(_bar(point, bottom, top) for point in points)
+
+
+def written(value: float) -> str:
+    """Return a reported value in six digits; a loss that is no number any more as "NaN", which is what matters then.
+
+    >>> written(0.123456789), written(math.nan), written(-math.inf)
+    ('0.123457', 'NaN', '-Infinity')
+    """
+    return f"{value:.6g}" if math.isfinite(value) else json.dumps(value)
+
+
+def as_json(value: float) -> float | str:
+    """Return a reported value as JSON data: JSON has no number for NaN and infinities, and servers refuse them."""
+    return value if math.isfinite(value) else json.dumps(value)
 
 
 def _bar(point: float, bottom: float, top: float) -> str:

@@ -449,6 +449,7 @@ def _attach(
     callback = compose(*[sink for sink in (registered_callback(), on_event) if sink is not None], show)
     events = EventQueue(callback, show.close, log=log)
     attached = Attached(claim, key, sealed, spec.lease_seconds, spec.retries, events, pays=pays, work=work)
+    attached.name = spec.name or claim.pool_id
     try:
         attached.start(timeout_seconds)
         attached.events.flush()

@@ -91,6 +91,8 @@ class Attached:
     ) -> None:
         """`pays`: this process reserves the money of a detached pool, as its opener did."""
         self.lease = lease
+        self.name = lease.pool_id
+        """What the pool is called in events: its name, or its id."""
         self._key = key
         self._sealed = sealed
         """What the ledger had for this lease; `key` goes before its SSH keys."""
@@ -170,6 +172,7 @@ class Attached:
                     self._work,
                 ),
             )
+            cluster.owner.pool = self.name
             cluster.draining.keep(None)
             patience = min(JOIN_SECONDS, self._lease_seconds / 2)
             with _busy_is_no_loss(self.transports.to(self.lease.nodes[0].instance)):

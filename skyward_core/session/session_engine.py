@@ -82,6 +82,7 @@ class SessionEngine:
             lambda: emitter.queue.delivered,
             self._work,
         )
+        cluster.owner.pool = spec.name or lease.pool_id
         undo.callback(cluster.close, PoolClosed("the pool could not be opened"))
         cluster.start(machines.scheduler, deadline, machines.check)
         self.recovery = recovery = Recovery(

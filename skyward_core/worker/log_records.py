@@ -39,7 +39,8 @@ def keep_levels(mark: bytes, streams: tuple[TextIO, TextIO]) -> None:
     """Let each log handler of this process that writes to one of `streams` write whole records from now on.
 
     It changes `logging.StreamHandler` itself: the handlers are the calls' own (`logging.basicConfig()`), or Python's
-    last resort, and need not exist yet.
+    last resort, and need not exist yet. The last resort takes records of all levels: loggers drop those that the client
+    does not want (`log_levels.py`). It is no handler of the root logger, so that `basicConfig` in a call works.
     """
     global _kept_mark  # noqa: PLW0603 - like the handlers, it belongs to the process
     _kept_mark = mark
@@ -59,6 +60,8 @@ def keep_levels(mark: bytes, streams: tuple[TextIO, TextIO]) -> None:
             self.handleError(record)
 
     logging.StreamHandler.emit = emit
+    if logging.lastResort is not None:
+        logging.lastResort.setLevel(logging.NOTSET)
 
 
 def split_records(mark: bytes, lines: Iterable[str]) -> Iterator[LogLines | CallMetrics]:

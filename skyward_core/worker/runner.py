@@ -25,7 +25,7 @@ from skyward_core.coordination import channel
 from skyward_core.errors import NodeLost, NotPicklable
 from skyward_core.serialization import exceptions, pickling, sources
 from skyward_core.work import RunContext, running_for
-from skyward_core.worker import call_metrics, item_sender, shared_values
+from skyward_core.worker import call_metrics, item_sender, log_levels, shared_values
 from skyward_core.worker.call_groups import MemoryAllowance
 from skyward_core.worker.environment_variable import RewrittenVariable
 from skyward_core.worker.gpus import is_context_broken
@@ -204,8 +204,10 @@ def _invoke(packet: Packet, functions: dict[str, sources.Loaded], sender: ItemSe
     sources.install(function.sources)  # another call may have brought other texts since
     with _lost_with_its_machine("arguments"):
         memory, data, buffers = packet.call.arguments.open()
-    args, kwargs, *run = sources.unpack(data, buffers).value
-    with running_for(RunContext(*run[0]) if run else None):
+    args, kwargs, *surroundings = sources.unpack(data, buffers).value
+    run, levels = surroundings or ((), ())
+    log_levels.of_this_process.set(levels)
+    with running_for(RunContext(*run) if run else None):
         value = function.value(*args, **kwargs)
         if packet.call.ahead:
             sender.send_all(packet.call, asyncio.run(value) if inspect.iscoroutine(value) else value)

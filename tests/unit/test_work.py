@@ -5,7 +5,7 @@ import pickletools
 from dataclasses import replace
 
 import skyward_core as sky
-from skyward_core.engine.packed_functions import ArgumentPacker
+from skyward_core.engine.packed_functions import ArgumentPacker, surroundings_of_calls
 from skyward_core.providers.tagging import work_tags
 from skyward_core.work import WORK_CHARACTERS
 
@@ -49,6 +49,7 @@ def test_a_run_context_travels_as_plain_values() -> None:
     context = sky.RunContext(system="prefect", run_id="r-1", tags=("b", "a"), parameters={"rate": 0.5}, run_count=2)
     assert sky.RunContext(*context.plain()) == context
     with sky.running_for(context):
-        parcel = ArgumentPacker(None, None, is_copied=False).arguments(sky.PendingCompute(len, ([1],)))
+        packer = ArgumentPacker(None, None, is_copied=False, surroundings=surroundings_of_calls())
+    parcel = packer.arguments(sky.PendingCompute(len, ([1],)))
     names = [argument for code, argument, _ in pickletools.genops(parcel.data) if code.name.endswith("GLOBAL")]
     assert names == []

@@ -211,10 +211,10 @@ def _tasks(state: RunState) -> str:
 
 def _utilization(state: RunState) -> str:
     lines = [
-        f"{word}{_of_pool(pool)} `{series.sparkline(0, 100)}` mean {series.mean:.0f} %, highest {series.greatest:.0f} %"
+        f"{pool.use.words_of(name)}{_of_pool(pool)} `{series.sparkline(0, 100)}` mean {series.mean:.0f} %,"
+        f" highest {series.greatest:.0f} %"
         for pool in state.pools
-        for word, series in (("GPU", pool.gpu), ("processor", pool.cpu))
-        if series.count
+        for name, series in pool.use.measured.items()
     ]
     return "### Utilisation\n\n" + "\n\n".join(lines) if lines else ""
 
@@ -254,7 +254,8 @@ def task_rows(runs: Iterable[TaskRunCost]) -> list[dict[str, Any]]:
             "task run": run.task_run_id,
             "USD": round(run.usd, 8),
             "calls": run.calls,
-            **{name: float(f"{series.last:.6g}") for name, series in run.metrics.items() if series.count},
+            **run.use.last_values(),
+            **run.use.numbers(),
         }
         for run in runs
     ]
@@ -262,25 +263,27 @@ def task_rows(runs: Iterable[TaskRunCost]) -> list[dict[str, Any]]:
 
 def task_summary(run: TaskRunCost) -> str:
     """Return the line of a task run: its last reported values, and its cost once a call has ended."""
-    values = [f"{name} {series.last:.6g}" for name, series in run.metrics.items() if series.count]
+    values = [f"{name} {series.text}" for name, series in run.use.reported.items()]
     return " · ".join(([usd(run.usd)] if run.calls else []) + ([", ".join(values)] if values else []))
 
 
 def task_page(run: TaskRunCost) -> str:
     """Return the markdown of one task run: its cost, and the course of what it reported."""
     head = f"**{usd(run.usd)}** ({run.calls} call{'' if run.calls == 1 else 's'}: the price of a slot for their time)"
-    rows = [_metric_row(name, series) for name, series in run.metrics.items() if series.count]
+    rows = [_metric_row(name, series) for name, series in run.use.reported.items()]
     parts = [head if run.calls else "Its cost is known when its call has ended."]
-    if run.step is not None:
-        parts.append(f"Step {run.step}")
+    if run.use.step is not None:
+        parts.append(f"Step {run.use.step}")
     if rows:
         parts.append(_table(["reported", "last", "least", "greatest", "course"], rows))
+    if words := run.use.words():
+        parts.append(f"While it ran: {words}")
     return "\n\n".join(parts)
 
 
 def _metric_row(name: str, series: sky.Series) -> list[str]:
-    numbers = (series.last, series.least, series.greatest)
-    return [_cell(name), *(f"{number:.6g}" for number in numbers), f"`{series.sparkline()}`"]
+    extremes = (f"{number:.6g}" if series.count else "" for number in (series.least, series.greatest))
+    return [_cell(name), series.text, *extremes, f"`{series.sparkline()}`"]
 
 
 def progress_words(pool: PoolState) -> str:

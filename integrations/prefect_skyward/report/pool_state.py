@@ -75,8 +75,7 @@ class PoolState:
     calls: sky.CallProgress = field(default_factory=lambda: sky.CallProgress(0, 0, 0))
     final: sky.CostFinal | None = None
     unconfirmed: tuple[str, ...] = ()
-    gpu: sky.Series = field(default_factory=sky.Series)
-    cpu: sky.Series = field(default_factory=sky.Series)
+    use: sky.Utilisation = field(default_factory=sky.Utilisation)
     shared_name: str = ""
     """The name of a pool that other processes may use too; "" for a pool of this flow run alone."""
     share_usd: float | None = None
@@ -88,6 +87,7 @@ class PoolState:
 
     def after(self, event: sky.SkywardEvent, at: float) -> None:
         """Take in an event that came at this time."""
+        self.use.see(event)
         match event:
             case sky.InfraCreating(pool_id):
                 self.pool_id = pool_id
@@ -185,9 +185,6 @@ class PoolState:
             machine.share = max(machine.share, share)
 
     def _measure(self, event: sky.Metrics) -> None:
-        self.cpu.add(event.cpu_percent)
-        if event.gpu_utilization is not None:
-            self.gpu.add(event.gpu_utilization)
         if machine := self.machines.get(event.instance_id):
             machine.utilization.add(event.cpu_percent if event.gpu_utilization is None else event.gpu_utilization)
 

@@ -36,7 +36,7 @@ MOST_TASK_ROWS, MOST_LIVE_TASK_ROWS = 1_000, 50
 """Rows of the table of task runs, at the end and while the flow runs."""
 MOST_TASK_ARTIFACTS = 20
 """How many task runs get an artifact of their own: each is a request, and 1,000 task runs may end in two seconds."""
-UNREPORTED = (sky.LogLine, sky.CallRetrying, sky.ContactLost, sky.ContactRegained, sky.Error)
+UNREPORTED = (sky.LogLine, sky.CallRetrying, sky.CallsWaiting, sky.ContactLost, sky.ContactRegained, sky.Error)
 AT_ONCE = (sky.InfraCreating, sky.PoolReady, sky.CostFinal)
 
 
@@ -94,6 +94,14 @@ class RunReport:
     def task_cost(self, use: sky.PoolUse, *, calls: int = 0) -> None:
         """Take what a use of a pool by a task run has cost so far; so many more of its calls have ended."""
         self._inbox.put(partial(self._set_cost, use.work.task_run, use.id, use.cost, calls))
+
+    def call_ended(self, task_run_id: str) -> None:
+        """Say that a call of a task run has ended: what nodes do from now on is not its doing."""
+        self._inbox.put(partial(self._state.tasks.end_call, task_run_id))
+
+    def task_cost(self, task_run_id: str, usd: float) -> None:
+        """Add to the cost of a task run, when one of its calls has ended."""
+        self._inbox.put(partial(self._add_cost, task_run_id, usd))
 
     def settle(self, pool_id: str, receipt: Mapping[str, Any] | None) -> None:
         """Take the seconds and the cost of each machine from the receipt of a pool that has ended."""
@@ -169,6 +177,8 @@ class RunReport:
         if isinstance(event, sky.CallReported):
             self._state.tasks.report(event)
             return
+        if isinstance(event, sky.Metrics):
+            self._state.tasks.measure(event)
         pool.after(event, at)
         self._is_urgent |= isinstance(event, AT_ONCE)
         if pool.pool_id in self._state.earlier:  # the ledger was read after this pool had begun

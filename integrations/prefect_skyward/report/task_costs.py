@@ -23,6 +23,9 @@ class TaskRunCost:
     usd_by_use: dict[str, float] = field(default_factory=dict[str, float])
     step: int | None = None
     metrics: dict[str, sky.Series] = field(default_factory=dict[str, sky.Series])
+    running: int = 0
+    """How many of its calls have not ended."""
+    use: sky.Utilisation = field(default_factory=sky.Utilisation)
 
     @property
     def usd(self) -> float:
@@ -38,11 +41,16 @@ class TaskCosts:
         self.changed: set[str] = set()
         """The ids of the task runs that have reported since this was last emptied."""
         self._task_run_of: dict[str, str] = {}
+        self._measured: set[str] = set()
+        """The task runs that get samples."""
         self._early: dict[str, list[sky.CallReported]] = {}
 
     def know_call(self, call_id: str, task_run_id: str, task: str) -> None:
         """Note which task run has made a call."""
-        self._run(task_run_id).task = task
+        run = self._run(task_run_id)
+        run.task, run.running = task, run.running + 1
+        run.use.running(run.running)
+        self._measured.add(task_run_id)
         self._task_run_of[call_id] = task_run_id
         while len(self._task_run_of) > MOST_CALLS:
             del self._task_run_of[next(iter(self._task_run_of))]
@@ -55,6 +63,19 @@ class TaskCosts:
         run.usd_by_use[use_id] = usd
         run.calls += calls
 
+    def end_call(self, task_run_id: str) -> None:
+        """Note that a call of a task run has ended, however it has."""
+        run = self._run(task_run_id)
+        run.running -= 1
+        run.use.running(run.running)
+
+    def measure(self, sample: sky.Metrics) -> None:
+        """Add a sample of a node to the task runs whose calls run, or have run since the sample before it."""
+        ended = [task_run_id for task_run_id in self._measured if not self.runs[task_run_id].running]
+        for task_run_id in self._measured:
+            self.runs[task_run_id].use.see(sample)
+        self._measured.difference_update(ended)
+
     def report(self, event: sky.CallReported) -> None:
         """Add what a call has reported; a report that is faster than `know_call` waits for it."""
         if event.call_id is None:
@@ -63,10 +84,7 @@ class TaskCosts:
             if len(self._early) < MOST_CALLS:
                 self._early.setdefault(event.call_id, []).append(event)
             return
-        run = self._run(task_run_id)
-        run.step = event.step if event.step is not None else run.step
-        for name, value in event.values.items():
-            run.metrics.setdefault(name, sky.Series()).add(value)
+        self._run(task_run_id).use.see(event)
         self.changed.add(task_run_id)
 
     def costliest(self, most: int | None = None) -> list[TaskRunCost]:

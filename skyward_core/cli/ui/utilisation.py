@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self
 
 from skyward_core.errors import LedgerError
+from skyward_core.events.utilisation import MEASURES, percentages
 from skyward_core.live.metrics import NodeUse, PoolUses
 
 if TYPE_CHECKING:
@@ -74,12 +75,8 @@ def curves(samples: Sequence[Metrics]) -> dict[str, list[float | None]]:
     """Return percentages over time, the oldest first: at most `POINTS` of each, None where there is no GPU."""
     size = max(1, -(-len(samples) // POINTS))
     groups = [samples[start : start + size] for start in range(0, len(samples), size)]
-    return {
-        "cpu_percent": [_mean([one.cpu_percent for one in group]) for group in groups],
-        "memory_percent": [_mean([one.memory_percent for one in group]) for group in groups],
-        "gpu_percent": [_mean([one.gpu_utilization for one in group]) for group in groups],
-        "gpu_memory_percent": [_mean([_gpu_memory(one) for one in group]) for group in groups],
-    }
+    known = [[percentages(one) for one in group] for group in groups]
+    return {name: [_mean([one.get(name) for one in group]) for group in known] for name in MEASURES}
 
 
 def use_as_json(one: NodeUse) -> dict[str, Any]:
@@ -93,12 +90,6 @@ def use_as_json(one: NodeUse) -> dict[str, Any]:
         "seconds": 0.0 if first is None or last is None else round(last.timestamp - first.timestamp, 1),
         **curves(one.samples),
     }
-
-
-def _gpu_memory(sample: Metrics) -> float | None:
-    if sample.gpu_memory_used_mb is None or not sample.gpu_memory_total_mb:
-        return None
-    return 100 * sample.gpu_memory_used_mb / sample.gpu_memory_total_mb
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

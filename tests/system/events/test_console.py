@@ -51,6 +51,10 @@ def test_spinner_draws_phases_calls_and_cost(terminal: Terminal):
             sky.CallRetrying("0123456789", 2, 3, "node 1 is lost"),
             "call 01234567 runs again (attempt 2 of 3): node 1 is lost",
         ),
+        (
+            sky.CallsWaiting("gpu", 1, 5.0, "run nightly", 62.0),
+            "a call waits for a slot of pool gpu, held by run nightly for 1 min 2 s",
+        ),
         (sky.Error("no key"), "no key"),
         (
             sky.CallReported(1, "i-b", "call", 7, {"loss": 0.25, "rate": 1e-05}, 0.0),

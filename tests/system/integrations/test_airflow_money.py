@@ -93,7 +93,7 @@ history = []
 model, alias = Asset(name="model", uri="s3://bucket/model"), AssetAlias("tables")
 
 def train(x, outlet_events, y=2):
-    sky.report(loss=0.5)
+    sky.report(loss=0.5, rate=float("nan"))
     outlet_events["model"].extra["rows"] = x * y
     outlet_events["tables"].add("s3://bucket/table", {"part": 1})
     return x + y
@@ -219,7 +219,7 @@ def test_the_state_store_has_live_metrics(answer: dict[str, Any]) -> None:
     """They are written while the call runs, and at the end with the bill and without nodes."""
     during, last = answer["metrics"][:-1], answer["metrics"][-1]
     assert any(one["nodes"] == 1 and one["usd_per_hour"] == 36.0 for one in during)
-    assert last["reported"] == {"loss": 0.5}
+    assert last["reported"] == {"loss": 0.5, "rate": "NaN"}, "JSON data: the api-server refuses the number"
     bill = answer["train"]["pushed"]["skyward_cost"]
     assert (last["cost_usd"], last["pool_id"], last["nodes"]) == (bill["cost_usd"], bill["pool_id"], 0)
     assert answer["train"]["store"]["skyward_metrics"] == last

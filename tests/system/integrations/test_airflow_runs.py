@@ -29,6 +29,8 @@ def test_a_task_runs_on_a_pool_of_its_own_and_reports_its_cost(airflow: Airflow)
             import os
             print("for", day)
             print("to stderr", file=__import__("sys").stderr)
+            import logging
+            logging.getLogger("mine").info("told by logging")
             return [day, run_id, logical_date.isoformat(), type(logical_date).__module__, params, context["ds"], os.environ["GREETING"]]
         @dag(default_args={"image": BARE}, schedule=None, params={"n": 1})
         def single():
@@ -52,6 +54,7 @@ def test_a_task_runs_on_a_pool_of_its_own_and_reports_its_cost(airflow: Airflow)
     assert re.search(r"\[node \d\] on 2 nodes.*SkywardDecoratedOperator", ran.log)
     assert re.search(rf"\[node 0\] for {day}", ran.log)
     assert re.search(r"\[node 0\] to stderr", ran.log)
+    assert re.search(r"\[node 0\] told by logging", ran.log)
     order = r"::group::Provisioning.*launching 2 x local.*node 1: server.*is ready after.*::endgroup::.*\[node \d\] on 2 nodes.*giving the machines back.*cost: 0\.\d+ USD.*skyward receipt sky-"
     assert re.search(order, ran.log, re.DOTALL)
     bill = ran.bill("decorated")

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -64,7 +65,8 @@ def new_processes():
 
 @pytest.fixture
 def instance():
-    with dg.DagsterInstance.ephemeral() as ephemeral:
+    logs = {"python_logs": {"managed_python_loggers": ["managed"], "python_log_level": "DEBUG"}}
+    with dg.DagsterInstance.ephemeral(settings=logs) as ephemeral:
         yield ephemeral
 
 
@@ -96,6 +98,8 @@ def messages(instance, result, step):
 def chatter(lines):
     for number in range(lines):
         print(f"line {number} of the payload")
+    logging.getLogger("mine").info("told by logging")
+    logging.getLogger("managed").debug("told to Dagster's managed logger")
     return sky.instance_info().node, os.environ["SKYWARD_INSTANCE_ID"]
 
 
@@ -124,7 +128,8 @@ def spread(context: dg.AssetExecutionContext, compute: SkywardResource):
     return places, squares, compute.run(context, square, 5).value
 
 
-def test_two_assets_share_one_pool_and_each_has_its_lines_cost_and_time(instance):
+def test_two_assets_share_one_pool_and_each_has_its_lines_cost_and_time(instance, caplog):
+    caplog.set_level(logging.INFO)
     result = materialize([talkative, spread], resource(nodes=2, image=BARE, display="quiet"), instance)
 
     assert result.output_for_node("talkative")[0] in {0, 1}
@@ -138,7 +143,11 @@ def test_two_assets_share_one_pool_and_each_has_its_lines_cost_and_time(instance
 
     logged = messages(instance, result, "talkative")
     lines = [line for line in logged if line.startswith("[node ")]
-    assert [line.partition("] ")[2] for line in lines] == [f"line {number} of the payload" for number in range(100)]
+    told = [line.partition("] ")[2] for line in lines]
+    assert [line for line in told if line.startswith("line ")] == [
+        f"line {number} of the payload" for number in range(100)
+    ]
+    assert set(told) >= {"told by logging", "told to Dagster's managed logger"}
     assert {line.partition("]")[0] for line in lines} == {f"[node {result.output_for_node('talkative')[0]}"}
     assert any(line.startswith("launching 2 x local") for line in logged)
     assert any(line.startswith("the pool is ready after") and "2 nodes" in line for line in logged)

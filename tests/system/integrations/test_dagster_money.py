@@ -1,5 +1,6 @@
 """Dagster: the parts of a run's bill, and what the events of a pool become in the run's log. No pool is opened."""
 
+import math
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -395,6 +396,7 @@ def test_a_running_step_is_observed_every_fifteen_seconds(instance: Any, monkeyp
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def run(context: Any, events: StepEvents) -> None:
+        events.take(sky.CallProgress(1, 0, 0))
         events.take(metrics(50.0, 20.0))
         for _ in range(40):
             now[0] += 1.0
@@ -415,22 +417,35 @@ def test_a_running_step_is_observed_every_fifteen_seconds(instance: Any, monkeyp
 
 
 def test_what_was_measured_is_metadata(instance: Any) -> None:
-    """Means of the nodes' measurements since the step began, their course, and a table of machines with a link."""
+    """Means and maxima of the nodes' measurements while calls ran, what these have reported, the course, and a table
+    of machines with a link.
+    """
     found: dict[str, Any] = {}
 
     def measure(context: Any, events: StepEvents) -> None:
-        for event in (*OPENING, metrics(0.0, 10.0), metrics(100.0, 30.0), metrics(None, 50.0)):
+        idle, last = metrics(100.0, 100.0), sky.CallReported(0, "i-1", "call", 9, {"loss": 0.25, "lr": math.nan}, 0.0)
+        for event in (*OPENING, idle, sky.CallProgress(1, 0, 0), metrics(0.0, 10.0), metrics(100.0, 30.0), last):
             events.take(event)
-        report = events.of_step(context)
-        found.update(events.details(context, OpenPool()), gpu=report.gpu_util_pct, cpu=report.cpu_util_pct)  # type: ignore[arg-type]
+        for event in (metrics(None, 50.0), sky.CallProgress(1, 1, 0), metrics(None, 30.0), idle):
+            events.take(event)
+        found.update(events.details(context, OpenPool()), measured=events.of_step(context).numbers())  # type: ignore[arg-type]
 
     run_with(measure, instance)
-    assert (found["gpu"], found["cpu"]) == (50.0, 30.0)
+    assert found["measured"] == {
+        GPU_UTIL_PCT: 50.0,
+        "skyward/gpu_util_max_pct": 100.0,
+        CPU_UTIL_PCT: 30.0,
+        "skyward/cpu_util_max_pct": 50.0,
+        "skyward/memory_pct": 0.0,
+        "skyward/memory_max_pct": 0.0,
+        "skyward/reported/loss": 0.25,
+        "skyward/reported/lr": "NaN",
+    }
     assert found[CONSOLE].value == "https://console.example/i-1"
     (row,) = found[NODES_TABLE].records
     assert (row.data["machine"], row.data["market"], row.data["console"]) == ("i-1", "spot", found[CONSOLE].value)
-    assert "| GPU | ▁█ | 50 % | 100 % |" in found[CHART].value
+    assert "| accelerators | ▁█ | 50 % | 100 % |" in found[CHART].value
     assert savings(OpenPool(), 0.5) == 1.0  # type: ignore[arg-type]
-    usage = Usage(0.5, 1.0, 1, "none", savings_usd=1.0, gpu_util_pct=50.0)
+    usage = Usage(0.5, 1.0, 1, "none", savings_usd=1.0, measured={GPU_UTIL_PCT: 50.0})
     assert {"skyward/savings_usd": 1.0, GPU_UTIL_PCT: 50.0}.items() <= plain(usage).items()
     assert CPU_UTIL_PCT not in plain(usage)

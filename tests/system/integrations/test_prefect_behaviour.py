@@ -4,6 +4,7 @@ One flow run holds one pool for the whole file: a test hands it a function, whic
 """
 
 import asyncio
+import logging
 import os
 import sys
 import threading
@@ -551,9 +552,10 @@ def test_a_subflow_runs_its_tasks_on_the_pool_around_it_and_its_failure_ends_not
 
 @task
 def log_all() -> None:
-    import logging
-
     log = logging.getLogger("mine")
+    log.debug("not kept: nobody has asked for it")
+    log.info("told")
+    logging.getLogger("extra").debug("by a logger of PREFECT_LOGGING_EXTRA_LOGGERS")
     log.warning("careful")
     try:
         raise ValueError("boom")
@@ -564,8 +566,11 @@ def log_all() -> None:
     print("only printed")
 
 
-def test_log_records_of_a_node_keep_their_level_and_their_traceback(in_flow: InFlow) -> None:
+def test_log_records_of_a_node_keep_their_level_and_their_traceback(
+    in_flow: InFlow, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def talk() -> tuple[UUID, str]:
+        monkeypatch.setattr(logging.getLogger("extra"), "level", logging.DEBUG)
         future = log_all.submit()
         future.result()
         return UUID(current_run.id), str(future.task_run_id)
@@ -579,14 +584,16 @@ def test_log_records_of_a_node_keep_their_level_and_their_traceback(in_flow: InF
             if record["task_run_id"] == task_run_id and record["message"].startswith("[node 0] ")
         ]
 
-    found = wait_until(lambda: found if len(found := from_the_node()) >= 4 else None)
-    assert sorted(found)[0] == (20, "[node 0] only printed")
+    found = wait_until(lambda: found if len(found := from_the_node()) >= 6 else None)
+    assert sorted(found)[0] == (10, "[node 0] by a logger of PREFECT_LOGGING_EXTRA_LOGGERS")
+    assert (20, "[node 0] only printed") in found
+    assert (20, "[node 0] told") in found
     assert (30, "[node 0] careful") in found
     assert (40, "[node 0] by the run's logger") in found
     (failure,) = [message for level, message in found if level == 40 and "it failed" in message]
     assert "\nTraceback (most recent call last):\n" in failure
     assert failure.endswith("ValueError: boom")
-    assert len(found) == 4
+    assert len(found) == 6
 
 
 def test_one_pool_has_run_them_all(in_flow: InFlow, pools: list[sky.PoolReady]) -> None:

@@ -9,10 +9,12 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.cli import main
+from skyward_core.engine.slot_waits import FIRST_SECONDS
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.names_policy import NameState
 from skyward_core.ledger.rows import Bucket
 from skyward_core.ledger.users import PoolUser, users_of
+from tests.conftest import RecordedEvents
 from tests.pool.named import (  # noqa: F401 - a fixture
     assert_nothing_left,
     await_steward,
@@ -122,9 +124,35 @@ def test_a_warm_pool_ends_when_it_was_said_to_end_and_who_looks_settles_it(
 def hold(until: str) -> float:
     """Hold a slot until a file exists; return for how long."""
     began = time.monotonic()
+    open(f"{until}.begun", "w").close()
     while not os.path.exists(until):
         time.sleep(0.01)
     return time.monotonic() - began
+
+
+def test_calls_that_wait_for_the_slots_of_others_say_who_holds_them(name: str, tmp_path: Path) -> None:
+    """In the process that has opened the pool, and in one that has joined; a detached call has an owner instead."""
+    opener_told, other_told = RecordedEvents(), RecordedEvents()
+    opener = pool_of(name, on_event=opener_told).open()
+    other = pool_of(name, on_event=other_told).open()
+    first = opener.submit(hold(str(tmp_path / "first")))
+    wait_until((tmp_path / "first.begun").exists)
+    waiting = other.submit(double(2))
+    event = wait_until(lambda: next(iter(other_told.of(sky.CallsWaiting)), None))
+    assert (event.pool, event.calls) == (name, 1)
+    assert event.holder.startswith(f"process {os.getpid()} of ")
+    assert event.held_seconds >= event.seconds >= FIRST_SECONDS
+    (tmp_path / "first").touch()
+    assert (waiting.result(60), first.result(60) > FIRST_SECONDS) == (4, True)
+    detached = other.start_detached(hold(str(tmp_path / "second")), call_id="train/1")
+    wait_until(lambda: detached.state == "running")
+    waiting = opener.submit(double(3))
+    event = wait_until(lambda: next(iter(opener_told.of(sky.CallsWaiting)), None))
+    assert event.holder.startswith("the detached call train/1 of ")
+    (tmp_path / "second").touch()
+    assert (waiting.result(60), detached.result(60) > FIRST_SECONDS) == (6, True)
+    opener.close()
+    other.close()
 
 
 def users(pool_id: str) -> list[PoolUser]:

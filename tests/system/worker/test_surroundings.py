@@ -46,7 +46,8 @@ def test_a_call_reports_while_it_runs(pool: sky.ComputePool, recorded: RecordedE
     future = pool.submit(train(1000))
     assert future.result() == "done"
     reports = [event for event in recorded.of(sky.CallReported) if event.call_id == future.call_id]
-    assert len(reports) == BURST + 1
+    assert len(reports) == BURST + 2
+    assert [event.is_last for event in reports] == [False] * (BURST + 1) + [True]
     assert (reports[0].step, reports[0].values) == (0, {"loss": 1.0, "secret_name": 1.0})
     assert (reports[-1].step, reports[-1].values["loss"]) == (999, pytest.approx(0.001))
     assert reports[0].timestamp > 0
@@ -58,7 +59,72 @@ def test_a_call_that_dies_has_reported(pool: sky.ComputePool, recorded: Recorded
     with pytest.raises(sky.CallCrashed) as crash:
         future.result()
     assert "report" not in str(crash.value)
-    assert [event.step for event in recorded.of(sky.CallReported) if event.call_id == future.call_id] == [1]
+    reports = [event for event in recorded.of(sky.CallReported) if event.call_id == future.call_id]
+    assert [(event.step, event.values, event.is_last) for event in reports] == [
+        (1, {"loss": 0.5}, False),
+        (1, {"loss": 0.5}, True),
+    ]
+
+
+@sky.compute
+def draw_a_bar(states: int) -> None:
+    for state in range(1, states + 1):
+        sys.stderr.write(f"\r{state} of {states}")
+        sys.stderr.flush()
+        if state == states // 2:
+            logging.getLogger("test_bar").warning("half of it")
+    sys.stderr.write("\n")
+
+
+@pytest.mark.parametrize("is_detached", [False, True])
+def test_a_progress_bar_is_few_lines_and_its_last_state(
+    pool: sky.ComputePool, recorded: RecordedEvents, is_detached: bool
+):
+    if is_detached:
+        call = pool.start_detached(draw_a_bar(500))
+        call.result()
+        lines = call.log()
+    else:
+        future = pool.submit(draw_a_bar(500))
+        future.result()
+        lines = recorded.lines(future.call_id, "stderr")
+    assert "half of it" in lines
+    assert lines[-1] == "500 of 500"
+    assert len(lines) <= 4
+
+
+@sky.compute
+def log_at_all_levels(names: list[str]) -> None:
+    for name in names:
+        for level in (logging.DEBUG, logging.INFO, logging.WARNING):
+            logging.getLogger(name).log(level, "%s %d", name, level)
+
+
+@pytest.mark.parametrize("is_detached", [False, True])
+def test_the_levels_of_the_client_hold_on_the_node(
+    pool: sky.ComputePool, recorded: RecordedEvents, caplog: pytest.LogCaptureFixture, is_detached: bool
+):
+    """The root logger's as `basicConfig` sets it, those of other loggers as the user or an orchestrator has set them,
+    and each for its own calls. What arrives is shown.
+    """
+    names = ["test_plain", "test_extra", "test_noisy"]
+
+    def lines() -> list[str]:
+        if is_detached:
+            call = pool.start_detached(log_at_all_levels(names))
+            call.result()
+            return call.log()
+        future = pool.submit(log_at_all_levels(names))
+        future.result()
+        return [line.line for line in recorded.of(sky.LogLine) if line.call_id == future.call_id]
+
+    with caplog.at_level(logging.INFO):
+        with caplog.at_level(logging.DEBUG, "test_extra"), caplog.at_level(logging.ERROR, "test_noisy"):
+            told = ["test_plain 20", "test_plain 30", "test_extra 10", "test_extra 20", "test_extra 30"]
+            assert lines() == told
+        assert lines() == [f"{name} {level}" for name in names for level in (20, 30)]
+    with caplog.at_level(logging.WARNING):
+        assert lines() == [f"{name} 30" for name in names]
 
 
 MARK = b"\x1e0123456789abcdef\x1e"

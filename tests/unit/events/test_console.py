@@ -2,6 +2,7 @@
 
 import io
 import logging
+import math
 from collections.abc import Sequence
 from decimal import Decimal
 from typing import override
@@ -10,7 +11,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.events.console import display
-from skyward_core.events.narrator import digits
+from skyward_core.events.narrator import Narrator, digits
 
 OPENING: list[sky.SkywardEvent] = [
     sky.InfraCreating(),
@@ -92,14 +93,15 @@ def test_a_price_above_zero_is_not_shown_as_zero(amount: float | Decimal, shown:
 
 @pytest.mark.usefixtures("unconfigured")
 def test_log_has_the_cost_once_a_minute_and_no_metrics():
-    """An update every 10 s for 130 s makes two lines; metrics make none."""
+    """An update every 10 s for 130 s makes two lines; metrics make none of their own."""
     events: list[sky.SkywardEvent] = []
     for second in range(10, 140, 10):
         events += [sky.CostUpdate(float(second), second / 100, 36.0, 1, 0), sky.Metrics("i-a", 0, 50.0, 50.0, 1.0, 2.0)]
     events.insert(4, sky.CallProgress(40, 12, 1))
+    used = "processor 50 %, memory 50 %"
     assert _written("log", events).splitlines() == [
-        "skyward  running for 1 min 0 s, 12 of 40 calls done, 1 failed, $0.6000 so far at $36.00 per hour",
-        "skyward  running for 2 min 0 s, 12 of 40 calls done, 1 failed, $1.20 so far at $36.00 per hour",
+        f"skyward  running for 1 min 0 s, 12 of 40 calls done, 1 failed, $0.6000 so far at $36.00 per hour, {used}",
+        f"skyward  running for 2 min 0 s, 12 of 40 calls done, 1 failed, $1.20 so far at $36.00 per hour, {used}",
     ]
 
 
@@ -141,6 +143,64 @@ def test_log_has_the_cost_once_a_minute_and_no_metrics():
 @pytest.mark.usefixtures("unconfigured")
 def test_log_marks_problems_and_node_output(event: sky.SkywardEvent, line: str):
     assert _written("log", [event]) == line + "\n"
+
+
+def test_a_record_of_a_logger_with_a_level_of_its_own_is_shown_below_the_root_s(caplog: pytest.LogCaptureFixture):
+    """As `logging` shows it in one process; a level of our own loggers holds all the same."""
+    show = display("log")
+    with caplog.at_level(logging.INFO):
+        caplog.handler.setLevel(logging.NOTSET)
+        show(sky.LogLine(0, "i-0", "detail", 0.0, level=logging.DEBUG))
+        with caplog.at_level(logging.ERROR, "skyward.node"):
+            show(sky.LogLine(0, "i-0", "unwanted", 0.0, level=logging.WARNING))
+    show.close()
+    assert [(one.levelno, one.getMessage()) for one in caplog.records] == [(logging.DEBUG, "[node 0] detail")]
+    assert caplog.records[0].__dict__["skyward_node"] == 0
+
+
+def test_of_reports_there_is_a_line_a_minute_and_the_last():
+    """A line has all values since the one before it; what was told already is not told again at the end."""
+    narrator, told = Narrator(), list[tuple[float, str]]()
+
+    def tell(at: float, step: int, *, is_last: bool = False, **values: float) -> None:
+        if line := narrator.tell(sky.CallReported(0, "i-0", "call", step, values, at, is_last)):
+            told.append((at, line[1]))
+
+    tell(0.0, 0, loss=1.0)
+    for second in range(1, 131):
+        tell(float(second), second, **({"accuracy": 0.5} if second == 20 else {"loss": math.nan}))
+    tell(130.0, 130, loss=math.nan, accuracy=0.5, is_last=True)
+    assert told == [
+        (0.0, "[node 0] step 0: loss 1"),
+        (60.0, "[node 0] step 60: loss NaN, accuracy 0.5"),
+        (120.0, "[node 0] step 120: loss NaN"),
+        (130.0, "[node 0] step 130: loss NaN, accuracy 0.5"),
+    ]
+    told.clear()
+    tell(200.0, 0, loss=1.0)
+    tell(200.0, 0, loss=1.0, is_last=True)
+    assert [words for _, words in told] == ["[node 0] step 0: loss 1"]
+
+
+def test_the_line_of_a_minute_says_how_the_nodes_were_used_since_the_last_one():
+    narrator, told = Narrator(), list[str]()
+    for event in (
+        sky.Metrics("i-0", 0, 90.0, 90.0, 0.0, 0.0),
+        sky.CallProgress(1, 0, 0),
+        sky.Metrics("i-0", 0, 20.0, 10.0, 0.0, 0.0, gpu_utilization=95.0),
+        sky.CostUpdate(60.0, 0.0, 0.0, 0, 1),
+        sky.Metrics("i-0", 0, 40.0, 10.0, 0.0, 0.0),
+        sky.Metrics("i-0", 0, 50.0, 10.0, 0.0, 0.0),
+        sky.CostUpdate(120.0, 0.0, 0.0, 0, 1),
+        sky.CostUpdate(180.0, 0.0, 0.0, 0, 1),
+    ):
+        if line := narrator.tell(event):
+            told.append(line[1])
+    assert told == [
+        "running for 1 min 0 s, 0 of 1 call done, accelerators 95 %, processor 20 %, memory 10 %",
+        "running for 2 min 0 s, 0 of 1 call done, processor 45 % (most 50 %), memory 10 %",
+        "running for 3 min 0 s, 0 of 1 call done",
+    ]
 
 
 def test_log_records_have_pool_node_and_call_as_fields(unconfigured: logging.Logger):

@@ -38,6 +38,7 @@ from prefect_skyward.prefect_context import (
 from prefect_skyward.report import notices, pages
 from prefect_skyward.report.pages import RunState
 from prefect_skyward.report.pool_state import PoolState, SharedPool
+from prefect_skyward.report.task_costs import TaskCosts
 from prefect_skyward.ui import RunLog
 from skyward_core.events.series import MOST_POINTS, Series
 from skyward_core.serialization import sources
@@ -428,11 +429,31 @@ def test_a_series_of_any_length_has_few_points_and_exact_extremes() -> None:
         series.add(float(value))
     series.add(math.nan)
     line = series.sparkline()
-    assert (series.count, series.last, series.least, series.greatest) == (10_000, 9_999, 0, 9_999)
+    assert (series.count, series.text, series.least, series.greatest) == (10_000, "NaN", 0, 9_999)
     assert series.mean == pytest.approx(4999.5)
     assert MOST_POINTS / 2 <= len(line) <= MOST_POINTS + 1
     assert list(line) == sorted(line)
     assert (line[0], line[-1]) == ("▁", "█")
+
+
+def test_a_task_run_shows_what_it_has_reported_and_how_it_used_the_nodes() -> None:
+    """A loss that is no number any more shows as NaN; a sample is of the task runs whose calls run."""
+    tasks, busy, idle = TaskCosts(), *(sky.Metrics("i-1", 0, cpu, 10.0, 0.0, 0.0) for cpu in (40.0, 100.0))
+    tasks.know_call("call-1", "run-1", "train")
+    for loss in (0.5, math.nan):
+        tasks.report(sky.CallReported(0, "i-1", "call-1", 7, {"loss": loss}, 0.0))
+    tasks.measure(busy)
+    tasks.end_call("run-1")
+    for sample in (busy, idle, idle):
+        tasks.measure(sample)
+    run = tasks.runs["run-1"]
+    (row,) = pages.task_rows([run])
+    assert {"loss": "NaN", "cpu_percent_mean": 40.0, "cpu_percent_max": 40.0}.items() <= row.items()
+    assert pages.task_summary(run) == "loss NaN"
+    page = pages.task_page(run)
+    assert "| loss | NaN | 0.5 | 0.5 |" in page
+    assert "While it ran: processor 40 %, memory 10 %" in page
+    assert "Step 7" in page
 
 
 def test_progress_rises_from_nothing_to_a_pool_that_is_ready() -> None:
