@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -195,11 +196,12 @@ class PoolLife:
             self._facts.report.settle(pool.id, pool.receipt)
         with self._sharing:
             shares, self._shares = self._shares, defaultdict(float)
-        if shares:
-            try:
-                pool.share_cost(shares)
-            except sky.SkywardError as error:  # the ledger still has the bill, as the flow run's
-                self._facts.log.say(logging.WARNING, f"what each task run has cost is not in the ledger: {error}")
+        if shares:  # else the ledger still has the bill, as the flow run's
+            sky.after_the_work(
+                "the cost of each task run in the ledger",
+                functools.partial(pool.share_cost, shares),
+                functools.partial(self._facts.log.say, logging.WARNING),
+            )
         if self._facts.report is not None and self.spec.name is not None:
             self._facts.report.leave(pool.id)
 

@@ -330,6 +330,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(sky.ComputePool, "from_spec", world.rent)
     monkeypatch.setattr(sky, "release", world.release)
     monkeypatch.setattr(sky, "cost_of", lambda work: world.costs)
+    monkeypatch.setattr(sky, "after_the_work", lambda what, do, say: do())  # without its thread
     monkeypatch.setattr(durable_attempt, "LOOK_SECONDS", 0.0)
     return world
 
