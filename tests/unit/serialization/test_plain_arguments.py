@@ -14,7 +14,7 @@ from skyward_core.serialization.pickling import dumps, loads
 
 pendulum = pytest.importorskip("pendulum")
 
-Pair = namedtuple("Pair", "left right")  # noqa: PYI024 - the plain one
+Pair = namedtuple("Pair", "left right")
 
 
 class Rows(Sequence[int]):
