@@ -120,7 +120,7 @@ class SkywardComponent(dg.Component, dg.Model, dg.Resolvable):
         spec = self.asset
         if self.script is not None:
             return {"specs": [spec]}
-        out = dg.AssetOut.from_spec(spec.replace_attributes(deps=[], skippable=True))
+        out = dg.AssetOut.from_spec(spec.replace_attributes(deps=[]), is_required=False)
         return {"outs": {"result": out}, "deps": list(spec.deps), "partitions_def": spec.partitions_def}
 
     def _payload(self, context: dg.ComponentLoadContext) -> "Payload":

@@ -682,7 +682,7 @@ def test_functions_and_scripts_report_with_pipes(tmp_path: Path) -> None:
 YAML_FUNCTION = """
 type: dagster_skyward.SkywardComponent
 attributes:
-  asset: {key: team/model, partitions_def: {type: static, partition_keys: [mon, tue]}, group_name: training}
+  asset: {key: team/model, partitions_def: {type: static, partition_keys: [mon, tue, sun]}, group_name: training}
   function: yaml_project.training:train
   args: [21]
   partition: day
@@ -724,6 +724,11 @@ def test_assets_of_yaml_files_are_made_on_pools(project: Path) -> None:
             instance=instance, partition_key="tue", asset_selection=[dg.AssetKey(["team", "model"])]
         )
         assert made.output_for_node("skyward_team__model") == "tue42"
+        skipped = defs.resolve_implicit_global_asset_job_def().execute_in_process(
+            instance=instance, partition_key="sun", asset_selection=[dg.AssetKey(["team", "model"])]
+        )
+        assert skipped.success
+        assert skipped.get_asset_materialization_events() == []  # the function has raised sky.Skip
         reported = defs.resolve_job_def("report_job").execute_in_process(instance=instance)
     (of_model,) = made.get_asset_materialization_events()
     (of_report,) = reported.get_asset_materialization_events()
