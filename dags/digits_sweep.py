@@ -28,7 +28,7 @@ def split_digits():
     return train_test_split(images, labels, test_size=0.25, stratify=labels, random_state=0)
 
 
-@dag(schedule=None, catchup=False, tags=["skyward", "example"])
+@dag(schedule=None, catchup=False, tags=["skyward", "example"], params={"least_score": 0.9})
 def digits_sweep():
     @task
     def candidates() -> list[dict[str, float]]:
@@ -51,12 +51,15 @@ def digits_sweep():
     def choose(candidates: list[dict[str, float]], scores: list[float]) -> dict[str, float]:
         score, best = max(zip(scores, candidates, strict=True), key=lambda pair: pair[0])
         print(f"best of {len(scores)}: {best}, {score:.4f} in cross-validation")
-        return best
+        return best | {"score": score}
 
     @task.skyward(spec=MACHINES)
-    def test_accuracy(candidate) -> float:
+    def test_accuracy(best, params) -> float:
         from sklearn.svm import SVC
 
+        candidate = {name: best[name] for name in ("C", "gamma")}
+        if best["score"] < params["least_score"]:  # the report is skipped too
+            raise sky.Skip(f"{candidate} is the best, and has only {best['score']:.4f} in cross-validation")
         images, test_images, labels, test_labels = split_digits()
         return float(SVC(**candidate).fit(images, labels).score(test_images, test_labels))
 

@@ -54,7 +54,11 @@ def validate(candidate: Candidate, fold: int) -> float:
 
     images, _, labels, _ = split()
     train, held_out = list(StratifiedKFold(FOLDS, shuffle=True, random_state=SEED).split(images, labels))[fold]
-    accuracy = classifier(candidate).fit(images[train], labels[train]).score(images[held_out], labels[held_out])
+    try:
+        model = classifier(candidate).fit(images[train], labels[train])
+    except ValueError as error:  # scikit-learn refuses the candidate: another try would meet the same
+        raise sky.GiveUp(f"{candidate}: {error}") from error
+    accuracy = model.score(images[held_out], labels[held_out])
     print(f"{candidate}: {accuracy:.4f} on fold {fold}")
     return accuracy
 

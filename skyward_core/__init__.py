@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from skyward_core.compute import PendingCompute as PendingCompute
     from skyward_core.compute import PendingItems as PendingItems
     from skyward_core.compute import gather as gather
+    from skyward_core.concurrency.afterwards import after_the_work as after_the_work
     from skyward_core.concurrency.item_stream import ItemStream as ItemStream
     from skyward_core.config.settings import Settings as Settings
     from skyward_core.coordination.primitives import Event as Event
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from skyward_core.distributed.sampler import DistributedSampler as DistributedSampler
     from skyward_core.doctor.check import Check as Check
     from skyward_core.engine.futures import CallFuture as CallFuture
+    from skyward_core.engine.plain_calls import plain_call as plain_call
     from skyward_core.errors import BadRequest as BadRequest
     from skyward_core.errors import BootstrapFailed as BootstrapFailed
     from skyward_core.errors import BudgetExceeded as BudgetExceeded
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from skyward_core.errors import CallOutOfMemory as CallOutOfMemory
     from skyward_core.errors import CallTimedOut as CallTimedOut
     from skyward_core.errors import CredentialsError as CredentialsError
+    from skyward_core.errors import GiveUp as GiveUp
     from skyward_core.errors import GroupNotFormed as GroupNotFormed
     from skyward_core.errors import HostKeyChanged as HostKeyChanged
     from skyward_core.errors import InstancesLeft as InstancesLeft
@@ -72,6 +75,7 @@ if TYPE_CHECKING:
     from skyward_core.errors import RateLimited as RateLimited
     from skyward_core.errors import RemoteError as RemoteError
     from skyward_core.errors import ResultNotLoaded as ResultNotLoaded
+    from skyward_core.errors import Skip as Skip
     from skyward_core.errors import SkywardError as SkywardError
     from skyward_core.errors import Unreachable as Unreachable
     from skyward_core.events.events import BootstrapCompleted as BootstrapCompleted
@@ -155,6 +159,8 @@ if TYPE_CHECKING:
     from skyward_core.provisioning.plan import PlannedTask as PlannedTask
     from skyward_core.provisioning.quote import Quote as Quote
     from skyward_core.secret import Secret as Secret
+    from skyward_core.serialization.plain_arguments import PlainObject as PlainObject
+    from skyward_core.serialization.plain_arguments import PlainTypes as PlainTypes
     from skyward_core.session.detached_call import CallAttempt as CallAttempt
     from skyward_core.session.detached_call import CallNews as CallNews
     from skyward_core.session.detached_call import DetachedCall as DetachedCall
@@ -176,17 +182,19 @@ __version__: str  # that of the installed distribution, which has it from the gi
 
 _HOMES = {
     "accelerators": "Accelerator NVIDIA is_nvidia is_trainium",
+    "serialization.plain_arguments": "PlainObject PlainTypes",
     "session.detached_call": "CallAttempt CallNews DetachedCall",
     "compute": "ComputeFunction PendingBatch PendingCompute PendingItems gather",
+    "concurrency.afterwards": "after_the_work",
     "concurrency.item_stream": "ItemStream",
     "config.settings": "Settings",
     "coordination.primitives": "Event Lock Queue Semaphore Variable",
     "errors": (
         "BadRequest BootstrapFailed BudgetExceeded CallCrashed CallOutOfMemory CallTimedOut CredentialsError"
-        " GroupNotFormed"
+        " GiveUp GroupNotFormed"
         " HostKeyChanged InstancesLeft LeaseLost LeaseTampered LedgerConflict LedgerError NoCapacity NodeLost"
         " NotPicklable NotYetSupported OfferGone PoolClosed ProviderFailed ProvisioningTimeout QuotaExceeded RankFailed"
-        " RateLimited RemoteError ResultNotLoaded SkywardError Unreachable"
+        " RateLimited RemoteError ResultNotLoaded Skip SkywardError Unreachable"
     ),
     "events.events": (
         "BootstrapCompleted BootstrapProgress BootstrapStarting BudgetWarning CallProgress CallReported"
@@ -199,6 +207,7 @@ _HOMES = {
     "distributed.sampler": "DistributedSampler",
     "doctor.check": "Check",
     "engine.futures": "CallFuture",
+    "engine.plain_calls": "plain_call",
     "operations": "cost_of cost_parts offers receipts_of release sweep",
     "image.image": "Image",
     "image.volume": "S3Volume Volume",

@@ -19,6 +19,8 @@ SkywardError
 ├── NodeLost                       submit again: the machine went away under the call
 ├── GroupNotFormed                 look at the ranks that it names: they did not come to a distributed training
 ├── RankFailed                     look at the rank that it names: it failed first, and this one was stopped
+├── Skip                           nothing: the function has asked for it, and its orchestrator skips the task
+├── GiveUp                         change something first: the function says that another try meets the same
 ├── RemoteError                    read the text: the call failed with an error whose class does not exist here
 ├── ResultNotLoaded                install what is missing, then `load()`: the call succeeded, its result is not loaded
 ├── PoolClosed                     open a pool first
@@ -59,6 +61,10 @@ class SkywardError(Exception):
     code = ""
     advice = ""
     """What the user does next, if it is known. The message ends with it."""
+    is_final = False
+    """Whether another try of the same work meets the same error, or would pay a second time for work that is done.
+    Orchestrators do not try such work again.
+    """
 
     def __init__(self, *args: object) -> None:
         super().__init__(*map(_shown, args))
@@ -97,6 +103,8 @@ class NotYetSupported(BadRequest, NotImplementedError):
 
 class NotPicklable(SkywardError, TypeError):
     """A function, argument or result cannot travel. `path` names the offending part, such as `args[0].client.lock`."""
+
+    is_final = True
 
     def __init__(self, message: str, path: str = "") -> None:
         super().__init__(message, path)
@@ -259,6 +267,25 @@ class RankFailed(SkywardError):
         self.rank = rank
 
 
+class Skip(SkywardError):
+    """Raise it in a function to say that there is nothing to do: `raise sky.Skip("no new rows")`.
+
+    Its orchestrator marks the task as skipped, on a node without that orchestrator too. Elsewhere it is an exception
+    like others.
+    """
+
+    is_final = True
+
+
+class GiveUp(SkywardError):
+    """Raise it in a function to fail for good: `raise sky.GiveUp("the table has no such column")`.
+
+    Its orchestrator does not try the task again, whatever its retries are. Elsewhere it is an exception like others.
+    """
+
+    is_final = True
+
+
 class RemoteError(SkywardError):
     """A call failed with an exception whose class does not exist here, or that would end this program. Type and message
     stand in the first line.
@@ -283,6 +310,8 @@ class ResultNotLoaded(SkywardError):
     `load()` gives the result once the package is there; `result_bytes` is a pickle of it, to be written to a file and
     read where the package is.
     """
+
+    is_final = True
 
     def __init__(
         self, message: str, node: int = -1, missing: str = "", data: Bytes = b"", buffers: Sequence[Bytes] = ()
@@ -400,6 +429,8 @@ class BudgetExceeded(SkywardError):
 
     `account` is "" for `max_cost`; `left_usd` is what is left.
     """
+
+    is_final = True
 
     def __init__(self, message: str, account: str = "", left_usd: Decimal = ZERO_USD) -> None:
         super().__init__(message, account, left_usd)

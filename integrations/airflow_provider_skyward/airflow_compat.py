@@ -5,7 +5,6 @@ Raises ImportError on an Airflow before 3.3, which lacks names of the Task SDK a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from airflow.sdk import __version__ as SDK_VERSION  # noqa: N812 - a constant, which has this name there
@@ -28,15 +27,6 @@ def refuse_older(version: str) -> None:
 
 
 refuse_older(SDK_VERSION)
-
-
-def is_lazy_sequence(value: object) -> bool:
-    """Return whether a value is the results of mapped tasks, which are loaded one by one on access."""
-    try:
-        from airflow.sdk.execution_time.lazy_sequence import LazyXComSequence
-    except ImportError:  # moved: its name is what we know of it
-        return isinstance(value, Sequence) and type(value).__name__ == "LazyXComSequence"
-    return isinstance(value, LazyXComSequence)
 
 
 def xcom_class() -> type[BaseXCom]:

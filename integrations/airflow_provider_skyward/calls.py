@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from datetime import UTC, datetime
 from difflib import get_close_matches
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from airflow.sdk.definitions.context import KNOWN_CONTEXT_KEYS
 
 import skyward_core as sky
-from airflow_provider_skyward.airflow_compat import is_lazy_sequence
 from airflow_provider_skyward.asset_events import EVENTS, node_function
+from airflow_provider_skyward.plain_values import NAMES, PLAIN, plain_context
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -69,14 +68,14 @@ def calls_of(
 
     If it takes `outlet_events`, it gets an object for outlets of these names, and the result of each call is a pair:
     its own, and the events. Raises BadRequest for a function that cannot run on a node, and for arguments that do not
-    fit.
+    fit, NotPicklable for those that cannot travel.
     """
-    loaded_args, loaded_kwargs = _loaded(list(args)), _loaded(dict(kwargs))
-    refuse_callable(fn, loaded_args, loaded_kwargs, map_over)
-    names = _context_names(inspect.signature(fn).parameters, loaded_args, loaded_kwargs)
-    from_context = {name: _as_plain(name, context[name]) for name in names - {EVENTS} if name in context}  # type: ignore[literal-required]
+    refuse_callable(fn, args := tuple(args), kwargs, map_over)
+    names = _context_names(inspect.signature(fn).parameters, args, kwargs)
+    from_context = plain_context(names - {EVENTS}, cast("Mapping[str, Any]", context))
+    given = sky.plain_call(sky.PendingCompute(fn, args, kwargs), PLAIN, names=NAMES)
     call = _recorded(outlets) if EVENTS in names else _direct
-    return _pending_calls(fn, loaded_args, from_context | loaded_kwargs, map_over, call)
+    return _pending_calls(fn, given.args, {**from_context, **given.kwargs}, map_over, call)
 
 
 def takes_outlet_events(fn: Callable[..., Any], args: Collection[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -140,34 +139,6 @@ def _context_names(
     others = PLAIN_CONTEXT - set(parameters) if _takes_any(parameters) else ()
     unnamed = {name for name in others if not name.startswith("prev_")}  # each queries Airflow's database
     return (named | unnamed) - set(kwargs)
-
-
-def _as_plain(name: str, value: Any) -> Any:
-    """Return a context value without Airflow's and pendulum's classes, which may be missing on a node."""
-    if hasattr(value, "__wrapped__"):  # a lazy value: queries Airflow's database on first use
-        value = value.__wrapped__
-    if isinstance(value, datetime):
-        return datetime.fromtimestamp(value.timestamp(), UTC)
-    if isinstance(value, Mapping):
-        return {key: _as_plain(name, item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_as_plain(name, item) for item in value]
-    if value is None or isinstance(value, (str, int, float)):
-        return value
-    raise sky.BadRequest(
-        f"the context's {name!r} holds a {type(value).__name__}, which is no plain data: pass it as a template"
-    )
-
-
-def _loaded(value: Any) -> Any:
-    """Return loaded values: results of mapped tasks are loaded one by one on access, which is impossible on a node."""
-    if is_lazy_sequence(value):
-        return list(value)
-    if isinstance(value, dict):
-        return {key: _loaded(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_loaded, value))
-    return value
 
 
 type _Call = Callable[[Callable[..., Any], inspect.BoundArguments], sky.PendingCompute[Any]]

@@ -14,8 +14,8 @@ from typing import Any
 import skyward_core as sky
 from airflow_provider_skyward.durable_attempt import DurableAttempt
 from airflow_provider_skyward.generations import STATE_KEY, Generation, begun, may_adopt, pool_name_of
+from airflow_provider_skyward.plain_values import PLAIN
 from airflow_provider_skyward.secrets import values_of
-from airflow_provider_skyward.task_attempt import plain_function
 
 UNATTENDED_SECONDS = 600.0
 """For how long nodes live without a trigger: while a triggerer is restarted, or the task waits for a worker."""
@@ -151,7 +151,7 @@ class DeferredAttempt(DurableAttempt):
             on_event=self._receive,
             credentials=self.credentials,
             secrets=values_of(spec),
-            replace_object=plain_function,
+            replace_object=PLAIN.replace,
             work=self._work,
         )
         with self._phases.phase("provision"), self._interruptible(), self._events_written_at_once():

@@ -19,10 +19,11 @@ from airflow.sdk.exceptions import AirflowRuntimeError
 
 import skyward_core as sky
 from airflow_provider_skyward.generations import STATE_KEY, Generation, Phase, begun, may_adopt, pool_name_of
+from airflow_provider_skyward.plain_values import PLAIN
 from airflow_provider_skyward.pool_keywords import PLACEHOLDER
 from airflow_provider_skyward.secrets import values_of
 from airflow_provider_skyward.stop_order import order_stop
-from airflow_provider_skyward.task_attempt import Killed, TaskAttempt, plain_function
+from airflow_provider_skyward.task_attempt import Killed, TaskAttempt
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -79,9 +80,8 @@ class DurableAttempt(TaskAttempt):
                 return self._results(self._started(calls, adopted))
         except Exception as error:
             self._note_orphaned(error)
-            is_to_stay_warm = self._retry_seconds is not None and not isinstance(
-                error, (sky.BudgetExceeded, sky.ResultNotLoaded)
-            )
+            is_final = isinstance(error, sky.SkywardError) and error.is_final
+            is_to_stay_warm = self._retry_seconds is not None and not is_final
             raise
         finally:
             # an orphan leaves the pool to its lease, as a process that is killed, and the next try adopts it
@@ -113,7 +113,7 @@ class DurableAttempt(TaskAttempt):
             on_event=self._receive,
             credentials=self.credentials,
             secrets=values_of(spec),
-            replace_object=plain_function,
+            replace_object=PLAIN.replace,
             work=self._work,
         )
         with self._phases.phase("provision"), self._interruptible(), self._events_written_at_once():

@@ -34,7 +34,8 @@ from airflow_provider_skyward.pool_keywords import (
     named,
 )
 from airflow_provider_skyward.progress import OnWarning
-from airflow_provider_skyward.results import refuse_place, refuse_too_large, write_result
+from airflow_provider_skyward.results import DONE, refuse_place, refuse_what_airflow_refuses, write_result
+from airflow_provider_skyward.retry import raise_as_airflows
 from airflow_provider_skyward.secrets import shown
 from airflow_provider_skyward.shared_pools import (
     PoolSetup,
@@ -264,32 +265,31 @@ class SkywardOperator(BaseOperator):
             results = run()
         except Killed:
             raise AirflowException("the task was asked to stop while its function ran; the pool is closed") from None
-        # the work is done and paid for: another try would do it again, and fail here again
-        except sky.ResultNotLoaded as error:
-            raise AirflowFailException(f"{error}: not tried again") from error
-        except sky.BudgetExceeded as error:  # another try would cost again, and fail here again
-            raise AirflowFailException(
-                f"{error}: not tried again. Allow more (max_cost, budget), or ask for less"
-            ) from error
+        except sky.SkywardError as error:
+            raise_as_airflows(error)
+            raise
         finally:
             self._attempt = None
             if not attempt.is_orphan:
-                attempt.push_bill()
-                attempt.end_generation()
+                attempt.end()
         written: dict[str, Any] = {}
         if takes_outlet_events(self.python_callable, self.op_args, self.op_kwargs):
             written = {name: event for _, events in results for name, event in events.items()}
             results = [value for value, _ in results]
         if self.outlets:
             events: Any = context["outlet_events"]  # pyright: ignore[reportTypedDictNotRequiredAccess]
-            write_events(self.outlets, events, written, attempt.cost_fields())
+            try:
+                write_events(self.outlets, events, written, attempt.cost_fields())
+            except Exception as error:
+                raise AirflowFailException(f"the events of the assets are not written: {error!r}. {DONE}") from error
         result = results if self.map_over else results[0]
         if self.result_path:
             result = write_result(result, self.result_path, work_of(context["ti"]))  # pyright: ignore[reportTypedDictNotRequiredAccess]
-        elif self.do_xcom_push:
-            refuse_too_large(result, self.max_xcom_bytes)
-        shown_result = result if self.show_return_value_in_logs else "not shown (show_return_value_in_logs)"
-        self.log.info("returned value: %s", shown_result)
+        refuse_what_airflow_refuses(result, self, context["ti"], self.max_xcom_bytes)  # pyright: ignore[reportTypedDictNotRequiredAccess]
+        self.log.info(
+            "returned value: %s",
+            _shown(result) if self.show_return_value_in_logs else "not shown (show_return_value_in_logs)",
+        )
         return result
 
     def execute_complete(self, context: Context, event: Mapping[str, Any]) -> Any:
@@ -344,15 +344,12 @@ class SkywardOperator(BaseOperator):
             attempt.credentials = credentials_of(self.provider_conn_id, spec.provider)
             generation = attempt.start(spec, calls)
         except Killed:
-            attempt.push_bill()
-            attempt.end_generation()
+            attempt.end()
             raise AirflowException("the task was asked to stop before its call ran; the pool is closed") from None
-        except sky.BudgetExceeded as error:  # another try would cost again, and fail here again
-            attempt.push_bill()
-            raise AirflowFailException(f"{error}: not tried again. Allow more (max_cost, budget)") from error
-        except BaseException:
+        except BaseException as error:
             if not attempt.is_orphan:
                 attempt.push_bill()
+            raise_as_airflows(error)
             raise
         finally:
             self._attempt = None
@@ -412,6 +409,14 @@ class SkywardOperator(BaseOperator):
 for _name in POOL_KEYWORDS:
     # omitted fields are not set: Airflow takes 2 µs for each attribute of an instance, and there are two dozen
     setattr(SkywardOperator, _name, None)
+
+
+def _shown(result: object) -> str:
+    """A result in the task log. The `repr` of a user's class may raise."""
+    try:
+        return str(result)
+    except Exception as error:
+        return f"a {type(result).__name__}, which cannot be shown: {error!r}"
 
 
 def _refuse_unknown(operator: str, keywords: Mapping[str, Any]) -> None:

@@ -15,17 +15,19 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from airflow.sdk import BaseOperator, TaskGroup
-from airflow.sdk.exceptions import AirflowException, AirflowFailException
+from airflow.sdk.exceptions import AirflowException
 
 import skyward_core as sky
 from airflow_provider_skyward.connections import credentials_of, ledger_of
 from airflow_provider_skyward.generations import pool_name_of
 from airflow_provider_skyward.operators import SkywardOperator, names_pool_keywords
+from airflow_provider_skyward.plain_values import PLAIN
 from airflow_provider_skyward.pool_keywords import as_keywords
+from airflow_provider_skyward.retry import raise_as_airflows
 from airflow_provider_skyward.secrets import values_of
 from airflow_provider_skyward.shared_pools import setup_id_of, setup_of, setup_work
 from airflow_provider_skyward.stop_order import order_stop
-from airflow_provider_skyward.task_attempt import Killed, TaskAttempt, plain_function, work_of
+from airflow_provider_skyward.task_attempt import Killed, TaskAttempt, work_of
 
 if TYPE_CHECKING:
     from airflow.sdk import Context, XComArg
@@ -78,10 +80,9 @@ class SkywardCreatePool(SkywardOperator):
             return attempt.open_and_leave(self.pool_spec)
         except Killed:
             raise AirflowException("the task was asked to stop before the pool was ready; the pool is ended") from None
-        except sky.BudgetExceeded as error:  # another try would cost again, and fail here again
-            raise AirflowFailException(
-                f"{error}: not tried again. Allow more (max_cost, budget), or hold less"
-            ) from error
+        except sky.SkywardError as error:
+            raise_as_airflows(error)
+            raise
         finally:
             self._attempt = None
             attempt.push_bill()
@@ -102,7 +103,7 @@ class SetupAttempt(TaskAttempt):
             on_event=self._receive,
             credentials=self.credentials,
             secrets=values_of(spec),
-            replace_object=plain_function,
+            replace_object=PLAIN.replace,
             work=self._work,
         )
         is_open = False

@@ -1,15 +1,31 @@
-"""`default_retry_policy`: which errors of a pool another try can help with, and when."""
+"""Which errors of a pool another try can help with, and when: what Airflow decides without a policy, and with ours."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 
 from airflow.sdk import ExceptionRetryPolicy, RetryAction, RetryRule
+from airflow.sdk.exceptions import AirflowFailException, AirflowSkipException
 
 import skyward_core as sky
 
 CAPACITY_WAIT = timedelta(minutes=10)
 """Clouds say nothing about when machines come back; a shorter wait mostly asks again for nothing."""
+
+
+def raise_as_airflows(error: BaseException) -> None:
+    """Raise what makes Airflow skip a task, or not try it again, for an error that asks for it; return for others.
+
+    A policy is not asked: another try would meet the same error, or pay a second time for work that is done.
+    """
+    if isinstance(error, sky.Skip):
+        raise AirflowSkipException(str(error) or "the function has asked to be skipped") from error
+    if isinstance(error, sky.BudgetExceeded):
+        raise AirflowFailException(
+            f"{error}: not tried again. Allow more (max_cost, budget), or ask for less"
+        ) from error
+    if isinstance(error, sky.SkywardError) and error.is_final:
+        raise AirflowFailException(f"{error}: not tried again") from error
 
 
 def default_retry_policy(capacity_wait: timedelta = CAPACITY_WAIT) -> ExceptionRetryPolicy:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import skyward_core as sky
 from airflow_provider_skyward.links import CONSOLE_KEY, links_of
 from airflow_provider_skyward.phases import Phases
+from airflow_provider_skyward.plain_values import PLAIN
 from airflow_provider_skyward.pool_keywords import PLACEHOLDER
 from airflow_provider_skyward.progress import Progress
 from airflow_provider_skyward.secrets import values_of
@@ -90,7 +91,7 @@ class TaskAttempt:
             on_event=self._receive,
             credentials=self.credentials,
             secrets=values_of(spec),
-            replace_object=plain_function,
+            replace_object=PLAIN.replace,
             work=self._work,
         )
         try:
@@ -105,7 +106,10 @@ class TaskAttempt:
         finally:
             with self._phases.phase("release", pool_id=pool.id), self._events_written_at_once():
                 # an unconfirmed machine is in the log and in `bill`, and fails no task that has done its work
-                pool.hand_over()
+                try:
+                    pool.hand_over()
+                except sky.SkywardError as error:
+                    self._log.warning("the pool was not left properly: %s", error)
 
     def kill(self) -> None:
         """Stop `run`. Called in a signal handler.
@@ -121,6 +125,11 @@ class TaskAttempt:
         self._inbox.put(None)
         if self._is_interruptible:
             raise Killed
+
+    def end(self) -> None:
+        """Push the bill, and end the generation. Raises nothing: the work is done, or has failed for another reason."""
+        self.push_bill()
+        self.end_generation()
 
     def end_generation(self) -> None:
         """Write that no later try may adopt the calls: those of this class end with their process."""
@@ -173,11 +182,24 @@ class TaskAttempt:
         """Log and push the cost of this try, and of all tries of the task instance together. The ledger has them, also
         of tries that were killed.
         """
-        bill = self.bill()
+        # the ledger may be slow; only the main thread talks to Airflow, so the rest is not in a thread
+        bill = sky.after_the_work("the bill", self._full_bill, self._log.warning)
         if bill is None:
             return
+        try:
+            self._show_bill(bill)
+        except Exception:
+            self._log.exception("the bill could not be shown")
+
+    def _full_bill(self) -> dict[str, Any] | None:
+        bill = self.bill()
+        if bill is None:
+            return None
         costs = self._costs_so_far() | {bill["pool_id"]: bill["cost_usd"]}
-        bill |= {"all_tries_usd": sum(costs.values()), "pools": sorted(costs), "tries": self._costs_by_try()}
+        return bill | {"all_tries_usd": sum(costs.values()), "pools": sorted(costs), "tries": self._costs_by_try()}
+
+    def _show_bill(self, bill: dict[str, Any]) -> None:
+        costs = bill["pools"]
         figures = (bill["cost_usd"], bill["seconds"], bill["nodes"], bill["pool_id"])
         self._log.info("cost: %.6f USD, %.1f s, nodes: %d; of each machine: skyward receipt %s", *figures)
         if len(costs) > 1:
@@ -350,10 +372,3 @@ def _error_of(future: Future[Any]) -> BaseException | None:
 def _without_placeholder(spec: sky.PoolSpec) -> sky.PoolSpec:
     """Return the spec of a pool that only this process uses: it has no name, and so is not kept warm."""
     return spec.with_(name=None, keep_warm=0.0) if spec.name == PLACEHOLDER else spec
-
-
-def plain_function(obj: Any) -> Any:
-    """For the pickler: return the function of a `@task` object that it uses, because the object would bring Airflow
-    along.
-    """
-    return obj.function if getattr(type(obj), "_airflow_is_task_decorator", False) else NotImplemented

@@ -120,7 +120,7 @@ class SkywardComponent(dg.Component, dg.Model, dg.Resolvable):
         spec = self.asset
         if self.script is not None:
             return {"specs": [spec]}
-        out = dg.AssetOut.from_spec(spec.replace_attributes(deps=[]))
+        out = dg.AssetOut.from_spec(spec.replace_attributes(deps=[]), is_required=False)
         return {"outs": {"result": out}, "deps": list(spec.deps), "partitions_def": spec.partitions_def}
 
     def _payload(self, context: dg.ComponentLoadContext) -> "Payload":
@@ -159,7 +159,11 @@ def function_of(reference: str) -> Callable[..., Any]:
 def _function(fn: Callable[..., Any], args: list[Any], kwargs: Mapping[str, Any], partition: str | None) -> Payload:
     def run(context: dg.AssetExecutionContext, compute: SkywardResource) -> Iterator[dg.MaterializeResult[Any]]:
         of_partition = {} if partition is None else {partition: context.partition_key}
-        value = compute.run(context, fn, *args, **kwargs, **of_partition).value
+        try:
+            value = compute.run(context, fn, *args, **kwargs, **of_partition).value
+        except sky.Skip as skip:  # the asset is not made, and what is downstream of it is skipped
+            context.log.info("skipped: %s", skip.without_advice)
+            return
         yield dg.MaterializeResult() if value is None else dg.MaterializeResult(value=value)
 
     return run

@@ -3,26 +3,49 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
 
 import dagster as dg
 
 import skyward_core as sky
 
-FINAL = (sky.BadRequest, sky.NotPicklable, sky.CredentialsError, sky.BudgetExceeded)
-"""Bad input, refused credentials, and used-up money; the same as in Airflow's `default_retry_policy`."""
+FINAL = (sky.BadRequest, sky.CredentialsError)
+"""Final beside the errors that are so by themselves (`is_final`): bad input and refused credentials, as in Airflow's
+`default_retry_policy`.
+"""
+SKIP_ADVICE = (
+    "Dagster skips what is downstream of an output that was not made: give the asset output_required=False (an op"
+    " dg.Out(is_required=False)), write it with `yield`, and `except sky.Skip: return`"
+)
+
+
+@contextmanager
+def not_tried_again() -> Generator[None]:
+    """Apply `refuse_retries` to an error of the block."""
+    try:
+        yield
+    except Exception as error:
+        refuse_retries(error)
+        raise
 
 
 def refuse_retries(error: Exception) -> None:
-    """Make an error of FINAL a failure after which Dagster does not try the step again. Others stay as they are.
+    """Make a final error a failure after which Dagster does not try the step again. Others stay as they are.
 
     Dagster tries a step again after any error but a `Failure` with `allow_retries=False`. The error stays the same
     object, with its attributes, causes and notes, and `except sky.BudgetExceeded` still catches it.
     """
-    if not isinstance(error, FINAL) or isinstance(error, dg.Failure):
+    if isinstance(error, dg.Failure) or not isinstance(error, sky.SkywardError):
         return
-    error.__class__ = _failure_class(type(error))
-    assert isinstance(error, dg.Failure)
-    error.description, error.metadata, error.allow_retries = str(error), {}, False
+    if not error.is_final and not isinstance(error, FINAL):
+        return
+    if isinstance(error, sky.Skip):
+        error.advised(SKIP_ADVICE)
+    failure: Any = error
+    failure.__class__ = _failure_class(type(error))
+    failure.description, failure.metadata, failure.allow_retries = str(error), {}, False
 
 
 @functools.cache

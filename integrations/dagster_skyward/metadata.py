@@ -79,7 +79,8 @@ def record(context: StepContext, pool: object, usage: Usage) -> None:
         usages = _usages.setdefault(context, {})
         usages[id(pool)] = usage
         total: dict[str, Any] = {**_total(usages), **_details(usages), **names_of(work_of(context))}
-    if isinstance(context, dg.AssetCheckExecutionContext):
+    # a check; a sensor or a schedule, which makes nothing
+    if isinstance(context, dg.AssetCheckExecutionContext) or not hasattr(context, "add_output_metadata"):
         return
     outputs = _outputs(context)
     costs, savings = (

@@ -19,7 +19,9 @@ import dagster as dg
 
 import skyward_core as sky
 from dagster_skyward import metadata
+from dagster_skyward.final_errors import not_tried_again
 from dagster_skyward.on_node import function_on_node
+from dagster_skyward.plain_values import plain_pending
 from dagster_skyward.resource import SkywardResource
 from dagster_skyward.step_pools import Use
 
@@ -62,6 +64,10 @@ class PipesSkywardClient(dg.ConfigurableResource, dg.PipesClient):  # pyright: i
             raise sky.BadRequest("PipesSkywardClient.run: write either fn=... or script=...")
         if fn is not None and env:
             raise sky.BadRequest("env is for a script: a function has the variables of its pool, SkywardResource(env=)")
+        given: sky.PendingCompute[Any] | None = None
+        if fn is not None:
+            with not_tried_again():
+                given = plain_pending(fn, tuple(args), dict(kwargs or {}), ("args", "kwargs"))
         with self.compute.using(context) as use:
             reader = _LineReader(use.pool.instance_count * use.pool.spec.workers_per_node if broadcast else 1)
             with (
@@ -76,13 +82,12 @@ class PipesSkywardClient(dg.ConfigurableResource, dg.PipesClient):  # pyright: i
                 head = (_Library(), dict(session.get_bootstrap_env_vars()), reader.mark)
                 if script is not None:
                     path = Path(script)
-                    given = (path.name, path.read_bytes(), [str(one) for one in args], dict(env or {}))
-                    pending = sky.PendingCompute(_on_node("run_script"), (*head, *given), {})
+                    file = (path.name, path.read_bytes(), [str(one) for one in args], dict(env or {}))
+                    pending = sky.PendingCompute(_on_node("run_script"), (*head, *file), {})
                 else:
-                    payload = fn.local if isinstance(fn, sky.ComputeFunction) else fn
-                    pending = sky.PendingCompute(
-                        _on_node("run_function"), (*head, payload, tuple(args), dict(kwargs or {})), {}
-                    )
+                    assert given is not None
+                    call = (given.fn, given.args, dict(given.kwargs))
+                    pending = sky.PendingCompute(_on_node("run_function"), (*head, *call), {})
                 _run(use, pending, reader, broadcast=broadcast)
         found = {} if use.usage is None else metadata.plain(use.usage)
         return dg.PipesClientCompletedInvocation(session, metadata=found if context.has_assets_def else {})

@@ -19,8 +19,10 @@ import skyward_core as sky
 from dagster_skyward import metadata
 from dagster_skyward.configuration import FIELDS, plain, spec_of
 from dagster_skyward.credentials import SkywardCredentials
+from dagster_skyward.final_errors import not_tried_again
 from dagster_skyward.lifecycle import OF_RUNS, Lifecycle, refuse_sharing
 from dagster_skyward.metadata import StepContext
+from dagster_skyward.plain_values import plain_pending
 from dagster_skyward.step_events import Listener
 from dagster_skyward.step_pools import StepPools, Terms, Use
 
@@ -99,8 +101,10 @@ class SkywardResource(_PoolFields):
 
         `fn` may be plain or decorated with `@sky.compute`. `context` is None in a script or a notebook.
         """
+        with not_tried_again():
+            pending = plain_pending(fn, args, kwargs)
         with self.using(context) as use:
-            value = use.pool.run(_pending(fn, args, kwargs))
+            value = use.pool.run(pending)
         return _result(value, use)
 
     def map[R](
@@ -114,8 +118,10 @@ class SkywardResource(_PoolFields):
 
         The iterables must have the same length.
         """
+        with not_tried_again():
+            plain = plain_pending(fn, tuple(map(list, iterables)), {}, ("iterables", "kwargs")).args
         with self.pool(context) as pool:
-            return pool.map(fn, *iterables)
+            return pool.map(fn, *plain)
 
     def broadcast[**P, R](
         self,
@@ -126,8 +132,10 @@ class SkywardResource(_PoolFields):
         **kwargs: P.kwargs,
     ) -> PoolResult[tuple[R, ...]]:
         """Run `fn(*args, **kwargs)` on each worker at once; the value has the results in the order of the nodes."""
+        with not_tried_again():
+            pending = plain_pending(fn, args, kwargs)
         with self.using(context) as use:
-            value = use.pool.broadcast(_pending(fn, args, kwargs))
+            value = use.pool.broadcast(pending)
         return _result(value, use)
 
     @contextmanager
@@ -208,12 +216,6 @@ def _checked(keywords: Mapping[str, Any]) -> dict[str, Any]:
         return plain(others) | own
     warm = plain({"name": "of-a-run", "keep_warm": others.pop("keep_warm")})["keep_warm"]
     return plain(others) | own | {"keep_warm": warm}
-
-
-def _pending(
-    fn: Callable[..., Any] | sky.ComputeFunction[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> sky.PendingCompute[Any]:
-    return sky.PendingCompute(fn.local if isinstance(fn, sky.ComputeFunction) else fn, args, kwargs)
 
 
 def _result[R](value: R, use: Use) -> PoolResult[R]:

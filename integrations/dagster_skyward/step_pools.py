@@ -17,6 +17,7 @@ from dagster_skyward.backfills import OF_BACKFILL, group_of, runs_to_come
 from dagster_skyward.final_errors import refuse_retries
 from dagster_skyward.lifecycle import OF_RUNS, Lifecycle, spec_of_run, spec_of_step
 from dagster_skyward.metadata import StepContext, Usage, assets_of, is_alone, record, step_key, tags_of, work_of
+from dagster_skyward.plain_values import PLAIN
 from dagster_skyward.run_steps import ended_steps, failed_steps, note_pool, release_pools, steps_to_come
 from dagster_skyward.settlement import made_by, note_open, settle
 from dagster_skyward.step_events import Listener, StepEvents
@@ -123,8 +124,9 @@ class StepPools:
             self.events.failed(error)
             raise
         except Exception as error:
-            self._has_failed = True
-            self.events.failed(error)
+            if not isinstance(error, sky.Skip):
+                self._has_failed = True
+                self.events.failed(error)
             if context is not None:
                 refuse_retries(error)
             raise
@@ -132,13 +134,16 @@ class StepPools:
             if context is not None:
                 self._running.pop(context, None)
             pool = self._pool_of(spec)
-            if pool is not None and pool.id:
-                usage = self._note(context, pool, cost if use is not None else 0.0, began)
-                if use is not None:
-                    use.usage = usage
-            if context is not None:
-                self.events.used(context)
-            self.events.flush()
+            try:
+                if pool is not None and pool.id:
+                    usage = self._note(context, pool, cost if use is not None else 0.0, began)
+                    if use is not None:
+                        use.usage = usage
+                if context is not None:
+                    self.events.used(context)
+                self.events.flush()
+            except Exception:  # the step's result, or its own error, is more important
+                _log.exception("what the step has cost could not all be noted")
 
     def close(self) -> None:
         """End or leave the pools, and divide the bill among the steps.
@@ -302,7 +307,8 @@ class StepPools:
         return float(sum(part.cost_usd for part in own))
 
     def _note(self, context: StepContext | None, pool: sky.ComputePool, cost_before: float, began: float) -> Usage:
-        spec, cost = pool.spec, self._cost(pool)
+        spec = pool.spec
+        cost = sky.after_the_work("the cost of the step", lambda: self._cost(pool), _log.warning) or 0.0
         accelerator = str(spec.accelerator or "none")
         grown = max(0.0, cost - cost_before)
         seconds = time.monotonic() - began
@@ -345,7 +351,7 @@ class StepPools:
                     spec,
                     on_event=self.events.take,
                     credentials=self._terms.credentials,
-                    replace_object=_refuse_context,
+                    replace_object=PLAIN.replace,
                     work=work,
                 )
                 self._current = [(its, one) for its, one in self._current if its != spec] + [(spec, pool)]
@@ -424,23 +430,3 @@ def _strangers(context: StepContext) -> set[str]:
         }
     except (dg.DagsterError, AttributeError):  # a context that was made by hand
         return set()
-
-
-def _refuse_context(obj: Any) -> Any:
-    """For the pickler: refuse a step's context, because it contains a database and a hundred other objects, and the
-    first of them cannot travel.
-    """
-    if isinstance(
-        obj, (dg.AssetExecutionContext, dg.OpExecutionContext, dg.AssetCheckExecutionContext, dg.InitResourceContext)
-    ):
-        raise sky.BadRequest(
-            f"the function, or an argument of it, uses the step's `context` (a Dagster {type(obj).__name__}), which"
-            " cannot travel to a node. Take what it needs of it as arguments: compute.run(context, train,"
-            " context.partition_key); and log with print or logging: both arrive in the step's log"
-        )
-    if isinstance(obj, dg.ConfigurableResource) and getattr(type(obj), "is_skyward", False):
-        raise sky.BadRequest(
-            "the function, or an argument of it, uses the resource itself, which cannot travel to a node: call"
-            " compute.run(...) in the step, and not within the function that runs on a node"
-        )
-    return NotImplemented

@@ -6,6 +6,7 @@ the machines would go on, and cost money, until the flow ends.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.context import SyncClientContext
 from prefect.states import Cancelled
 
+import skyward_core as sky
 from prefect_skyward.ui import RunLog
 
 if TYPE_CHECKING:
@@ -58,10 +60,11 @@ class Cancellation:
         From Cancelling the API takes no other state, and no process sets this one. Raises nothing.
         """
         if self._is_seen:
-            try:
-                self._log.run(self._set_cancelled)
-            except Exception as failure:
-                self._log.say(logging.WARNING, f"the state of the cancelled flow run could not be set: {failure!r}")
+            sky.after_the_work(
+                "the state Cancelled of the flow run",
+                functools.partial(self._log.run, self._set_cancelled),
+                functools.partial(self._log.say, logging.WARNING),
+            )
 
     def _watch(self) -> None:
         while not self._has_ended.wait(ASK_SECONDS):

@@ -69,6 +69,7 @@ def _plain() -> Callable[..., Any]:
             step = calls.step_of(on_pool)
 
             def result() -> Any:
+                calls.refuse_what_cannot_travel(step, args, kwargs)
                 with calls.pools.holding(step.spec) as life:
                     waited(life.opened, None, _slice_seconds())
                     return waited(calls.call(life, step, args, kwargs), None, _slice_seconds())
@@ -95,6 +96,7 @@ def _items() -> Callable[..., Any]:
         with _PresentCalls() as calls:
             step = calls.step_of(on_pool)
             try:
+                calls.refuse_what_cannot_travel(step, args, kwargs)
                 with calls.pools.holding(step.spec) as life:
                     waited(life.opened, None, _slice_seconds())
                     with calls.stream(life, step, args, kwargs) as items:
@@ -111,6 +113,7 @@ def _asynchronous_items() -> Callable[..., Any]:
         async with _PresentCalls() as calls:
             step = calls.step_of(on_pool)
             try:
+                calls.refuse_what_cannot_travel(step, args, kwargs)
                 with calls.pools.holding(step.spec) as life:
                     await asyncio.wrap_future(life.opened)
                     with calls.stream(life, step, args, kwargs) as items:

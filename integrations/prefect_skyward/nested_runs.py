@@ -52,12 +52,15 @@ class NestedRuns:
             future.add_done_callback(functools.partial(self._note, str(context.task_run.id)))
 
     def end(self) -> None:
-        """Give the task runs of dead processes a final state. Raises nothing: the flow run has ended."""
+        """Give the task runs of dead processes a final state. Raises nothing, and waits for some seconds at most: the
+        flow run has ended.
+        """
         if self._dead:
-            try:
-                self._log.run(self._end)
-            except Exception as error:
-                self._log.say(logging.WARNING, f"task runs that began on nodes may stay Running in the UI: {error}")
+            sky.after_the_work(
+                "the end of task runs that began on nodes, and may stay Running in the UI,",
+                functools.partial(self._log.run, self._end),
+                functools.partial(self._log.say, logging.WARNING),
+            )
 
     def _note(self, task_run_id: str, future: Future[Any]) -> None:
         if has_died(future):

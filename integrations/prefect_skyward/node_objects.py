@@ -26,6 +26,19 @@ NO_API = f"{NO_API_SCHEME}//a-node-has-no-way-to-prefects-api"
 _WITH_CONTEXT = "let it run in Prefect's context: SkywardTaskRunner(prefect_context=True), with Prefect in the image"
 _OF_A_TASK = re.compile(r"'function' object has no attribute '(submit|map|delay|apply_async|with_options)'")
 
+PLAIN = sky.PlainTypes(
+    {
+        "prefect.futures.PrefectFuture": lambda future: future.result(raise_on_failure=False),
+        "prefect.futures.PrefectFutureList": list,
+        "prefect.states.State": lambda state: state.result(raise_on_failure=False, _sync=True),
+        "prefect.client.schemas.objects.State": lambda state: state.result(raise_on_failure=False, _sync=True),
+        "prefect.utilities.annotations.BaseAnnotation": lambda annotated: annotated.value,
+    }
+)
+"""What travels in place of Prefect's values: the engine resolves those in parameters, and not those that stand deeper,
+or among the arguments of a function that is no task. A failure is the exception, as with `allow_failure`.
+"""
+
 _is_in_context: ContextVar[bool] = ContextVar("skyward_prefect_context", default=False)
 
 
@@ -64,11 +77,13 @@ def packing(*, in_prefect_s_context: bool) -> Generator[None]:
 
 
 def portable(obj: Any) -> Any:
-    """Return the replacement of Prefect's own objects: a task's function, and a logger that prints. In Prefect's
-    context they need none.
+    """Return the replacement of Prefect's own objects: a task's function, a logger that prints, the result of a future.
+    In Prefect's context functions and loggers need none.
     """
     if isinstance(obj, FunctionType) and TARGET in vars(obj):
         return beneath(obj)
+    if (plain := PLAIN.replace(obj)) is not NotImplemented:
+        return plain
     if isinstance(obj, TaskRunner) and type(obj).__module__.startswith("prefect_skyward."):
         return ThreadPoolTaskRunner()  # a flow that is called on a node runs there, with its tasks
     if _is_in_context.get():

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 from uuid import UUID
 
+from prefect.context import TaskRunContext
 from prefect.futures import PrefectFuture
 from prefect.logging.loggers import task_run_logger
-from prefect.states import Cancelled, Crashed
+from prefect.states import Cancelled, Completed, Crashed
 from prefect.task_engine import run_task_async, run_task_sync
 from prefect.tasks import Task
 from prefect.utilities.annotations import allow_failure, quote
@@ -59,7 +60,7 @@ class TaskRunOnPool:
 
         The engine starts once the pool has opened: a task's timeout_seconds are for its work, not for the renting.
         """
-        if self._inputs_are_there():
+        if self._inputs_are_there() and self.call.can_travel(self.parameters):
             self.call.await_pool()
         words: dict[str, Any] = {
             "task": self.task,
@@ -116,8 +117,19 @@ class RemoteCall:
         self._step = step
         self._timeout_seconds = timeout_seconds
         self._first: PoolLife | None = None
+        self._refusal: sky.NotPicklable | None = None
         if code := getattr(step.fn, "__code__", None):
             self.__code__ = code
+
+    def can_travel(self, parameters: dict[str, Any]) -> bool:
+        """Return whether a pool is to be opened for these parameters. If not, the first attempt says why."""
+        try:
+            self._calls.refuse_what_cannot_travel(self._step, (), parameters)
+        except sky.NotPicklable as error:
+            self._refusal = error
+        except Exception:  # of a result that cannot be read: the engine reads it again, and reports that
+            return True
+        return self._refusal is None
 
     def await_pool(self) -> None:
         """Request the pool of the first attempt, and wait until it is open or has failed."""
@@ -129,6 +141,8 @@ class RemoteCall:
 
     def _raise_if_first_failed(self) -> None:
         """The first attempt fails with the opening that it has waited for; each later one opens a pool again."""
+        if self._refusal is not None:
+            raise self._refusal
         first, self._first = self._first, None
         if first is not None:
             first.opened.result()
@@ -169,7 +183,8 @@ def called(calls: RunCalls, call: Callable[[], Any], spec: sky.PoolSpec) -> Any:
 
 
 def state_of(calls: RunCalls, error: BaseException, spec: sky.PoolSpec) -> State[Any]:
-    """Return Cancelled if the flow run has ended the call; else raise the error, in words if nodes asked the API.
+    """Return Cancelled if the flow run has ended the call, and Skipped if the function has asked for it; else raise the
+    error, in words if nodes asked the API.
 
     An interrupt of the function is raised as one: the task run has crashed.
     """
@@ -179,6 +194,8 @@ def state_of(calls: RunCalls, error: BaseException, spec: sky.PoolSpec) -> State
     calls.pools.facts.money.after(error, spec.max_cost, "" if pool is None else pool.id)
     if isinstance(error, sky.RemoteError) and error.type_name == KeyboardInterrupt.__name__:
         raise KeyboardInterrupt(str(error)) from error  # the core does not raise it here; Prefect's engine reports it
+    if isinstance(error, sky.Skip) and TaskRunContext.get() is not None:
+        return Completed(name="Skipped", message=str(error))
     if isinstance(error, Exception):
         raise_if_prefect_s_api_was_used(error)
     raise error
@@ -186,6 +203,7 @@ def state_of(calls: RunCalls, error: BaseException, spec: sky.PoolSpec) -> State
 
 async def awaited(calls: RunCalls, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Make a call in a coroutine, and return its result."""
+    calls.refuse_what_cannot_travel(step, args, kwargs)
     with calls.pools.holding(step.spec) as life:
         await asyncio.wrap_future(life.opened)
         return await asyncio.wrap_future(calls.call(life, step, args, kwargs))
@@ -218,21 +236,18 @@ def waited[T](future: Future[T], timeout_seconds: float | None, slice_seconds: f
 
 
 def unless_the_work_is_done(condition: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return a task's retry condition for all failures but two: if the work has succeeded and its result cannot be
-    loaded here, it is not done again; if the money is used up, another try would find none. A condition that this
-    function has made is returned as it is.
+    """Return a task's retry condition for all failures but the final ones: another try would meet the same error, or do
+    work a second time that is done. A condition that this function has made is returned as it is.
     """
     if getattr(condition, IS_GUARDED, False):
         return cast("Callable[..., Any]", condition)
 
     def may_be_tried_again(task: Task[Any, Any], task_run: TaskRun, state: State[Any]) -> Any:
-        if isinstance(state.data, sky.ResultNotLoaded):
-            task_run_logger(task_run, task).error(
-                "%s. The task is not tried again: that would do its work a second time", state.data
-            )
-            return False
-        if isinstance(state.data, sky.BudgetExceeded):
-            task_run_logger(task_run, task).error("%s. The task is not tried again", state.data)
+        error = state.data
+        if isinstance(error, sky.SkywardError) and error.is_final:
+            is_done = isinstance(error, sky.ResultNotLoaded)
+            why = ": that would do its work a second time" if is_done else ""
+            task_run_logger(task_run, task).error("%s. The task is not tried again%s", str(error).rstrip("."), why)
             return False
         return condition is None or condition(task, task_run, state)
 

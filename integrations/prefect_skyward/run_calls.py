@@ -17,7 +17,7 @@ import skyward_core as sky
 from prefect_skyward.flow_pools import FlowPools
 from prefect_skyward.money import MoneyEnd
 from prefect_skyward.nested_runs import NestedRuns
-from prefect_skyward.node_objects import packing
+from prefect_skyward.node_objects import PLAIN, packing, portable
 from prefect_skyward.options import StepSpecs, target_of
 from prefect_skyward.pool_life import FlowFacts, PoolLife
 from prefect_skyward.prefect_context import facts_of_call, in_prefect_s_context, with_prefect_s_api
@@ -36,6 +36,7 @@ class Step:
 
     def pending(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> sky.PendingCompute[Any]:
         """Return the call of the task run of this thread."""
+        args, kwargs = PLAIN.plain((args, kwargs))
         if not self.prefect_context:
             return sky.PendingCompute(self.fn, args, kwargs)
         return sky.PendingCompute(in_prefect_s_context(self.fn), (facts_of_call(), args, kwargs))
@@ -118,6 +119,12 @@ class RunCalls:
         if in_context and (not self.prefect_context or spec is not self.base):
             spec = with_prefect_s_api(spec)
         return Step(target.fn, spec, bool(target.options.broadcast), in_context)
+
+    def refuse_what_cannot_travel(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise NotPicklable before a pool is opened for a call. An open one says the same of the call itself."""
+        if self.pools.pool_of(step.spec) is None:
+            with packing(in_prefect_s_context=step.prefect_context):
+                sky.plain_call(sky.PendingCompute(step.fn, args, kwargs), PLAIN, replace=portable)
 
     def call(self, life: PoolLife, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
         """Submit the call for the task run of this thread."""

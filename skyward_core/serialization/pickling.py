@@ -124,6 +124,17 @@ def dumps(
         raise diagnose(obj, label, error, PickleProbe(trials.error_of, trials.parts_of)) from error
 
 
+def refuse_what_cannot_travel(obj: Any, *, label: str | tuple[str, ...], replace: Replace | None = None) -> None:
+    """Raise what `dumps` would raise. Keeps no byte of the pickle."""
+    if _is_plain(obj, [_PLAIN_ITEMS], 0):
+        return
+    trials = _Trials(replace)
+    if (error := trials.error_of(obj)) is not None:
+        if isinstance(error, MemoryError):
+            raise error
+        raise diagnose(obj, label, error, PickleProbe(trials.error_of, trials.parts_of)) from error
+
+
 def dumps_or_raise(obj: Any) -> Pickled:
     """Pickle a value as `dumps` does. Raises the pickler's error at once, without a search for the part."""
     return _dumped(obj, _Trials(None), None)

@@ -125,11 +125,15 @@ def _parts_of(obj: Any) -> Parts:
     return _parts_of_instance(obj)
 
 
+def item_path(key: Any) -> str:
+    """Return the expression that leads from a dictionary to the value of a key."""
+    return f"[{reprlib.repr(key)}]"
+
+
 def _items_of(items: Mapping[Any, Any]) -> Generator[tuple[str, Any]]:
     for (key, value), _ in zip(items.items(), range(_MAX_ITEMS), strict=False):
-        name = reprlib.repr(key)
-        yield f"[{name}]", value
-        yield f".<key> {name}", key
+        yield item_path(key), value
+        yield f".<key> {reprlib.repr(key)}", key
 
 
 def _parts_of_instance(obj: Any) -> Generator[tuple[str, Any]]:

@@ -30,7 +30,7 @@ COST_KEY, NODES_KEY, TASKS_KEY, MACHINES_KEY, TASK_RUN_KEY = (
 )
 WRITE_SECONDS = 15.0
 """The least time between two updates. The start, the readiness and the end of a pool are written at once."""
-CLOSE_SECONDS = 30.0
+CLOSE_SECONDS = 10.0
 """How long the end of a flow waits for an API that is slow: Prefect's client tries each request for up to a minute."""
 MOST_TASK_ROWS, MOST_LIVE_TASK_ROWS = 1_000, 50
 """Rows of the table of task runs, at the end and while the flow runs."""

@@ -251,6 +251,72 @@ def test_a_task_without_money_fails_without_another_try(airflow: Airflow) -> Non
     assert "launching" not in ran.log
 
 
+def test_work_is_not_repeated_if_airflow_would_refuse_its_result(airflow: Airflow, tmp_path: Path) -> None:
+    """Airflow itself refuses them after `execute`, and tries the task again: the work would be done and paid for twice.
+    A lazy result of the function's own cannot leave the node.
+    """
+    ran = airflow.run(
+        "refused",
+        f"""
+        @dag(schedule=None, default_args={{"provider": LOCAL, "retries": 2, "retry_delay": timedelta(0)}})
+        def refused():
+            def ran(name):
+                import time
+                open(f"{tmp_path}/{{name}}-{{time.monotonic_ns()}}", "w").close()
+            @task.skyward
+            def numbers():
+                ran("numbers")
+                return [0.5, {{"loss": float("nan")}}]
+            @task.skyward
+            def keys() -> dict:
+                ran("keys")
+                return {{"a": 1, 2: "b"}}
+            @task.skyward(multiple_outputs=True)
+            def outputs():
+                ran("outputs")
+                return [1]
+            @task.skyward
+            def mapped():
+                ran("mapped")
+                return 3
+            @task.skyward
+            def lock():
+                import threading
+                ran("lock")
+                return {{"the": threading.Lock()}}
+            @task
+            def use(item): pass
+            numbers(), keys(), outputs(), lock()
+            use.expand(item=mapped())
+        refused()
+        """,
+    )
+    assert ran.state == "failed"
+    assert sorted(path.name.partition("-")[0] for path in tmp_path.iterdir()) == [
+        "keys",
+        "lock",
+        "mapped",
+        "numbers",
+        "outputs",
+    ]
+    for why in (
+        r"result\[1\]\['loss'\]=nan is no number in JSON: return None in its place",
+        r"the result has the key 2, a int, and each key of multiple_outputs is the name of an XCom, a string",
+        r"the result is a list, and multiple_outputs wants a dictionary",
+        r"the result is a int, and a task downstream is mapped over it: return a list or a dictionary",
+        r"result\['the'\] cannot travel: it is a _thread.lock",
+    ):
+        assert re.search(f"AirflowFailException: .*{why}.*not tried again", ran.log), why
+    assert {task for task, _, key in ran.xcoms if key == "return_value"} == set()
+    assert {task for task, _, key in ran.xcoms if key == "skyward_cost"} == {
+        "numbers",
+        "keys",
+        "outputs",
+        "mapped",
+        "lock",
+    }
+
+
 def test_secrets_come_from_connections_and_variables_when_the_task_runs(airflow: Airflow) -> None:
     """Parsing reads none of them. The call has them, the log masks them, and they are nowhere in Airflow's home."""
     code = """

@@ -1,6 +1,7 @@
 """Arguments, results and exceptions of each integration on a node that has none of the orchestrators."""
 
 import importlib.util
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed
 
 from dagster_skyward import SkywardResource
-from prefect_skyward import SkywardTaskRunner
+from prefect_skyward import SkywardTaskRunner, on_skyward
 
 airflow = pytest.fixture(scope="session")(airflow_host.served)
 api = pytest.fixture(scope="module")(prefect_server.served)
@@ -48,10 +49,15 @@ class OfDagster(dg.Failure):
     """An exception of the user's file that a node without Dagster cannot load."""
 
 
+class Part(dg.Config):
+    name: str = "part"
+
+
 class Options(dg.Config):
-    """A configuration of Dagster's, which a node without Dagster cannot load."""
+    """A configuration of Dagster's, which a node without Dagster gets as an object of plain values."""
 
     rate: float = 0.5
+    parts: list[Part] = [Part()]
 
 
 def moved(point: Point, by: int) -> Point:
@@ -66,8 +72,23 @@ def fails_as_dagster() -> None:
     raise OfDagster("on purpose")
 
 
-def rate(options: Any) -> float:
-    return options.rate
+def rate(options: Any) -> Any:
+    return options.rate, options.parts[0].name
+
+
+def dumped(options: Any) -> Any:
+    return options.model_dump()
+
+
+def skips() -> None:
+    raise sky.Skip("no new rows")
+
+
+@dataclass
+class Locked:
+    """An object of the user that cannot travel."""
+
+    lock: Any
 
 
 def shown(value: Any) -> str:
@@ -104,7 +125,10 @@ def test_dagster() -> None:
         with pytest.raises(TooFar) as caught:
             compute.run(context, too_far, Point(7))
         found["point"] = caught.value.point
-        found["argument"] = failure_of(lambda: compute.run(context, rate, Options()))
+        found["config"] = compute.run(context, rate, Options()).value
+        found["nested"] = compute.run(context, lambda these: these["a"][0].rate, {"a": [Options(rate=2.0)]}).value
+        found["methods"] = failure_of(lambda: compute.run(context, dumped, Options()))
+        found["skips"] = failure_of(lambda: compute.run(context, skips))
         found["exception"] = failure_of(lambda: compute.run(context, fails_as_dagster))
         found["result"] = failure_of(lambda: compute.run(context, lambda: dg.Output(1)))
 
@@ -115,7 +139,13 @@ def test_dagster() -> None:
     assert found["moved"] == Point(4)
     assert found["map"] == [Point(0), Point(1)]
     assert found["point"] == Point(7)
-    for kind in ("argument", "exception", "result"):
+    assert found["config"] == (0.5, "part")
+    assert found["nested"] == 2.0
+    assert found["methods"][0] == "AttributeError"
+    assert "'model_dump' is no value of this object" in found["methods"][1]
+    assert found["skips"][0] == "Skip"
+    assert found["skips"][1].startswith("no new rows. Dagster skips what is downstream of an output that was not made")
+    for kind in ("exception", "result"):
         assert_names(found[kind], "dagster")
 
 
@@ -125,6 +155,11 @@ def test_dagster() -> None:
 @task(cache_policy=NO_CACHE)
 def state_of_prefect() -> Any:
     return Completed(data=1)
+
+
+@on_skyward(provider=sky.Local(), image=BARE)
+def shown_at_once(value: Any) -> str:
+    return repr(value)
 
 
 def test_prefect(api: str) -> None:
@@ -137,6 +172,11 @@ def test_prefect(api: str) -> None:
         with pytest.raises(TooFar) as caught:
             in_flow(lambda: fail.submit(Point(7)).result())
         assert caught.value.point == Point(7)
+        deep = in_flow(
+            lambda: deque([move.submit(Point(2), by=1), [Completed(data=Point(9))]])
+        )  # Prefect looks into no deque
+        assert in_flow(lambda: show.submit(deep).result()) == f"deque([{Point(3)!r}, [{Point(9)!r}]])"
+        assert in_flow(lambda: shown_at_once(deep)) == f"deque([{Point(3)!r}, [{Point(9)!r}]])"
         argument = failure_of(lambda: in_flow(lambda: show.submit(NO_CACHE).result()))
         result = failure_of(lambda: in_flow(lambda: state_of_prefect.submit().result()))
     assert_names(argument, "prefect")
@@ -179,7 +219,40 @@ def bare():
         return {"x": 41}
     works(before()), own(), airflows(), imports()
     import pendulum
-    SkywardOperator(task_id="pendulums", python_callable=point, op_args=[pendulum.timezone("UTC")], **here)
+    SkywardOperator(task_id="pendulums", python_callable=point, op_args=[pendulum.WeekDay.MONDAY], **here)
+    @task
+    def when():
+        return {"at": [pendulum.datetime(2026, 3, 1, 12, tz="Europe/Paris")], "day": pendulum.date(2026, 3, 1)}
+    @task.skyward(**here)
+    def kinds(**values):
+        def kind(value):
+            if isinstance(value, (list, tuple)): return [kind(item) for item in value]
+            if isinstance(value, dict): return {key: kind(item) for key, item in value.items()}
+            return f"{type(value).__module__}.{type(value).__name__} {value}"
+        return {name: kind(values[name]) for name in ("when", "deep", "rows", "mapped", "zipped", "joined", "zone")}
+    @task
+    def row(n):
+        return n
+    rows = row.expand(n=[1, 2])
+    kinds(
+        when=when(), deep={"list": [rows, {"when": when()}]}, rows=rows, mapped=rows.map(lambda n: n * 10),
+        zipped=rows.zip(rows), joined=rows.concat(rows), zone=pendulum.timezone("UTC"),
+    )
+    @task.skyward(**here)
+    def skipped():
+        raise sky.Skip("no new rows")
+    @task.skyward(**here | {"retries": 3})
+    def given_up():
+        raise sky.GiveUp("no such column")
+    skipped(), given_up()
+    class Locked:
+        def __init__(self):
+            import threading
+            self.lock = threading.Lock()
+    @task.skyward(**here)
+    def locked(data):
+        return data
+    locked.override(task_id="locked")(data=[1, 2, 3, Locked()])
     SkywardOperator(task_id="classic", python_callable=classic, op_args=["{{ ds }}"], **here)
 bare()
 """
@@ -196,4 +269,19 @@ def test_airflow(airflow: Airflow) -> None:
     assert "TooFar: too far" in ran.log
     assert ran.log.count("the module 'airflow' is not installed on the node: list it in Image(pip=[...])") == 2
     assert ran.log.count("the module 'pendulum' is not installed on the node: list it in Image(pip=[...])") == 1
-    assert {task for task, _, key in ran.xcoms if key == "return_value"} == {"before", "works", "classic"}
+    kinds = ran.result("kinds")
+    at, day = ["datetime.datetime 2026-03-01 12:00:00+01:00"], "datetime.date 2026-03-01"
+    one, two = "builtins.int 1", "builtins.int 2"
+    assert kinds["when"] == {"at": at, "day": day}
+    assert kinds["deep"] == {"list": [[one, two], {"when": kinds["when"]}]}
+    assert kinds["rows"] == [one, two]
+    assert kinds["mapped"] == ["builtins.int 10", "builtins.int 20"]
+    assert kinds["zipped"] == [[one, one], [two, two]]
+    assert kinds["joined"] == [one, two, one, two]
+    assert kinds["zone"] == "datetime.timezone UTC"
+    assert "AirflowSkipException: no new rows" in ran.log or "Skipping task." in ran.log
+    assert ran.log.count("AirflowFailException: no such column: not tried again") == 1
+    assert "AirflowFailException: op_kwargs['data'][3].lock cannot travel: it is a _thread.lock" in ran.log
+    returned = {task for task, _, key in ran.xcoms if key == "return_value"}
+    assert returned == {"before", "works", "classic", "when", "when__1", "row", "kinds"}
+    assert "locked" not in {task for task, _, key in ran.xcoms if key == "skyward_cost"}  # nothing was rented

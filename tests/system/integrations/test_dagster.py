@@ -23,7 +23,11 @@ from tests.waiting import WAIT_SECONDS, wait_until
 dg = pytest.importorskip("dagster")
 from dagster_pipes import PipesContext  # noqa: E402
 
-from dagster_skyward import PipesSkywardClient, SkywardResource  # noqa: E402
+from dagster_skyward import (  # noqa: E402
+    PipesSkywardClient,
+    SkywardResource,
+    step_pools,
+)
 from dagster_skyward.final_errors import FINAL, refuse_retries  # noqa: E402
 from dagster_skyward.lifecycle import CONFIG_TAG, spec_of_step  # noqa: E402
 from dagster_skyward.metadata import ACCELERATOR, COST_USD, NODES, POOL_ID, SECONDS  # noqa: E402
@@ -323,6 +327,109 @@ def test_a_pool_that_may_not_cost_enough_fails_its_step_once() -> None:
     assert not any("launching" in (event.message or "") for event in result.all_events)
 
 
+@pytest.mark.parametrize(
+    ("fn", "argument", "error"),
+    [
+        (lambda _: _gives_up(), 1, "GiveUp: the table has no such column"),
+        (lambda _: {"the": threading.Lock()}, 1, "NotPicklable: result['the'] cannot travel"),
+        (lambda data: data, [{"lock": threading.Lock()}], "NotPicklable: data[0]['lock'] cannot travel"),
+        (lambda _: _skips(), 1, "Skip: no new rows. Dagster skips what is downstream of an output that was not made"),
+    ],
+    ids=["gives up", "result", "argument", "skips"],
+)
+def test_what_another_try_meets_again_is_not_tried_again(fn: Any, argument: Any, error: str) -> None:
+    """Nothing is rented for an argument that cannot travel."""
+    tries: list[int] = []
+
+    @dg.op(retry_policy=dg.RetryPolicy(max_retries=3))
+    def work(context: dg.OpExecutionContext, compute: SkywardResource) -> None:
+        tries.append(1)
+        compute.run(context, fn, argument)
+
+    @dg.job(resource_defs={"compute": SkywardResource(provider=sky.Local(), display="quiet")})
+    def job() -> None:
+        work()
+
+    result = job.execute_in_process(raise_on_error=False)
+    assert tries == [1]
+    (failed,) = [event for event in result.all_events if event.is_step_failure]
+    assert error in failed.step_failure_data.error.to_string()
+    if isinstance(argument, list):
+        assert not any("launching" in (event.message or "") for event in result.all_events)
+
+
+def _gives_up() -> None:
+    raise sky.GiveUp("the table has no such column")
+
+
+def _skips() -> None:
+    raise sky.Skip("no new rows")
+
+
+def test_an_optional_output_is_left_out_by_a_function_that_skips() -> None:
+    """So are the assets downstream of it, and the run is a success."""
+    made: list[int] = []
+
+    @dg.asset(output_required=False)
+    def rows(context: dg.AssetExecutionContext, compute: SkywardResource) -> Any:
+        try:
+            yield dg.Output(compute.run(context, _skips).value)
+        except sky.Skip as skip:
+            context.log.info("skipped: %s", skip)
+
+    @dg.asset
+    def model(rows: Any) -> None:
+        made.append(rows)
+
+    with dg.DagsterInstance.ephemeral() as instance:
+        compute = SkywardResource(provider=sky.Local(), display="quiet")
+        result = dg.materialize([rows, model], resources={"compute": compute}, instance=instance)
+    assert result.success
+    assert result.get_asset_materialization_events() == []
+    assert [event.step_key for event in result.all_events if event.is_step_skipped] == ["model"]
+    assert made == []
+    assert not [event for event in result.all_events if "Skip:" in (event.message or "")]  # it is no error
+
+
+def test_a_sensor_has_its_result() -> None:
+    """Its context is that of no step, and has no metadata."""
+
+    @dg.job
+    def job() -> None: ...
+
+    @dg.sensor(job=job)
+    def rows(context: dg.SensorEvaluationContext, compute: SkywardResource) -> dg.SkipReason:
+        return dg.SkipReason(f"{compute.run(context, abs, -2).value} rows")
+
+    compute = SkywardResource(provider=sky.Local(), display="quiet")
+    with (
+        dg.DagsterInstance.ephemeral() as instance,
+        dg.build_sensor_context(instance=instance, resources={"compute": compute}) as context,
+    ):
+        assert rows.evaluate_tick(context).skip_message == "2 rows"
+
+
+def test_bookkeeping_that_fails_leaves_the_result(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step has its result, and the log says what is missing."""
+
+    def fails(*_: Any) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(step_pools, "record", fails)
+
+    @dg.asset
+    def model(context: dg.AssetExecutionContext, compute: SkywardResource) -> int:
+        return compute.run(context, abs, -2).value
+
+    with dg.DagsterInstance.ephemeral() as instance:
+        compute = SkywardResource(provider=sky.Local(), display="quiet")
+        result = dg.materialize([model], resources={"compute": compute}, instance=instance)
+        assert result.output_for_node("model") == 2
+    assert "what the step has cost could not all be noted" in caplog.text
+
+
 def test_the_error_keeps_what_it_has() -> None:
     """Attributes, cause and notes. An error that is no such error stays as it is."""
     error = sky.BudgetExceeded("the money of team is used up", "team")
@@ -333,7 +440,7 @@ def test_the_error_keeps_what_it_has() -> None:
     assert isinstance(found, sky.BudgetExceeded)
     assert (found.account, found.__notes__, found.allow_retries) == ("team", ["try later"], False)
     assert isinstance(found.__cause__, KeyError)
-    for kind in FINAL:
+    for kind in (*FINAL, sky.NotPicklable, sky.ResultNotLoaded, sky.GiveUp):
         final: Any = kind("no")
         refuse_retries(final)
         assert (isinstance(final, kind), str(final), final.allow_retries) == (True, "no", False)
@@ -597,7 +704,7 @@ def test_functions_and_scripts_report_with_pipes(tmp_path: Path) -> None:
 YAML_FUNCTION = """
 type: dagster_skyward.SkywardComponent
 attributes:
-  asset: {key: team/model, partitions_def: {type: static, partition_keys: [mon, tue]}, group_name: training}
+  asset: {key: team/model, partitions_def: {type: static, partition_keys: [mon, tue, sun]}, group_name: training}
   function: yaml_project.training:train
   args: [21]
   partition: day
@@ -639,6 +746,11 @@ def test_assets_of_yaml_files_are_made_on_pools(project: Path) -> None:
             instance=instance, partition_key="tue", asset_selection=[dg.AssetKey(["team", "model"])]
         )
         assert made.output_for_node("skyward_team__model") == "tue42"
+        skipped = defs.resolve_implicit_global_asset_job_def().execute_in_process(
+            instance=instance, partition_key="sun", asset_selection=[dg.AssetKey(["team", "model"])]
+        )
+        assert skipped.success
+        assert skipped.get_asset_materialization_events() == []  # the function has raised sky.Skip
         reported = defs.resolve_job_def("report_job").execute_in_process(instance=instance)
     (of_model,) = made.get_asset_materialization_events()
     (of_report,) = reported.get_asset_materialization_events()

@@ -31,16 +31,16 @@ from tests.integrations.prefect_server import (
 )
 from tests.waiting import wait_until
 
-from prefect import flow, task
+from prefect import flow, task, unmapped
 from prefect.blocks.system import Secret
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run as current_run
-from prefect.states import Cancelling
+from prefect.states import Cancelling, Completed
 from pydantic import PrivateAttr
 
 import skyward_core as sky
-from prefect_skyward import SkywardTaskRunner, blocks, cost_so_far
+from prefect_skyward import SkywardTaskRunner, blocks, cost_so_far, on_skyward
 from prefect_skyward.secrets import values_of
 
 pytestmark = [pytest.mark.filterwarnings("default")]  # Prefect's own warnings are not our faults
@@ -73,6 +73,37 @@ def test_a_direct_call_runs_here_and_opens_no_pool(events: list[Any]) -> None:
         return pid(), cost_so_far()
 
     assert direct() == (os.getpid(), 0.0)
+    assert events == []
+
+
+@task(retries=2, cache_policy=NO_CACHE)
+def use(data: Any, upstream: Any = None) -> None:
+    """The function of a task."""
+
+
+@on_skyward(provider=sky.Local())
+def used_at_once(data: Any) -> None:
+    """The function of no task."""
+
+
+def test_what_cannot_travel_rents_nothing(events: list[Any]) -> None:
+    """The parameter that holds it is named, and the task is tried once."""
+    upstream = [Completed(data=1)]
+
+    @flow(task_runner=runner(events))
+    def body() -> list[sky.NotPicklable]:
+        found: list[sky.NotPicklable] = []
+        for call in (
+            lambda: use.submit([1, {"lock": threading.Lock()}], upstream=upstream).result(),
+            lambda: use.map([[threading.Lock()]], upstream=unmapped(upstream)).result(),
+            lambda: used_at_once({"a": threading.Lock()}),
+        ):
+            with pytest.raises(sky.NotPicklable) as caught:
+                call()
+            found.append(caught.value)
+        return found
+
+    assert [error.path for error in body()] == ["data[1]['lock']", "data[0]", "data['a']"]
     assert events == []
 
 
@@ -155,7 +186,7 @@ def test_machines_are_terminated_before_a_flow_is_tried_again(events: list[Any],
 SERVED = """
 import json, os, sys, time
 from pathlib import Path
-from prefect import flow, task
+from prefect import flow, task, unmapped
 from prefect_skyward import SkywardTaskRunner
 import skyward_core as sky
 

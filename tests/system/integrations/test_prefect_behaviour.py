@@ -28,6 +28,7 @@ from tests.waiting import wait_until  # isort: skip
 from prefect import allow_failure, flow, get_run_logger, tags, task, unmapped  # isort: skip
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import StateType
 from prefect.exceptions import MappingLengthMismatch, MappingMissingIterable, ObjectNotFound, UnfinishedRun
 from prefect.futures import PrefectFuture, as_completed, wait
 from prefect.runtime import flow_run as current_run
@@ -434,6 +435,45 @@ def test_work_is_not_repeated_if_its_result_cannot_be_loaded_here(in_flow: InFlo
     wait_until(
         lambda: len([r for r in logs(flow_run_id) if r["level"] == 40 and "is not tried again" in r["message"]]) == 2
     )
+
+
+def ran(folder: Path, name: str) -> None:
+    (folder / f"{name}-{time.monotonic_ns()}").touch()
+
+
+@task(retries=2, cache_policy=NO_CACHE)
+def with_a_lock(folder: Path) -> Any:
+    ran(folder, "lock")
+    return {"the": [threading.Lock()]}
+
+
+@task(retries=2, cache_policy=NO_CACHE)
+async def gives_up(folder: Path) -> None:
+    ran(folder, "gives up")
+    raise sky.GiveUp("the table has no such column")
+
+
+@task(retries=2, cache_policy=NO_CACHE)
+def skips(folder: Path) -> None:
+    ran(folder, "skips")
+    raise sky.Skip("no new rows")
+
+
+def test_what_another_try_meets_again_is_not_tried_again(in_flow: InFlow, tmp_path: Path) -> None:
+    """A result that cannot travel, and what the function asks for. A skipped task run is Completed, by that name."""
+
+    def body() -> Any:
+        lock, given_up, skipped = [each.submit(tmp_path) for each in (with_a_lock, gives_up, skips)]
+        with pytest.raises(sky.NotPicklable) as caught:
+            lock.result()
+        assert caught.value.path == "result['the'][0]"
+        with pytest.raises(sky.GiveUp, match="the table has no such column"):
+            given_up.result()
+        skipped.wait()
+        return skipped.result(), skipped.state.type, skipped.state.name, skipped.state.message
+
+    assert in_flow(body) == (None, StateType.COMPLETED, "Skipped", "no new rows")
+    assert sorted(path.name.partition("-")[0] for path in tmp_path.iterdir()) == ["gives up", "lock", "skips"]
 
 
 @task(timeout_seconds=4, cache_policy=NO_CACHE)  # the time in which it has to begin

@@ -9,6 +9,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ from airflow_provider_skyward.generations import STATE_KEY, Generation, Phase, b
 from airflow_provider_skyward.operators import SkywardOperator
 from airflow_provider_skyward.pool_keywords import as_plain_data
 from airflow_provider_skyward.task_attempt import Killed
+from skyward_core.concurrency import afterwards
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "integrations/airflow_provider_skyward"
@@ -337,6 +339,21 @@ class World:
             raise self.why_not_released
 
 
+class InThisThread:
+    """In place of `Threads`, in a unit test."""
+
+    def __init__(self, _: str) -> None:
+        pass
+
+    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(work(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     world = World()
@@ -344,6 +361,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(sky.ComputePool, "from_spec", world.rent)
     monkeypatch.setattr(sky, "release", world.release)
     monkeypatch.setattr(sky, "cost_of", lambda work: world.costs)
+    monkeypatch.setattr(afterwards, "Threads", InThisThread)
     monkeypatch.setattr(durable_attempt, "LOOK_SECONDS", 0.0)
     return world
 
@@ -432,6 +450,29 @@ def test_a_task_that_is_not_followed_any_more_ends_its_pool_and_pushes_its_bill(
     assert world.done == ["release sky-old"]
     assert world.pushed["skyward_cost"]["is_final"]
     assert world.states[STATE_KEY]["phase"] == Phase.ENDED
+
+
+@pytest.mark.parametrize("fault", ["the ledger", "the store", "the log"])
+def test_bookkeeping_that_fails_after_the_work_raises_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    """The result of the task is there. The bill of before stays, as one that is not final."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise OSError("no space left")
+
+    attempt = world.attempt()
+    attempt._announced = "sky-old"  # pyright: ignore[reportPrivateUsage]
+    attempt._generation = OLD  # pyright: ignore[reportPrivateUsage]
+    if fault == "the ledger":
+        monkeypatch.setattr(sky, "cost_of", fails)
+    elif fault == "the store":
+        monkeypatch.setattr(attempt._states, "set", fails)  # pyright: ignore[reportPrivateUsage]
+    else:
+        monkeypatch.setattr(attempt.progress, "end", fails)
+    attempt.end()
+    assert "no space left" in caplog.text
+    assert ("skyward_cost" in world.pushed) is (fault != "the ledger")
 
 
 @pytest.mark.parametrize("step", ["start", "finish"])

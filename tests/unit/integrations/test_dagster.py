@@ -38,9 +38,13 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         dedent("""
         import os
 
+        import skyward_core as sky
+
         FACTOR = 2
 
         def train(number, day=""):
+            if day == "sun":
+                raise sky.Skip("closed")
             return f"{day}{FACTOR * number}"
         """)
     )

@@ -400,6 +400,7 @@ def test_a_subflow_ends_with_the_flow_run_around_it_and_an_api_that_does_not_ans
     context = SimpleNamespace(get_or_create=lambda: nullcontext(SimpleNamespace(client=Client())))
     monkeypatch.setattr(cancellation, "threading", threads)
     monkeypatch.setattr(cancellation, "SyncClientContext", context)
+    monkeypatch.setattr(sky, "after_the_work", lambda what, do, say: do())  # without its thread
     log = RunLog(logging.getLogger("a flow run"), copy_context())
     watch = cancellation.Cancellation(inner, log, lambda: acted.append(len(asked)))
     assert (asked, acted) == ([{inner, outer}] * 3, [3])
