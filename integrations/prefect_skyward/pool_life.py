@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
@@ -200,18 +199,6 @@ class PoolLife:
             self._facts.report.task_cost(use)
         self._facts.report.settle(pool.id, pool.receipt)
         if self.spec.name is not None:
-        """Write each task run's cost into the ledger, once; the other costs belong to the flow run."""
-        if self._facts.report is not None:
-            self._facts.report.settle(pool.id, pool.receipt)
-        with self._sharing:
-            shares, self._shares = self._shares, defaultdict(float)
-        if shares:  # else the ledger still has the bill, as the flow run's
-            sky.after_the_work(
-                "the cost of each task run in the ledger",
-                functools.partial(pool.share_cost, shares),
-                functools.partial(self._facts.log.say, logging.WARNING),
-            )
-        if self._facts.report is not None and self.spec.name is not None:
             self._facts.report.leave(pool.id)
 
 

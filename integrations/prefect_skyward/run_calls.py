@@ -163,10 +163,8 @@ class RunCalls:
     def _note(self, life: PoolLife, use: sky.PoolUse, future: Future[Any]) -> Future[Any]:
         if (report := self.pools.facts.report) is not None:
             report.call(cast("Any", future).call_id, use.work.task_run, use.work.task)
+            future.add_done_callback(lambda _: report.call_ended(use.work.task_run))
         future.add_done_callback(functools.partial(life.report_cost, use))
-            report.call(cast("Any", future).call_id, work.task_run, work.task)
-            future.add_done_callback(lambda _: report.call_ended(work.task_run))
-        future.add_done_callback(functools.partial(life.add_cost, work))
         self._futures.add(future)
         future.add_done_callback(self._futures.discard)
         if self.is_stopping:  # `stop` may have missed this one

@@ -402,17 +402,12 @@ class EngineThread:
             case do.Cancelled():
                 self._settle(action.call_id, lambda: None, [action.arguments])
             case do.EmitEvent(event, call_id):
-                number = self._emit(event)
-                if call_id is not None and call_id in self.futures:
-                    self._last_lines[call_id] = number if isinstance(number, int) else 0
-            case do.MeterCalls(instance_id, seconds_by_use):
-                for use, seconds in seconds_by_use.items():
-                    self.own_time.ran(use, instance_id, seconds)
                 if isinstance(event, CallReported):
                     self._note_report(event)
                 self._emit_of(call_id, event)
-            case do.MeterCalls(instance_id, seconds):
-                self.own_time.ran(instance_id, seconds)
+            case do.MeterCalls(instance_id, seconds_by_use):
+                for use, seconds in seconds_by_use.items():
+                    self.own_time.ran(use, instance_id, seconds)
                 if self._counts is not None:
                     total = sum(seconds_by_use.values())
                     self._usd_per_second[instance_id] = self._counts.ran(instance_id, total) / total

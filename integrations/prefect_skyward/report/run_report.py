@@ -99,10 +99,6 @@ class RunReport:
         """Say that a call of a task run has ended: what nodes do from now on is not its doing."""
         self._inbox.put(partial(self._state.tasks.end_call, task_run_id))
 
-    def task_cost(self, task_run_id: str, usd: float) -> None:
-        """Add to the cost of a task run, when one of its calls has ended."""
-        self._inbox.put(partial(self._add_cost, task_run_id, usd))
-
     def settle(self, pool_id: str, receipt: Mapping[str, Any] | None) -> None:
         """Take the seconds and the cost of each machine from the receipt of a pool that has ended."""
         if receipt is not None:

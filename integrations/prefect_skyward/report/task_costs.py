@@ -21,8 +21,6 @@ class TaskRunCost:
     task: str = ""
     calls: int = 0
     usd_by_use: dict[str, float] = field(default_factory=dict[str, float])
-    step: int | None = None
-    metrics: dict[str, sky.Series] = field(default_factory=dict[str, sky.Series])
     running: int = 0
     """How many of its calls have not ended."""
     use: sky.Utilisation = field(default_factory=sky.Utilisation)
