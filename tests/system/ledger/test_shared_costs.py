@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from skyward_core.cleanup.ends import Ends
 from skyward_core.cleanup.pool_record import close_entries
 from skyward_core.errors import LedgerConflict
 from skyward_core.ledger.ledger import Ledger
@@ -206,7 +207,7 @@ def seconds(ledger: Ledger, machine: int) -> dict[Bucket, float]:
 def closed(ledger: Ledger, machine: int, now: datetime, *ends: datetime) -> None:
     """Close the entry of a machine, as a sweep or `skyward stop` does; `ends`: it ended earlier than it was found so."""
     intents = [intent for intent in ledger.intents(pool_id="sky-a") if intent.id == machine]
-    close_entries(ledger, intents, "it is gone", now, dict.fromkeys([machine], *ends) if ends else None)
+    close_entries(ledger, intents, "it is gone", now, Ends(dict.fromkeys([machine], *ends) if ends else {}))
 
 
 def test_the_time_in_which_no_process_has_the_pool_is_warm(ledger: Ledger, clock: Clock) -> None:
