@@ -378,6 +378,21 @@ class PoolSpec(BaseModel):
             name for name, value in {**dict(self.image.env), **(self.env or {})}.items() if looks_secret(name, value)
         ]
 
+    def refuse_written_credentials(self, place: str, instead: str) -> None:
+        """Raise BadRequest for secrets that stand on a provider, where the spec is about to become plain data.
+
+        That has none: the pool would be rented with other credentials, if there are some.
+
+        `place` names that data; `instead` says what to write, with {kind} for the provider's class and {field} for the
+        first of the fields.
+        """
+        for provider in self.providers:
+            if fields := provider.written_credentials:
+                advice = instead.format(kind=type(provider).__name__, field=fields[0])
+                raise BadRequest(
+                    f"{', '.join(fields)} of provider {provider.name!r} cannot be kept in {place}: {advice}"
+                )
+
     def refuse_keep_warm_without_a_name(self) -> None:
         """Raise BadRequest. Called when the pool is made: the name may come later, from an option or the settings."""
         if self.keep_warm and self.name is None:

@@ -32,6 +32,7 @@ from airflow_provider_skyward.pool_keywords import (
     as_keywords,
     as_plain_data,
     named,
+    refuse_credentials,
 )
 from airflow_provider_skyward.progress import OnWarning
 from airflow_provider_skyward.results import DONE, refuse_place, refuse_what_airflow_refuses, write_result
@@ -218,7 +219,9 @@ class SkywardOperator(BaseOperator):
     def pool_spec(self) -> sky.PoolSpec:
         """The pool's spec, after templates are rendered. Raises BadRequest if a rendered value is not valid."""
         values = {field: shown(value) for field, value in self.plain_fields.items()}
-        return sky.PoolSpec.of(**named(values, values))
+        spec = sky.PoolSpec.of(**named(values, values))
+        refuse_credentials(spec)
+        return spec
 
     def _spec_in(self, context: Context) -> sky.PoolSpec:
         """Return the spec of the pool in this run. Raises BadRequest and LeaseTampered if there is none to be used."""

@@ -86,6 +86,7 @@ def _copied(value: Any) -> Any:
 def _checked(fields: Mapping[str, Any]) -> dict[str, Any]:
     known = {name: value for name, value in fields.items() if not is_template(value)}
     spec = sky.PoolSpec.of(**named(known, fields))
+    refuse_credentials(spec)
     checked = spec.model_dump(mode="json", exclude_unset=True)
     plain = {name: checked.get(name, value) for name, value in fields.items()}
     if plain.get("env"):
@@ -94,6 +95,15 @@ def _checked(fields: Mapping[str, Any]) -> dict[str, Any]:
         env = cast("Mapping[str, Any]", image)["env"]
         plain["image"] = {**image, "env": hidden(spec.image.env, env) if "image" in known else hidden(env)}
     return plain
+
+
+def refuse_credentials(spec: sky.PoolSpec) -> None:
+    """Raise BadRequest for credentials on a provider: Airflow serializes DAGs, and stores and shows rendered fields."""
+    spec.refuse_written_credentials(
+        "a DAG or a rendered field, which Airflow stores",
+        "write provider_conn_id with the name of a connection (docs/airflow.md), or leave them to the worker's"
+        " environment",
+    )
 
 
 def is_template(value: object) -> bool:

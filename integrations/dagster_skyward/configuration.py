@@ -79,6 +79,7 @@ def plain(keywords: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in later.items():
         _refuse_unreadable(name, value)
     spec = sky.PoolSpec.of(**{name: value for name, value in said.items() if name not in later})
+    refuse_credentials(spec)
     spec.refuse_what_cannot_be()
     if "name" not in later:
         spec.refuse_keep_warm_without_a_name()
@@ -88,6 +89,15 @@ def plain(keywords: Mapping[str, Any]) -> dict[str, Any]:
         # if the only key of a mapping in a default is "env", Dagster takes it for an EnvVar, and fails on its value
         plain["image"] = {**image, "pip": []}
     return plain
+
+
+def refuse_credentials(spec: sky.PoolSpec) -> None:
+    """Raise BadRequest for credentials on a provider: a resource's configuration, and a tag, are plain data."""
+    spec.refuse_written_credentials(
+        "Dagster's configuration, which it stores and shows",
+        'write credentials={kind}Credentials({field}=dg.EnvVar("NAME"), ...), a class of dagster_skyward, or leave'
+        " them to the environment of the process that runs the step",
+    )
 
 
 def with_references(said: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,6 +187,9 @@ def spec_of(values: Mapping[str, Any]) -> sky.PoolSpec:
     Raises BadRequest if a variable is not set.
     """
     said = with_references(values)
+    provider = said.get("provider")  # also what was typed into the launchpad
+    if provider is not None and not _is_from_environment(provider, "provider"):
+        refuse_credentials(sky.PoolSpec.of(provider=provider))
     return sky.PoolSpec.of(**{name: filled_in(value, name) for name, value in said.items() if value is not None})
 
 

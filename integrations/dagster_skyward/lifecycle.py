@@ -9,7 +9,7 @@ import dagster as dg
 from pydantic import Field
 
 import skyward_core as sky
-from dagster_skyward.configuration import refuse_plain_secrets, with_references
+from dagster_skyward.configuration import refuse_credentials, refuse_plain_secrets, with_references
 
 CREATE = ("lazy", "eager")
 CLEANUP = ("always", "on_exception", "never")
@@ -87,6 +87,8 @@ def spec_of_step(spec: sky.PoolSpec, tags: Mapping[str, str]) -> sky.PoolSpec:
     keywords = _config_of(text)
     _refuse_plain_secrets_in_tag(keywords)
     changed = spec.with_(**with_references(keywords))
+    if "provider" in keywords:
+        refuse_credentials(changed)
     if changed == spec:
         return spec
     if spec.name is not None and "name" not in keywords:

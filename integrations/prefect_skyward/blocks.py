@@ -256,6 +256,8 @@ class SkywardPool(Block):
             fields["name"] = self.name
         if self.keep_warm:
             fields["keep_warm"] = self.keep_warm
+        if "provider" in self.more:
+            _refuse_credentials(self.more["provider"])
         nodes = self.nodes if self.most_nodes is None else (self.nodes, self.most_nodes)
         return sky.PoolSpec.of(**{**fields, "nodes": nodes, **self.more})
 
@@ -264,6 +266,8 @@ class SkywardPool(Block):
 
         Raises BadRequest if the credentials are those of another cloud.
         """
+        if (cloud := self.provider if self.credentials is None else self.credentials.cloud) is not None:
+            _refuse_credentials({"name": cloud, **self.provider_options})
         if self.credentials is not None:
             if self.provider not in {None, self.credentials.cloud}:
                 raise sky.BadRequest(
@@ -280,6 +284,14 @@ class SkywardPool(Block):
 
         spec = self.get_spec()
         return sky.ComputePool.from_spec(spec, on_event=on_event, secrets=values_of(spec))
+
+
+def _refuse_credentials(provider: Any) -> None:
+    """Raise BadRequest for credentials among plain options: Prefect stores and shows them as they are."""
+    sky.PoolSpec.of(provider=provider).refuse_written_credentials(
+        "the options of a block, which Prefect stores as plain text",
+        "write credentials=Skyward{kind}Credentials({field}=...), a block whose values Prefect encrypts",
+    )
 
 
 def load_pool(name: str) -> SkywardPool:

@@ -44,6 +44,11 @@ class FlowPools:
         """Return the newest pool of a spec; None before there was one."""
         return next((life.pool for life in reversed(tuple(self._lives)) if life.spec == spec), None)
 
+    def failures(self, spec: sky.PoolSpec) -> list[BaseException]:
+        """Return the errors of the openings of a spec that have failed so far, in their order."""
+        errors = (life.opened.exception() for life in tuple(self._lives) if life.has_failed and life.spec == spec)
+        return [error for error in errors if error is not None]
+
     def request(self, spec: sky.PoolSpec) -> PoolLife:
         """Return the pool that is open, or opens, for this spec; a new one at first, after a failure, and after a pool
         has ended by itself.

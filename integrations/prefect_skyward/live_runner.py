@@ -119,15 +119,11 @@ class LiveRunner:
             raise sky.PoolClosed("the flow run is cancelled: it takes no more tasks")
         step = calls.step_of(task.fn)
         remote = copy.copy(task)  # not with_options, which would make a new task key
-        if task.isasync:
-            call = AsyncCall(calls, step, task.fn, None)
-        else:
-            # Prefect warns that it cannot enforce the timeout of a thread: the call does, on the node too
-            call = SyncCall(calls, step, task.fn, task.timeout_seconds)
-            remote.timeout_seconds = None
-        remote.fn = call
+        # Prefect's own timeout would count the renting; the call's begins on the pool, and stops the work on the node
+        remote.fn = (AsyncCall if task.isasync else SyncCall)(calls, step, task.fn, task.timeout_seconds)
+        remote.timeout_seconds = None
         remote.retry_condition_fn = unless_the_work_is_done(task.retry_condition_fn)
-        run = TaskRunOnPool(remote, call, uuid4(), parameters, wait_for, dependencies)
+        run = TaskRunOnPool(remote, uuid4(), parameters, wait_for, dependencies)
         future = self._engines.submit(copy_context().run, run)
         return PrefectConcurrentFuture(task_run_id=run.task_run_id, wrapped_future=future)
 

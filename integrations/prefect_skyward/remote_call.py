@@ -21,12 +21,9 @@ from prefect.logging.loggers import task_run_logger
 from prefect.states import Cancelled, Completed, Crashed
 from prefect.task_engine import run_task_async, run_task_sync
 from prefect.tasks import Task
-from prefect.utilities.annotations import allow_failure, quote
-from prefect.utilities.collections import StopVisiting, visit_collection
 
 import skyward_core as sky
 from prefect_skyward.node_objects import raise_if_prefect_s_api_was_used
-from prefect_skyward.pool_life import PoolLife
 from prefect_skyward.run_calls import RunCalls, Step
 
 if TYPE_CHECKING:
@@ -37,9 +34,6 @@ SLICE_SECONDS = 0.25
 waits.
 """
 
-_SCALARS = frozenset({type(None), bool, int, float, str, bytes})
-"""Types of values that hold no future."""
-
 IS_GUARDED = "__skyward_is_guarded__"
 
 
@@ -48,17 +42,16 @@ class TaskRunOnPool:
     """One run of Prefect's task engine, in a separate thread."""
 
     task: Task[Any, Any]
-    call: RemoteCall
     task_run_id: UUID
     parameters: dict[str, Any]
     wait_for: Iterable[PrefectFuture[Any]] | None
     dependencies: dict[str, set[RunInput]] | None
 
     def __call__(self) -> Any:
-        """Wait for the inputs, then until the pool is open, or has failed to open; run the engine; return the task
-        run's state.
+        """Run the engine; return the task run's state.
 
-        The engine starts once the pool has opened: a task's timeout_seconds are for its work, not for the renting.
+        It waits for inputs and for slots of concurrency limits, and looks for a cached result. Only then it calls the
+        function, and a pool is opened: a run that is cached, waits or fails before costs nothing.
         """
         if self._inputs_are_there() and self.call.can_travel(self.parameters):
             self.call.await_pool()
@@ -76,34 +69,6 @@ class TaskRunOnPool:
             raise
         except BaseException as error:  # the engine has reported the crash; the thread goes on with other task runs
             return Crashed(message=f"the task's function was interrupted: {error!r}", data=error)
-
-    def _inputs_are_there(self) -> bool:
-        """Wait for the futures among the arguments, and return whether the engine will call the function: no pool is
-        opened for a task run whose input has failed.
-        """
-        others = {name: value for name, value in self.parameters.items() if type(value) not in _SCALARS}
-        try:
-            for inputs in filter(None, (others, self.wait_for)):
-                visit_collection(inputs, _await_input, return_data=False, remove_annotations=True, context={})
-        except _InputFailed:
-            return False
-        return True
-
-
-class _InputFailed(Exception):
-    """A task run that this one needs has not completed."""
-
-
-def _await_input(value: Any, context: dict[str, Any]) -> Any:
-    """Wait for a future, by the rules of Prefect's engine, which does it again and reports what is wrong."""
-    annotation = context.get("annotation")
-    if isinstance(annotation, quote):
-        raise StopVisiting
-    if isinstance(value, PrefectFuture):
-        value.wait()
-        if not value.state.is_completed() and not isinstance(annotation, allow_failure):
-            raise _InputFailed
-    return value
 
 
 class RemoteCall:
@@ -146,6 +111,17 @@ class RemoteCall:
         first, self._first = self._first, None
         if first is not None:
             first.opened.result()
+        self._failures_before: int | None = len(calls.pools.failures(step.spec))
+        if code := getattr(step.fn, "__code__", None):
+            self.__code__ = code
+
+    def _raise_if_an_opening_failed(self) -> None:
+        """The first attempt fails with an opening that has failed since the task was submitted, also for another one;
+        each later attempt opens a pool again.
+        """
+        before, self._failures_before = self._failures_before, None
+        if before is not None and len(failures := self._calls.pools.failures(self._step.spec)) > before:
+            raise failures[-1]
 
 
 class SyncCall(RemoteCall):
@@ -153,7 +129,7 @@ class SyncCall(RemoteCall):
         return called(self._calls, lambda: self._result(args, kwargs), self._step.spec)
 
     def _result(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._raise_if_first_failed()
+        self._raise_if_an_opening_failed()
         with self._calls.pools.holding(self._step.spec) as life:
             life.opened.result()
             return waited(self._calls.call(life, self._step, args, kwargs), self._timeout_seconds)
@@ -164,8 +140,8 @@ class AsyncCall(RemoteCall):
         if self._calls.is_stopping:
             return cancelled()
         try:
-            self._raise_if_first_failed()
-            return await awaited(self._calls, self._step, args, kwargs)
+            self._raise_if_an_opening_failed()
+            return await awaited(self._calls, self._step, args, kwargs, self._timeout_seconds)
         except BaseException as error:
             return state_of(self._calls, error, self._step.spec)
 
@@ -204,9 +180,25 @@ def state_of(calls: RunCalls, error: BaseException, spec: sky.PoolSpec) -> State
 async def awaited(calls: RunCalls, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Make a call in a coroutine, and return its result."""
     calls.refuse_what_cannot_travel(step, args, kwargs)
+
+
+async def awaited(
+    calls: RunCalls,
+    step: Step,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    timeout_seconds: float | None = None,
+) -> Any:
+    """Make a call in a coroutine, and return its result. Raises TimeoutError after the timeout, and stops the call."""
     with calls.pools.holding(step.spec) as life:
         await asyncio.wrap_future(life.opened)
-        return await asyncio.wrap_future(calls.call(life, step, args, kwargs))
+        try:
+            async with asyncio.timeout(timeout_seconds) as limit:
+                return await asyncio.wrap_future(calls.call(life, step, args, kwargs))
+        except TimeoutError:
+            if limit.expired():
+                raise _timed_out(timeout_seconds) from None
+            raise
 
 
 def waited[T](future: Future[T], timeout_seconds: float | None, slice_seconds: float | None = None) -> T:
@@ -227,12 +219,14 @@ def waited[T](future: Future[T], timeout_seconds: float | None, slice_seconds: f
                 return future.result()
             except queue.Empty:
                 if deadline is not None:
-                    raise TimeoutError(
-                        f"it exceeded timeout_seconds={timeout_seconds:g}, and was stopped on its node"
-                    ) from None
+                    raise _timed_out(timeout_seconds) from None
     except BaseException:
         future.cancel()
         raise
+
+
+def _timed_out(seconds: float | None) -> TimeoutError:
+    return TimeoutError(f"it exceeded timeout_seconds={seconds or 0:g}, and was stopped on its node")
 
 
 def unless_the_work_is_done(condition: Callable[..., Any] | None) -> Callable[..., Any]:

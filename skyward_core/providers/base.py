@@ -16,7 +16,7 @@ from datetime import datetime
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Self, cast
 
-from pydantic import model_validator
+from pydantic import SecretStr, model_validator
 
 from skyward_core.errors import BadRequest, SkywardError
 from skyward_core.frozen import Frozen
@@ -152,6 +152,11 @@ class Provider(Frozen):
                     f"{field} must not hold a password or token, because providers are written to logs and the ledger"
                 )
         return self
+
+    @property
+    def written_credentials(self) -> tuple[str, ...]:
+        """Names of the fields in which the user has written a secret. `to_json` leaves them out."""
+        return tuple(name for name in type(self).model_fields if isinstance(getattr(self, name), SecretStr))
 
     def for_pool(self) -> Provider:
         """Return the provider as one pool uses it. It equals this one, and may cache what it has seen.

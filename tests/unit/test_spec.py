@@ -1,8 +1,10 @@
 """`PoolSpec`: one frozen value, equal after JSON. Bad input is refused before a machine is launched."""
 
+import copy
 import hashlib
 import inspect
 import json
+import pickle
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -191,6 +193,25 @@ def test_a_name_holds_what_run_ids_hold(given: str, name: str) -> None:
     assert sky.PoolSpec.of(name=given).name == name
     assert sky.PoolSpec.of(name=name).name == name
     assert len(name) <= tables.NAME_CHARACTERS
+
+
+def test_credentials_on_a_provider_travel_in_memory_and_are_refused_in_plain_data() -> None:
+    """JSON leaves them out. So whoever makes plain data of a spec asks first."""
+    keys = {"access_key_id": "AKIA1", "secret_access_key": "s3cr3t"}
+    for given in (sky.AWS(**keys), {"name": "aws", **keys}, [sky.Local(), sky.AWS(**keys)]):
+        spec = sky.PoolSpec.of(provider=given)
+        for again in (spec.with_(nodes=2), copy.deepcopy(spec), pickle.loads(pickle.dumps(spec))):
+            assert again.providers[-1].secret_access_key.get_secret_value() == "s3cr3t"
+        pool = sky.ComputePool.from_spec(spec)
+        assert pool.spec.providers[-1] == sky.AWS(**keys)
+        assert spec.providers[-1].written_credentials == ("access_key_id", "secret_access_key")
+        with pytest.raises(sky.BadRequest) as caught:
+            spec.refuse_written_credentials("a form", "write {kind}Credentials({field}=...)")
+        assert str(caught.value) == (
+            "access_key_id, secret_access_key of provider 'aws' cannot be kept in a form: write"
+            " AWSCredentials(access_key_id=...)"
+        )
+    sky.PoolSpec.of(provider=sky.AWS(region="us-east-1")).refuse_written_credentials("a form", "")
 
 
 @pytest.mark.parametrize("name", ["", " ", "+", "a\nb", "a\0"])

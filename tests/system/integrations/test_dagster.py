@@ -23,11 +23,12 @@ from tests.waiting import WAIT_SECONDS, wait_until
 dg = pytest.importorskip("dagster")
 from dagster_pipes import PipesContext  # noqa: E402
 
-from dagster_skyward import (  # noqa: E402
+from dagster_skyward import (  # noqa: E402  # noqa: E402
     PipesSkywardClient,
     SkywardResource,
     step_pools,
 )
+from dagster_skyward.configuration import spec_of  # noqa: E402
 from dagster_skyward.final_errors import FINAL, refuse_retries  # noqa: E402
 from dagster_skyward.lifecycle import CONFIG_TAG, spec_of_step  # noqa: E402
 from dagster_skyward.metadata import ACCELERATOR, COST_USD, NODES, POOL_ID, SECONDS  # noqa: E402
@@ -492,6 +493,21 @@ def test_a_name_from_the_environment_may_have_keep_warm(monkeypatch: pytest.Monk
         _ = compute.spec
 
 
+def test_credentials_of_a_provider_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dagster stores the name of the variable. What is typed into the launchpad or a tag is refused."""
+    compute = resource(provider={"name": "runpod", "api_key": dg.EnvVar("TEAM_KEY")})
+    monkeypatch.setenv("TEAM_KEY", "rp-1")
+    provider = compute.spec.provider
+    assert isinstance(provider, sky.RunPod)
+    assert provider.api_key is not None
+    assert provider.api_key.get_secret_value() == "rp-1"
+    typed = {"provider": {"name": "runpod", "api_key": "rp-1"}}
+    with pytest.raises(sky.BadRequest, match="RunPodCredentials"):
+        spec_of(typed)
+    with pytest.raises(sky.BadRequest, match="RunPodCredentials"):
+        spec_of_step(sky.PoolSpec(), {"skyward/config": json.dumps(typed)})
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -517,6 +533,12 @@ def test_a_name_from_the_environment_may_have_keep_warm(monkeypatch: pytest.Monk
         ({"image": sky.Image(env={"HF_TOKEN": "hf_plaintext1"})}, "EnvVar"),
         ({"image": {"env": {"HF_TOKEN": "hf_plaintext1"}}}, "EnvVar"),
         ({"secrets": {"HF_TOKEN": "hf_plaintext1"}}, "from_env"),
+        ({"provider": sky.RunPod(api_key="hf_plaintext1")}, 'RunPodCredentials(api_key=dg.EnvVar("NAME")'),
+        ({"provider": {"name": "runpod", "api_key": "hf_plaintext1"}}, 'RunPodCredentials(api_key=dg.EnvVar("NAME")'),
+        (
+            {"provider": [sky.Local(), sky.AWS(access_key_id="a", secret_access_key="b")]},
+            "AWSCredentials(access_key_id=",
+        ),
         ({"secrets": {"HF_TOKEN": sky.Secret.from_store("hf_plaintext1")}}, "EnvVar"),
     ],
 )

@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import cloudpickle
 import pytest
@@ -32,9 +32,11 @@ from tests.integrations.prefect_server import (
 from tests.waiting import wait_until
 
 from prefect import flow, task, unmapped
+from prefect import allow_failure, flow, task, unmapped
 from prefect.blocks.system import Secret
-from prefect.cache_policies import NO_CACHE
+from prefect.cache_policies import INPUTS, NO_CACHE
 from prefect.client.orchestration import get_client
+from prefect.concurrency.sync import concurrency
 from prefect.runtime import flow_run as current_run
 from prefect.states import Cancelling, Completed
 from pydantic import PrivateAttr
@@ -152,6 +154,82 @@ def test_a_flow_that_fails_while_its_pool_opens_ends_the_opening() -> None:
     assert not any(isinstance(event, sky.PoolReady) for event in recorded)
     (pool_id,) = {event.pool_id for event in recorded if isinstance(event, sky.InfraCreating)}
     assert provider.instances(pool_id) == []
+
+
+@task(cache_policy=INPUTS, persist_result=True)
+def remembered(x: int, session: str) -> int:
+    return x + len(session)
+
+
+def test_a_flow_whose_tasks_are_all_cached_rents_nothing(events: list[Any]) -> None:
+    """Prefect finds a cached result before it calls the function; a pool is opened only then."""
+
+    session = uuid4().hex  # the storage of results outlives the server
+
+    @flow(task_runner=runner(events))
+    def repeated() -> list[int]:
+        return remembered.map([1, 2], unmapped(session)).result()
+
+    assert repeated() == [33, 34]
+    assert any(isinstance(event, sky.PoolReady) for event in events)
+    events.clear()
+    assert repeated() == [33, 34]
+    assert events == []
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_task_that_waits_for_a_slot_of_a_limit_rents_nothing(events: list[Any], is_async: bool) -> None:
+    tag = f"one of us, {is_async}"
+
+    @task(tags=[tag], cache_policy=NO_CACHE)
+    def plain() -> int:
+        return 3
+
+    @task(tags=[tag], cache_policy=NO_CACHE)
+    async def coroutine() -> int:
+        return 3
+
+    @flow(task_runner=runner(events))
+    def waiting() -> int:
+        with concurrency(f"tag:{tag}"):
+            future = (coroutine if is_async else plain).submit()
+            wanted = {"task_runs": {"id": {"any_": [str(future.task_run_id)]}}}
+            wait_until(lambda: asked("/task_runs/filter", wanted))  # its engine has begun
+            assert events == []
+        return future.result()
+
+    with get_client(sync_client=True) as client:
+        client.create_concurrency_limit(tag=tag, concurrency_limit=1)
+    assert waiting() == 3
+    assert any(isinstance(event, sky.PoolReady) for event in events)
+
+
+class Refusing(sky.Local):
+    """Sells nothing, and counts how often it was asked."""
+
+    _asked: list[float] = PrivateAttr(default_factory=list)
+
+    def offers(self, *args: Any) -> Any:
+        self._asked.append(time.monotonic())
+        raise sky.ProviderFailed("the cloud is down")
+
+
+def test_tasks_that_were_submitted_before_an_opening_failed_fail_with_it() -> None:
+    """Also those whose turn comes later; each does not rent again. What is submitted afterwards does."""
+    provider = Refusing()
+
+    @flow(task_runner=runner([], provider=provider))
+    def refused() -> list[str]:
+        first = add.submit(1, 1)
+        later = [add.submit(1, 1, wait_for=[allow_failure(first)]) for _ in range(3)]
+        names = [future.wait() or future.state.name for future in (first, *later)]
+        asked_once = len(provider._asked)
+        last = add.submit(1, 1)
+        last.wait()
+        assert asked_once < len(provider._asked) == 2 * asked_once
+        return [*names, last.state.name]
+
+    assert refused(return_state=True).result(raise_on_failure=False) == ["Failed"] * 5
 
 
 def test_machines_are_terminated_before_a_flow_is_tried_again(events: list[Any], tmp_path: Path) -> None:

@@ -101,6 +101,29 @@ def test_a_template_may_name_a_pool_that_is_kept_warm() -> None:
         _ = operator.pool_spec
 
 
+@pytest.mark.parametrize(
+    "provider",
+    [
+        sky.RunPod(api_key="rp_plaintext"),
+        {"name": "runpod", "api_key": "rp_plaintext"},
+        [sky.Local(), sky.RunPod(api_key="rp_plaintext")],
+    ],
+    ids=["object", "dict", "one of two"],
+)
+def test_credentials_on_a_provider_are_refused_in_a_dag(provider: Any) -> None:
+    """When the DAG is parsed, and when a template has made them: the machines would be another account's."""
+    with pytest.raises(sky.BadRequest, match="provider_conn_id") as caught:
+        SkywardOperator(task_id="t", python_callable=len, op_args=["ab"], provider=provider)
+    assert "rp_plaintext" not in str(caught.value)
+    with pytest.raises(sky.BadRequest, match="provider_conn_id"):
+        SkywardOperator(task_id="t", python_callable=len, op_args=["ab"], spec=sky.PoolSpec.of(provider=provider))
+    templated = {"name": "runpod", "api_key": "{{ var.value.key }}"}
+    operator = SkywardOperator(task_id="t", python_callable=len, op_args=["ab"], provider=templated)
+    operator.provider = {"name": "runpod", "api_key": "rp_plaintext"}  # as Airflow sets it when it renders the template
+    with pytest.raises(sky.BadRequest, match="provider_conn_id"):
+        _ = operator.pool_spec
+
+
 def test_a_generation_survives_the_store_and_a_wrong_value_is_none() -> None:
     """What is written is read again. A user may edit the store: a wrong value begins a new generation."""
     generation = Generation(2, Phase.STARTED, "pool", "call", "sky-1", (3, 0))

@@ -88,6 +88,14 @@ def test_wrong_keywords_are_refused_at_construction(options: dict[str, Any], mes
         SkywardTaskRunner(**options)
 
 
+def test_credentials_on_a_provider_stay_with_the_runner() -> None:
+    """It is duplicated for each flow run, and may be pickled."""
+    one = SkywardTaskRunner(provider=sky.RunPod(api_key=SECRET))
+    for again in (one.duplicate(), pickle.loads(pickle.dumps(one))):
+        assert again.spec.provider.api_key.get_secret_value() == SECRET
+    assert changed(one.spec, {"nodes": 2}).provider == one.spec.provider
+
+
 def test_the_name_for_keep_warm_may_come_from_a_step() -> None:
     """With a provider the runner makes a pool, to check it, and it has no name then."""
     base = SkywardTaskRunner(keep_warm=60, provider=sky.Local()).spec
@@ -203,6 +211,15 @@ def test_a_pool_s_fields_become_its_spec() -> None:
         ({"accelerator": "A1000"}, "A1000"),
         ({"provider": "aws", "credentials": blocks.SkywardRunPodCredentials(api_key=SECRET)}, "choose one cloud"),
         ({"provider": "aws", "provider_options": {"regoin": "x"}}, "region"),
+        ({"provider": "runpod", "provider_options": {"api_key": SECRET}}, "SkywardRunPodCredentials"),
+        ({"more": {"provider": {"name": "runpod", "api_key": SECRET}}}, "SkywardRunPodCredentials"),
+        (
+            {
+                "credentials": blocks.SkywardRunPodCredentials(api_key=SECRET),
+                "provider_options": {"api_key": SECRET},
+            },
+            "cannot be kept in the options of a block",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused_with_the_field_s_name(fields: dict[str, Any], message: str) -> None:
