@@ -25,6 +25,11 @@ from dagster_skyward.step_log import Log
 from dagster_skyward.step_report import savings
 from dagster_skyward.watch import RunWatch, interrupt_step, step_of_process
 
+SHARE_SECONDS = 20.0
+"""How long the end of a process waits until the costs of its steps are in events. The sensors of `upkeep` write what is
+missing then.
+"""
+
 _log = logging.getLogger("skyward")
 
 
@@ -157,10 +162,8 @@ class StepPools:
             try:
                 self._end_all()
             finally:
-                try:
-                    self._share_out()
-                finally:
-                    self.events.close()
+                sky.after_the_work("the costs of the steps", self._share_out, _log.warning, seconds=SHARE_SECONDS)
+                self.events.close()
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
