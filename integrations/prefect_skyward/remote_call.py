@@ -53,8 +53,6 @@ class TaskRunOnPool:
         It waits for inputs and for slots of concurrency limits, and looks for a cached result. Only then it calls the
         function, and a pool is opened: a run that is cached, waits or fails before costs nothing.
         """
-        if self._inputs_are_there() and self.call.can_travel(self.parameters):
-            self.call.await_pool()
         words: dict[str, Any] = {
             "task": self.task,
             "task_run_id": self.task_run_id,
@@ -81,36 +79,6 @@ class RemoteCall:
         self._calls = calls
         self._step = step
         self._timeout_seconds = timeout_seconds
-        self._first: PoolLife | None = None
-        self._refusal: sky.NotPicklable | None = None
-        if code := getattr(step.fn, "__code__", None):
-            self.__code__ = code
-
-    def can_travel(self, parameters: dict[str, Any]) -> bool:
-        """Return whether a pool is to be opened for these parameters. If not, the first attempt says why."""
-        try:
-            self._calls.refuse_what_cannot_travel(self._step, (), parameters)
-        except sky.NotPicklable as error:
-            self._refusal = error
-        except Exception:  # of a result that cannot be read: the engine reads it again, and reports that
-            return True
-        return self._refusal is None
-
-    def await_pool(self) -> None:
-        """Request the pool of the first attempt, and wait until it is open or has failed."""
-        try:
-            self._first = self._calls.pools.request(self._step.spec)
-        except sky.PoolClosed:  # the call says so
-            return
-        self._first.opened.exception()
-
-    def _raise_if_first_failed(self) -> None:
-        """The first attempt fails with the opening that it has waited for; each later one opens a pool again."""
-        if self._refusal is not None:
-            raise self._refusal
-        first, self._first = self._first, None
-        if first is not None:
-            first.opened.result()
         self._failures_before: int | None = len(calls.pools.failures(step.spec))
         if code := getattr(step.fn, "__code__", None):
             self.__code__ = code
@@ -130,6 +98,7 @@ class SyncCall(RemoteCall):
 
     def _result(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._raise_if_an_opening_failed()
+        self._calls.refuse_what_cannot_travel(self._step, args, kwargs)
         with self._calls.pools.holding(self._step.spec) as life:
             life.opened.result()
             return waited(self._calls.call(life, self._step, args, kwargs), self._timeout_seconds)
@@ -166,20 +135,15 @@ def state_of(calls: RunCalls, error: BaseException, spec: sky.PoolSpec) -> State
     """
     if isinstance(error, (CancelledError, asyncio.CancelledError, sky.PoolClosed)) and calls.is_stopping:
         return cancelled()
+    if isinstance(error, sky.Skip) and TaskRunContext.get() is not None:
+        return Completed(name="Skipped", message=str(error))
     pool = calls.pools.pool_of(spec)
     calls.pools.facts.money.after(error, spec.max_cost, "" if pool is None else pool.id)
     if isinstance(error, sky.RemoteError) and error.type_name == KeyboardInterrupt.__name__:
         raise KeyboardInterrupt(str(error)) from error  # the core does not raise it here; Prefect's engine reports it
-    if isinstance(error, sky.Skip) and TaskRunContext.get() is not None:
-        return Completed(name="Skipped", message=str(error))
     if isinstance(error, Exception):
         raise_if_prefect_s_api_was_used(error)
     raise error
-
-
-async def awaited(calls: RunCalls, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Make a call in a coroutine, and return its result."""
-    calls.refuse_what_cannot_travel(step, args, kwargs)
 
 
 async def awaited(
@@ -190,6 +154,7 @@ async def awaited(
     timeout_seconds: float | None = None,
 ) -> Any:
     """Make a call in a coroutine, and return its result. Raises TimeoutError after the timeout, and stops the call."""
+    calls.refuse_what_cannot_travel(step, args, kwargs)
     with calls.pools.holding(step.spec) as life:
         await asyncio.wrap_future(life.opened)
         try:

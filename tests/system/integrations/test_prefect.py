@@ -31,7 +31,6 @@ from tests.integrations.prefect_server import (
 )
 from tests.waiting import wait_until
 
-from prefect import flow, task, unmapped
 from prefect import allow_failure, flow, task, unmapped
 from prefect.blocks.system import Secret
 from prefect.cache_policies import INPUTS, NO_CACHE
