@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 
 LEAST_LIKENESS = 0.8
 """Share of equal letters, as difflib counts them. Below it words meet that only look alike: console, nodes."""
@@ -19,6 +18,8 @@ def meant(name: str, known: Iterable[str]) -> str | None:
     >>> meant("console", ["nodes"]), meant("max_hourly_cost", ["max_cost"])
     (None, None)
     """
+    from difflib import get_close_matches  # for mistakes only: it takes a millisecond
+
     by_key = {_key(one): one for one in known}
     if near := get_close_matches(_key(name), by_key, 1, cutoff=LEAST_LIKENESS):
         return by_key[near[0]]

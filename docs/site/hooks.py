@@ -36,7 +36,19 @@ PACKAGES = {
 """Packages whose public names are in the reference, and their folders."""
 
 TOPICS = {
-    "pools": ("compute", "concurrency", "config", "engine", "pool", "secret", "session", "spec", "work", "worker"),
+    "pools": (
+        "compute",
+        "concurrency",
+        "config",
+        "engine",
+        "pool",
+        "secret",
+        "serialization",
+        "session",
+        "spec",
+        "work",
+        "worker",
+    ),
     "machines": ("accelerators", "image", "machines", "providers", "provisioning"),
     "training": ("coordination", "distributed", "integrations"),
     "events": ("events",),

@@ -66,10 +66,12 @@ class DetachedCalls:
         """
         self._refuse()
         function_name, function = packed_function(pending.fn, replace_object)
-        pickled = pickled_arguments(pending, surroundings_of_calls(), replace_object)
+        surroundings = surroundings_of_calls()
+        pickled = pickled_arguments(pending, surroundings.run, replace_object)
         arguments = Parcel(pickled.data, tuple(bytes(buffer) for buffer in pickled.buffers))
         run_id = wanted.run_id
-        call = Call(run_id, function_name, arguments, run_id, pending.timeout_seconds)
+        levels = surroundings.levels
+        call = Call(run_id, function_name, arguments, run_id, pending.timeout_seconds, levels=levels)
         batch = pickle.dumps(Batch(detached_key(wanted.call_id), (call,), {function_name: function}), protocol=5)
         annotations = {
             RETRIES: self._retries,

@@ -7,7 +7,7 @@ import hashlib
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from skyward_core.compute import PendingCompute
 from skyward_core.engine.outbox import Entry
@@ -15,6 +15,7 @@ from skyward_core.events.levels_for_nodes import levels_for_nodes
 from skyward_core.serialization import pickling, sources
 from skyward_core.work import paying_use, run_context
 from skyward_core.worker import shared_values
+from skyward_core.worker.log_levels import LogLevels
 from skyward_core.worker.shared_values import SharedValue
 from skyward_core.worker.wire import INLINE_BYTES, Call, Parcel
 
@@ -45,15 +46,15 @@ class PackedFunction:
         job_id: str | None,
         worker: str | None,
         ahead: int = 0,
+        levels: LogLevels = (),
     ) -> Entry:
         """Return a new call of the function, whose arguments use these scattered values."""
         call_id, used = uuid.uuid4().hex, {**self.shared, **shared}
         in_group = job_id is not None and pending.forms_group
         job_id = job_id or call_id
         names, keeps = tuple(used), not self.shared
-        call = Call(
-            call_id, self.name, arguments, job_id, pending.timeout_seconds, names, keeps, ahead, use=paying_use()
-        )
+        timeout_seconds, use = pending.timeout_seconds, paying_use()
+        call = Call(call_id, self.name, arguments, job_id, timeout_seconds, names, keeps, ahead, None, use, levels)
         return Entry(call, self.parcel, worker, in_group, shared=used, title=self.title)
 
 
@@ -62,17 +63,17 @@ class ArgumentPacker:
     """Pickles functions and arguments of calls.
 
     `place` puts large arguments into a file, if client and nodes are on one machine. `is_copied`: the caller may change
-    them before they are sent. `surroundings` travel with each call (`surroundings_of_calls`).
+    them before they are sent. `surroundings` are those of each call (`surroundings_of_calls`).
     """
 
     replace_object: pickling.Replace | None
     place: Callable[[Parcel], Parcel] | None
     is_copied: bool
-    surroundings: tuple[Any, ...]
+    surroundings: Surroundings
 
     def arguments(self, pending: PendingCompute[Any]) -> Parcel:
         """Pickle the arguments of a call. Raises NotPicklable."""
-        pickled = pickled_arguments(pending, self.surroundings, self.replace_object)
+        pickled = pickled_arguments(pending, self.surroundings.run, self.replace_object)
         parcel = Parcel(pickled.data, pickled.buffers)
         if parcel.nbytes <= INLINE_BYTES:
             return parcel
@@ -83,23 +84,27 @@ class ArgumentPacker:
 
 
 def pickled_arguments(
-    pending: PendingCompute[Any], surroundings: tuple[Any, ...], replace_object: pickling.Replace | None
+    pending: PendingCompute[Any], run: tuple[Any, ...], replace_object: pickling.Replace | None
 ) -> pickling.Pickled:
-    """Pickle the arguments of a call with its surroundings. Raises NotPicklable."""
-    value = (pending.args, dict(pending.kwargs), *surroundings)
-    return sources.pack(value, label=("args", "kwargs", "run context", "log levels"), replace=replace_object)
+    """Pickle the arguments of a call with the fields of its run. Raises NotPicklable."""
+    value = (pending.args, dict(pending.kwargs), run) if run else (pending.args, dict(pending.kwargs))
+    return sources.pack(value, label=("args", "kwargs", "run context")[: len(value)], replace=replace_object)
 
 
-def surroundings_of_calls() -> tuple[Any, ...]:
-    """Return what calls that are submitted now find on their node: the fields of their run, () outside of one, and the
-    levels of the loggers.
-    """
+class Surroundings(NamedTuple):
+    """What a call finds on its node: the fields of its run, () outside of one, and the levels of the loggers."""
+
+    run: tuple[Any, ...]
+    levels: LogLevels
+
+
+def surroundings_of_calls() -> Surroundings:
+    """Return the surroundings of calls that are submitted now."""
     # plain, so that plain arguments stay so: cloudpickle would take ten times as long
     context = run_context()
-    return (
-        () if context is None else context.plain(),
-        levels_for_nodes(0 if context is None else context.log_level),
-    )
+    if context is None:
+        return Surroundings((), levels_for_nodes())
+    return Surroundings(context.plain(), levels_for_nodes(context.log_level))
 
 
 def packed_entries(
@@ -124,7 +129,8 @@ def packed_entries(
             arguments = packer.arguments(pending)
         if arguments.path is not None:
             undo.callback(arguments.release)
-        entries.append(function.entry(pending, arguments, used, job_id, worker, ahead))
+        levels = packer.surroundings.levels
+        entries.append(function.entry(pending, arguments, used, job_id, worker, ahead, levels))
     return entries
 
 

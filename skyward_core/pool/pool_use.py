@@ -78,7 +78,8 @@ class PoolUse:
     def open(self) -> Self:
         """Open the pool, or join it by its name, and record the use.
 
-        May be called again, from any thread. Raises what `ComputePool.open` raises, and LedgerError.
+        May be called again, from any thread. Raises what `ComputePool.open` raises. If the ledger does not answer, a
+        use of an open pool begins all the same: its row is written later.
         """
         with self._opening:
             if not self._began:
@@ -103,8 +104,8 @@ class PoolUse:
     def close(self) -> InstancesLeft | None:
         """End the use and what it has opened; return the machines that were not confirmed gone. May be called twice.
 
-        Calls that still run are stopped. Raises LedgerError if the ledger does not answer; the row of the use is
-        settled later in any case.
+        Calls that still run are stopped. If the ledger does not answer, the bill is not final: the row of the use is
+        settled later. Raises LedgerError if the pool's end could not be written.
         """
         with self._closing:
             self._stop_calls()
@@ -173,7 +174,7 @@ class PoolUse:
         for future in futures:
             future.add_done_callback(self._futures.discard)
         if self._book is not None:
-            self._book.has_calls()
+            self._book.has_calls(self.id)
         if self._is_stopped:  # `stop` may have missed these
             self._stop_calls()
         return futures
@@ -191,7 +192,7 @@ class PoolUse:
         if not self._is_alone:
             count = None if self._book is None else self._book.count(self.id)
             slot_seconds, cost_usd = (0.0, 0.0) if count is None else (count.slot_seconds, count.cost_usd)
-            is_final = bool(self._ended)
+            is_final = self._book is not None and self._book.is_final(self.id)
         return UseBill(
             self.pool.id,
             cost_usd,

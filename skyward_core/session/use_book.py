@@ -1,6 +1,7 @@
 """The uses of one open pool in this process: recorded before their first call, noted every few seconds, and at the end.
 
-One thread writes. What comes at the same time shares a transaction, so a thousand steps cost a few writes.
+One thread writes. What comes at the same time shares a transaction, so a thousand steps that begin together cost a few
+writes.
 
     begin ──written──▶ open ──noted, when its calls have begun and every NOTE_SECONDS──▶ end ──written──▶ (gone)
 """
@@ -13,10 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
-from skyward_core.errors import LedgerError, SkywardError
+from skyward_core.errors import LedgerError
 from skyward_core.ledger.rows import SECONDS_PER_HOUR
 from skyward_core.machines.instances import Lease, Node
 from skyward_core.work import Work
@@ -30,6 +30,8 @@ NOTE_SECONDS = 5.0
 """The time between two notes: a process that is killed leaves its figures at most so old."""
 BEGIN_SECONDS = 0.3
 """How long after a call was submitted the slots that are held are noted: it is at its worker by then."""
+LEAST_SECONDS = 1.0
+"""The least time between two notes."""
 STOP_SECONDS = 5.0
 """How long the end of a use waits for its last calls, which were stopped: the time that they hold slots is counted."""
 LOOK_SECONDS = 0.02
@@ -66,17 +68,11 @@ def use_count(
     )
 
 
-@dataclass(slots=True)
-class _Pending:
-    """What the thread writes next, and the futures of those who wait for it."""
-
-    begins: dict[str, tuple[NewUse, Future[None]]] = field(default_factory=dict)
-    ends: dict[str, tuple[UseCount, Future[None]]] = field(default_factory=dict)
-    notes_due: bool = False
-
-
 class UseBook:
-    """The uses of one open pool. `close` it with the pool; uses that are open then end."""
+    """The uses of one open pool. `close` it with the pool; uses that are open then end.
+
+    If the ledger does not answer, steps go on: what could not be written is kept, and written when it answers again.
+    """
 
     def __init__(self, pool_id: str, client_id: str, cluster: Cluster, lease: Callable[[], Lease | None]) -> None:
         """Connect to the ledger. Raises LedgerError.
@@ -89,12 +85,21 @@ class UseBook:
         self._lease = lease
         self._prices: dict[str, float] = {}
         """USD for one slot and second, by instance id, also of machines that are gone."""
-        self._open: dict[str, float] = {}
-        """When each use began, on the monotonic clock."""
+        self._since: dict[str, float] = {}
+        """Of each open use: when it began, or has submitted calls last, on the monotonic clock."""
+        self._noted: dict[str, UseCount] = {}
+        """What was noted last of each open use."""
         self._final: dict[str, UseCount] = {}
-        self._pending = _Pending()
+        self._begins: dict[str, NewUse] = {}
+        self._ends: dict[str, UseCount] = {}
+        """What is to be written next."""
+        self._waiting: list[Future[None]] = []
+        """Those who wait until that was tried."""
         self._turn = threading.Condition()
-        self._is_closed = False
+        self._note_at = time.monotonic() + NOTE_SECONDS
+        self._noted_at = 0.0
+        self._is_away = self._is_closed = False
+        """`_is_away`: the ledger has not answered last."""
         module = importlib.import_module("skyward_core.ledger.ledger")
         self._ledger = cast("Ledger", module.Ledger(module.default_url(), busy_timeout_seconds=LEDGER_BUSY_SECONDS))
         self._thread = threading.Thread(target=self._run, name="skyward-uses", daemon=True)
@@ -103,21 +108,23 @@ class UseBook:
     # ── for PoolUse ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, use_id: str, work: Work) -> None:
-        """Record a use, before its first call. Returns when it is in the ledger. Raises LedgerError."""
+        """Record a use, before its first call. Returns when it is in the ledger, or the ledger does not answer."""
         module = importlib.import_module("skyward_core.ledger.uses")
-        written: Future[None] = Future()
         with self._turn:
-            self._open[use_id] = time.monotonic()
-            new = module.NewUse(use_id, self._pool_id, work, self._client_id)
-            self._pending.begins[use_id] = new, written
-            self._turn.notify()
+            self._since[use_id] = time.monotonic()
+            self._begins[use_id] = module.NewUse(use_id, self._pool_id, work, self._client_id)
+            written = self._next_write()
         written.result()
 
-    def has_calls(self) -> None:
+    def has_calls(self, use_id: str) -> None:
         """Note soon which slots are held: a use has submitted calls."""
         with self._turn:
-            self._pending.notes_due = True
-            self._turn.notify()
+            now = time.monotonic()
+            self._since[use_id] = now
+            soon = max(now + BEGIN_SECONDS, self._noted_at + LEAST_SECONDS)
+            if soon < self._note_at:
+                self._note_at = soon
+                self._turn.notify()
 
     def count(self, use_id: str) -> UseCount:
         """Return what the calls of a use have had so far; after its end in all."""
@@ -125,81 +132,103 @@ class UseBook:
             return final
         return self._count(use_id, self._cluster.slots_held().get(use_id, 0))
 
-    def end(self, use_id: str, wait_seconds: float = STOP_SECONDS) -> UseCount:
-        """Record the end of a use, after its last calls hold no slot any more; return what it has had in all.
+    def end(self, use_id: str) -> None:
+        """Record the end of a use, after its last calls hold no slot any more. `count` is what it has had in all then.
 
-        Raises LedgerError: the row is settled by others then.
+        If the ledger does not answer, the row is written when it does, or settled by others.
         """
-        until = time.monotonic() + wait_seconds
+        until = time.monotonic() + STOP_SECONDS
         while self._cluster.slots_held().get(use_id) and time.monotonic() < until:
             time.sleep(LOOK_SECONDS)
-        written: Future[None] = Future()
-        with self._turn:
-            if use_id not in self._open:
-                return self._final[use_id]
-            count = self._final[use_id] = self._count(use_id, 0)
-            del self._open[use_id]
-            self._pending.ends[use_id] = count, written
-            self._turn.notify()
-        written.result()
-        return count
+        self._end([use_id])
+
+    def is_final(self, use_id: str) -> bool:
+        """Return whether a use has ended, and the ledger has its end."""
+        return use_id in self._final and use_id not in self._ends
 
     def close(self) -> None:
         """End the uses that are open, and the connection. Raises nothing."""
-        for use_id in tuple(self._open):
-            try:
-                self.end(use_id, wait_seconds=0.0)
-            except (SkywardError, OSError) as error:
-                _log.warning("what a use of %s has cost is not in the ledger yet: %s", self._pool_id, error)
+        self._end(list(self._since))
         with self._turn:
             self._is_closed = True
             self._turn.notify()
         self._thread.join(2 * LEDGER_BUSY_SECONDS)
         self._ledger.close()
 
+    def _end(self, use_ids: Iterable[str]) -> None:
+        with self._turn:
+            for use_id in use_ids:
+                if self._since.pop(use_id, None) is not None:
+                    self._ends[use_id] = self._final[use_id] = self._count(use_id, 0)
+                    self._noted.pop(use_id, None)
+            written = self._next_write()
+        written.result()
+
+    def _next_write(self) -> Future[None]:
+        """Return the future of the next write, whether it succeeds or not. With the lock held."""
+        written: Future[None] = Future()
+        if self._is_away or not (self._begins or self._ends):
+            written.set_result(None)  # it is tried again with the notes: nothing waits for a ledger that is away
+        else:
+            self._waiting.append(written)
+            self._turn.notify()
+        return written
+
     # ── the thread ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
-        while True:
+        is_closed = False
+        while not is_closed:
             with self._turn:
-                self._turn.wait_for(self._has_news, NOTE_SECONDS)
-                pending, self._pending = self._pending, _Pending()
-                if self._is_closed and not pending.begins and not pending.ends:
-                    return
-            self._write(pending, with_notes=not (pending.begins or pending.ends) or pending.notes_due)
-
-    def _has_news(self) -> bool:
-        pending = self._pending
-        return bool(pending.begins or pending.ends or pending.notes_due or self._is_closed)
-
-    def _write(self, pending: _Pending, *, with_notes: bool) -> None:
-        waiting = [written for _, written in (*pending.begins.values(), *pending.ends.values())]
-        if pending.notes_due and not waiting:
-            time.sleep(BEGIN_SECONDS)
-        try:
-            self._ledger.uses.write(
-                [new for new, _ in pending.begins.values()],
-                self._counts() if with_notes else {},
-                {use_id: count for use_id, (count, _) in pending.ends.items()},
-            )
-        except Exception as error:
-            for written in waiting:
-                written.set_exception(error)
-            if not waiting and isinstance(error, LedgerError):
-                _log.warning("what the uses of %s have cost is not in the ledger yet: %s", self._pool_id, error)
-            elif not waiting:
-                _log.exception("what the uses of %s have cost could not be noted", self._pool_id)
-        else:
+                while not self._waiting and not self._is_closed and (left := self._note_at - time.monotonic()) > 0:
+                    self._turn.wait(left)
+                is_closed = self._is_closed
+                waiting, self._waiting = self._waiting, []
+                begins, ends = dict(self._begins), dict(self._ends)
+                is_due = time.monotonic() >= self._note_at
+                if is_due:
+                    self._noted_at = time.monotonic()
+                    self._note_at = self._noted_at + NOTE_SECONDS
+            self._write(begins, self._counts(begins) if is_due else {}, ends)
             for written in waiting:
                 written.set_result(None)
 
-    def _counts(self) -> dict[str, UseCount]:
+    def _write(
+        self, begins: Mapping[str, NewUse], counts: Mapping[str, UseCount], ends: Mapping[str, UseCount]
+    ) -> None:
+        if not begins and not counts and not ends:
+            return
+        try:
+            self._ledger.uses.write(list(begins.values()), counts, ends)
+        except Exception as error:
+            if not self._is_away:
+                known = isinstance(error, LedgerError)
+                words = "what the uses of %s have cost is not in the ledger yet: %s"
+                _log.warning(words, self._pool_id, error, exc_info=None if known else error)
+            self._is_away = True
+            return
+        self._is_away = False
+        with self._turn:
+            for use_id in begins:
+                self._begins.pop(use_id, None)
+            for use_id in ends:
+                self._ends.pop(use_id, None)
+            self._noted.update({use_id: count for use_id, count in counts.items() if use_id in self._since})
+
+    def _counts(self, begins: Mapping[str, NewUse]) -> dict[str, UseCount]:
+        """Return what uses have had that has changed since it was noted last."""
         held = self._cluster.slots_held()
-        return {use_id: self._count(use_id, held.get(use_id, 0)) for use_id in tuple(self._open)}
+        counts = {use_id: self._count(use_id, held.get(use_id, 0)) for use_id in tuple(self._since)}
+        return {
+            use_id: count
+            for use_id, count in counts.items()
+            if count.held_slots or use_id in begins or count != self._noted.get(use_id)
+        }
 
     def _count(self, use_id: str, held: int) -> UseCount:
         lease = self._lease()
         self._prices |= slot_prices(lease.nodes if lease is not None else ())
         own_time = self._cluster.owner.own_time
-        since = own_time.seen_at(use_id) or self._open.get(use_id) or time.monotonic()
-        return use_count(own_time.of(use_id), self._prices, held, time.monotonic() - since if held else 0.0)
+        now = time.monotonic()
+        since = max(own_time.seen_at(use_id) or 0.0, self._since.get(use_id, now))
+        return use_count(own_time.of(use_id), self._prices, held, now - since if held else 0.0)

@@ -204,10 +204,9 @@ def _invoke(packet: Packet, functions: dict[str, sources.Loaded], sender: ItemSe
     sources.install(function.sources)  # another call may have brought other texts since
     with _lost_with_its_machine("arguments"):
         memory, data, buffers = packet.call.arguments.open()
-    args, kwargs, *surroundings = sources.unpack(data, buffers).value
-    run, levels = surroundings or ((), ())
-    log_levels.of_this_process.set(levels)
-    with running_for(RunContext(*run) if run else None):
+    args, kwargs, *run = sources.unpack(data, buffers).value
+    log_levels.of_this_process.set(packet.call.levels)
+    with running_for(RunContext(*run[0]) if run else None):
         value = function.value(*args, **kwargs)
         if packet.call.ahead:
             sender.send_all(packet.call, asyncio.run(value) if inspect.iscoroutine(value) else value)

@@ -313,11 +313,11 @@ def test_a_task_may_return_a_state_if_its_node_has_prefect(api: str) -> None:
     """Without packages, this node has those of this process. `test_bare_node.py` has the error of one without Prefect."""
 
     @task(cache_policy=NO_CACHE)
-    def own_state(state: Any) -> Any:
-        return state
+    def own_state() -> Any:
+        return Completed(name="Fine", data=5)
 
     with prefect_server.flow_body(SkywardTaskRunner(provider=sky.Local())) as in_flow:
-        state = in_flow(lambda: own_state.submit(quote(Completed(name="Fine", data=5)), return_state=True))
+        state = in_flow(lambda: own_state.submit(return_state=True))
     assert (state.name, state.is_completed()) == ("Fine", True)
 
 

@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 import time
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 import skyward_core as sky
 from skyward_core.ledger import Ledger, default_url
 from skyward_core.ledger.rows import CostBy
-from skyward_core.ledger.uses import UseEntry
+from skyward_core.ledger.uses import UseEntry, Uses
 from tests.pool.named import name, pool_of  # noqa: F401 - a fixture
 from tests.waiting import wait_until
 
@@ -114,6 +114,43 @@ def test_a_pool_that_costs_nothing_has_a_final_bill_of_zero(name: str, tmp_path:
     with sky.PoolUse(pool_of(name), FIRST) as use:
         assert use.run(hold(str(tmp_path / "go"))) == "return"
     assert (use.bill().cost_usd, use.bill().is_final, use.bill().is_shared) == (0.0, True, True)
+
+
+def test_a_ledger_that_does_not_answer_stops_no_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What it could not take is written when it answers again; bills are final then."""
+    (tmp_path / "go").touch()
+    with sky.ComputePool(provider=sky.Local(price_per_hour=PRICE), display="quiet") as pool:
+        first, second = (sky.PoolUse(pool, work, is_alone=False) for work in (FIRST, SECOND))
+        first.open()
+        with monkeypatch.context() as patched:
+
+            def refuse(*_: object) -> None:
+                raise sky.LedgerError("the server is being restarted")
+
+            patched.setattr(Uses, "write", refuse)
+            with second:
+                assert second.run(hold(str(tmp_path / "go"))) == "return"
+            first.close()
+            assert not first.bill().is_final
+            assert not second.bill().is_final
+        wait_until(lambda: first.bill().is_final and second.bill().is_final, "the ledger to have the ends")
+        assert {task: use.ended_at is None for task, use in uses_of(pool.id).items()} == {"fit": False, "score": False}
+
+
+def test_a_thousand_steps_cost_few_writes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those that begin at the same time share a transaction, and so do their ends with the pool."""
+    (tmp_path / "go").touch()
+    writes, write = [], Uses.write
+    monkeypatch.setattr(Uses, "write", lambda *arguments: (writes.append(1), write(*arguments)))
+    with sky.ComputePool(provider=sky.Local(), display="quiet") as pool:
+        uses = [sky.PoolUse(pool, dataclasses.replace(FIRST, task_run=str(n)), is_alone=False) for n in range(1000)]
+        with ThreadPoolExecutor(100) as threads:
+            list(threads.map(sky.PoolUse.open, uses))
+        assert uses[0].run(hold(str(tmp_path / "go"))) == "return"
+    with Ledger(default_url()) as ledger:
+        assert len([use for use in ledger.uses.of_pool(pool.id) if use.ended_at is not None]) == 1000
+    assert all(use.bill().is_final for use in uses)
+    assert len(writes) < 200
 
 
 def test_a_killed_process_loses_nothing_of_its_bill(name: str, tmp_path: Path) -> None:
