@@ -12,16 +12,18 @@ from sqlalchemy import Connection, Select, delete, func, insert, select, update
 
 from skyward_core.errors import LeaseLost, LedgerConflict
 from skyward_core.ledger.database import Database
-from skyward_core.ledger.rows import Attempt, PoolEntry, SealedLease, UnreadableRow
+from skyward_core.ledger.rows import Attempt, Bucket, PoolEntry, SealedLease, UnreadableRow
 from skyward_core.ledger.run_accounts import share_limit
 from skyward_core.ledger.stewards import must_be_steward
 from skyward_core.ledger.tables import (
     ATTEMPTS,
     POOLS,
+    RESOURCES,
     SEALED_LEASES,
     USES,
     attempt_of,
     later_lease,
+    milliseconds_of,
     pool_of,
     pool_seen,
     read_rows,
@@ -144,7 +146,8 @@ class Pools:
                 ):
                     raise no_pool(pool_id)
                 connection.execute(delete(SEALED_LEASES).where(SEALED_LEASES.c.pool_id == pool_id))
-                settle_uses(connection, USES.c.pool_id == pool_id, stamp(self._database.now(connection)))
+                now = stamp(self._database.now(connection))
+                settle_uses(connection, USES.c.pool_id == pool_id, _end_of_machines(connection, pool_id, now))
 
     def seal_lease(self, pool_id: str, lease_json: str, sealed: str, *, epoch: int | None = None) -> None:
         """Record the newest lease of a pool, with the sealed keys for it."""
@@ -222,6 +225,17 @@ class Pools:
 
 def select_pools(include_ended: bool) -> Select[Any]:
     return select(POOLS) if include_ended else select(POOLS).where(POOLS.c.ended_microseconds.is_(None))
+
+
+def _end_of_machines(connection: Connection, pool_id: str, now: int) -> int:
+    """Return when the last machine of a pool ended, in microseconds since 1970: by its buckets, if that was recorded
+    long after it. `now` if one has not ended, or none was rented.
+    """
+    machines = connection.execute(select(RESOURCES).where(RESOURCES.c.pool_id == pool_id)).mappings().all()
+    if any(row["gone_microseconds"] is None for row in machines):
+        return now
+    ends = [row["intended_microseconds"] + 1000 * sum(row[milliseconds_of(b)] for b in Bucket) for row in machines]
+    return min(now, max(ends, default=now))
 
 
 def must_live(connection: Connection, pool_id: str, *, is_alone: bool = False) -> None:
