@@ -4,8 +4,8 @@
       └──its process is dead──▶ settled: by the next try of its work, a process that keeps the pool, or the pool's end
 
 The bill of a use is the price of the slots that its calls have held, for as long as they held them. Its process notes
-that, and what the slots that are held at that moment cost per hour. So who settles the use of a dead process adds the
-time until its calls have ended. Figures only grow; an end stays.
+that, and what the slots that are held at that moment cost per hour. The process that settles the use of a dead one adds
+the time until its calls have ended. Figures only grow; an end stays.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from datetime import datetime
 from decimal import Decimal
 from typing import Any
 
-from sqlalchemy import BigInteger, Connection, case, insert, literal, select, update
+from sqlalchemy import BigInteger, Connection, case, literal, select, update
+from sqlalchemy.dialects import postgresql, sqlite
 
 from skyward_core.ledger.database import Database
 from skyward_core.ledger.rows import SECONDS_PER_HOUR, micro_usd
@@ -123,9 +124,11 @@ def use_of(row: Values) -> UseEntry:
 
 
 def begin_use(connection: Connection, new: NewUse, now: int) -> None:
-    """Record a use, before its first call."""
+    """Record a use, before its first call. Recorded again, after an answer was lost, it stays as it is."""
+    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
     values = {"id": new.id, "pool_id": new.pool_id, "client_id": new.client_id, "began_microseconds": now}
-    connection.execute(insert(USES).values(**values, noted_microseconds=now, **work_values(new.work)))
+    wanted = dialect.insert(USES).values(**values, noted_microseconds=now, **work_values(new.work))
+    connection.execute(wanted.on_conflict_do_nothing())
 
 
 def note_use(connection: Connection, use_id: str, count: UseCount, now: int, *, is_final: bool) -> None:

@@ -11,6 +11,7 @@ cancelled or lost with their node, too. The ledger has a row of the use from bef
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import uuid
@@ -22,7 +23,8 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from skyward_core.compute import PendingCompute
 from skyward_core.concurrency.item_stream import ItemStream
 from skyward_core.engine.futures import CallFuture
-from skyward_core.errors import InstancesLeft
+from skyward_core.errors import InstancesLeft, PoolClosed
+from skyward_core.pool.current_session import note_machines_left
 from skyward_core.pool.pool import ComputePool
 from skyward_core.work import Work, paid_by
 
@@ -71,6 +73,7 @@ class PoolUse:
         self._book: UseBook | None = None
         self._futures: set[CallFuture[Any]] = set()
         self._is_stopped = False
+        self._process = os.getpid()
         self._opening, self._closing = threading.Lock(), threading.Lock()
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -87,26 +90,31 @@ class PoolUse:
         return self
 
     def _open(self) -> None:
-        self._began = time.monotonic()
-        if not self.pool.is_active:
-            self.pool.open()
-            self._has_opened = True
-        if not self._is_alone:
-            try:
+        self._began, self._process = time.monotonic(), os.getpid()
+        try:
+            if not self.pool.is_active:
+                self.pool.open()
+                self._has_opened = True
+            if not self._is_alone:
                 book = self.pool.uses
                 book.begin(self.id, self.work)
                 self._book = book
-            except BaseException:
-                self.close()
-                self._began = 0.0
-                raise
+        except BaseException as error:
+            if (left := self.close()) is not None:
+                note_machines_left(error, left)
+            self._began = self._ended = 0.0
+            self._has_opened = False
+            raise
 
     def close(self) -> InstancesLeft | None:
         """End the use and what it has opened; return the machines that were not confirmed gone. May be called twice.
 
         Calls that still run are stopped. If the ledger does not answer, the bill is not final: the row of the use is
-        settled later. Raises LedgerError if the pool's end could not be written.
+        settled later. In a fork of the process that has opened it, this does nothing. Raises LedgerError if the pool's
+        end could not be written.
         """
+        if self._process != os.getpid():
+            return None
         with self._closing:
             self._stop_calls()
             try:
@@ -136,7 +144,12 @@ class PoolUse:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        """Close. Raises InstancesLeft; after an exception of the block, a note of that names the machines."""
+        left = self.close()
+        if left is not None and error is None:
+            raise left
+        if left is not None and error is not None:
+            note_machines_left(error, left)
 
     # ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -168,6 +181,8 @@ class PoolUse:
         return self.submit(call).result()
 
     def _noted[R](self, submit: Callable[[], list[CallFuture[R]]]) -> list[CallFuture[R]]:
+        if not self._began or self._ended:
+            raise PoolClosed(f"the use of the pool {'has ended' if self._ended else 'is not open'}: open another one")
         with paid_by(self.id):
             futures = submit()
         self._futures.update(futures)

@@ -110,6 +110,7 @@ class UseBook:
     def begin(self, use_id: str, work: Work) -> None:
         """Record a use, before its first call. Returns when it is in the ledger, or the ledger does not answer."""
         module = importlib.import_module("skyward_core.ledger.uses")
+        self._learn_prices()
         with self._turn:
             self._since[use_id] = time.monotonic()
             self._begins[use_id] = module.NewUse(use_id, self._pool_id, work, self._client_id)
@@ -189,16 +190,16 @@ class UseBook:
                 if is_due:
                     self._noted_at = time.monotonic()
                     self._note_at = self._noted_at + NOTE_SECONDS
-            self._write(begins, self._counts(begins) if is_due else {}, ends)
+            self._write(begins, ends, is_due=is_due)
             for written in waiting:
                 written.set_result(None)
 
-    def _write(
-        self, begins: Mapping[str, NewUse], counts: Mapping[str, UseCount], ends: Mapping[str, UseCount]
-    ) -> None:
-        if not begins and not counts and not ends:
-            return
+    def _write(self, begins: Mapping[str, NewUse], ends: Mapping[str, UseCount], *, is_due: bool) -> None:
+        """Write what begins and ends, and if it is due, what has changed. Raises nothing: all wait for this thread."""
         try:
+            counts = self._counts(begins) if is_due else {}
+            if not begins and not counts and not ends:
+                return
             self._ledger.uses.write(list(begins.values()), counts, ends)
         except Exception as error:
             if not self._is_away:
@@ -225,9 +226,12 @@ class UseBook:
             if count.held_slots or use_id in begins or count != self._noted.get(use_id)
         }
 
-    def _count(self, use_id: str, held: int) -> UseCount:
+    def _learn_prices(self) -> None:
         lease = self._lease()
         self._prices |= slot_prices(lease.nodes if lease is not None else ())
+
+    def _count(self, use_id: str, held: int) -> UseCount:
+        self._learn_prices()
         own_time = self._cluster.owner.own_time
         now = time.monotonic()
         since = max(own_time.seen_at(use_id) or 0.0, self._since.get(use_id, now))

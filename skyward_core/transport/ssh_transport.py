@@ -273,6 +273,8 @@ class SSHTransport:
         self._lines_read = 0
         self._forwards: dict[tuple[str, int], int] = {}
         self._threads: list[threading.Thread] = []
+        self._beginning = threading.Lock()
+        """Held while a thread is started: `close` waits for those that have started, and none starts after it."""
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -332,7 +334,9 @@ class SSHTransport:
         self._closed.set()
         self._wake.set()
         self._connection.close()
-        for thread in self._threads:
+        with self._beginning:
+            threads = tuple(self._threads)
+        for thread in threads:
             if thread is not threading.current_thread():
                 thread.join()
 
@@ -344,8 +348,10 @@ class SSHTransport:
         thread = threading.Thread(
             target=work, name=f"skyward-{work.__name__.strip('_')}-{self.instance.rank}", daemon=True
         )
-        self._threads.append(thread)
-        thread.start()
+        with self._beginning:
+            if not self._closed.is_set():
+                thread.start()
+                self._threads.append(thread)
 
     def _look(self, archive: str, deadline: float) -> str:
         left = max(1.0, deadline - time.monotonic())

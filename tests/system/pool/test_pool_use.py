@@ -5,6 +5,7 @@ Run as a program, this file is a process that uses a pool of a name until it is 
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ import skyward_core as sky
 from skyward_core.ledger import Ledger, default_url
 from skyward_core.ledger.rows import CostBy
 from skyward_core.ledger.uses import UseEntry, Uses
+from skyward_core.session.use_book import UseBook
 from tests.pool.named import name, pool_of  # noqa: F401 - a fixture
 from tests.waiting import wait_until
 
@@ -135,6 +137,80 @@ def test_a_ledger_that_does_not_answer_stops_no_step(monkeypatch: pytest.MonkeyP
             assert not second.bill().is_final
         wait_until(lambda: first.bill().is_final and second.bill().is_final, "the ledger to have the ends")
         assert {task: use.ended_at is None for task, use in uses_of(pool.id).items()} == {"fit": False, "score": False}
+
+
+def test_a_lost_answer_of_the_ledger_and_a_fault_of_a_count_end_no_use(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first row was written, and its answer lost; and once, what the uses have had could not be counted."""
+    (tmp_path / "go").touch()
+    answers, write, counts = [], Uses.write, UseBook._counts
+
+    def lose(*arguments: Any) -> None:
+        write(*arguments)
+        answers.append(1)
+        if len(answers) == 1:
+            raise sky.LedgerError("the answer was lost")
+
+    def fail_once(*arguments: Any) -> Any:
+        monkeypatch.setattr(UseBook, "_counts", counts)
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(Uses, "write", lose)
+    with sky.ComputePool(provider=sky.Local(price_per_hour=PRICE), display="quiet") as pool:
+        with sky.PoolUse(pool, FIRST, is_alone=False) as first:
+            monkeypatch.setattr(UseBook, "_counts", fail_once)
+            assert first.run(hold(str(tmp_path / "go"))) == "return"
+            wait_until(lambda: UseBook._counts is counts, "the uses to be counted")
+            assert first.run(hold(str(tmp_path / "go"))) == "return"
+        wait_until(lambda: first.bill().is_final, "the ledger to have the end")
+        assert uses_of(pool.id)["fit"].ended_at is not None
+
+
+def test_a_use_takes_calls_between_its_begin_and_its_end_only(tmp_path: Path) -> None:
+    """A fork of its process ends nothing."""
+    go = tmp_path / "go"
+    with sky.ComputePool(provider=sky.Local(), display="quiet") as pool:
+        use = sky.PoolUse(pool, FIRST, is_alone=False)
+        with pytest.raises(sky.PoolClosed, match="is not open"):
+            use.submit(hold(str(go)))
+        with use:
+            call = use.submit(hold(str(go)))
+            begun(go)
+            if not (child := os.fork()):
+                use.close()
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+            go.touch()
+            assert call.result(60) == "return"
+        with pytest.raises(sky.PoolClosed, match="has ended"):
+            use.submit(hold(str(go)))
+
+
+def test_machines_that_may_be_left_are_named_by_the_end_of_a_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = sky.InstancesLeft("not confirmed gone: i-1", ids=("i-1",))
+    monkeypatch.setattr(sky.ComputePool, "open", lambda pool: pool)
+    monkeypatch.setattr(sky.ComputePool, "hand_over", lambda _: left)
+    with pytest.raises(sky.InstancesLeft, match="i-1"), sky.PoolUse(sky.ComputePool(display="quiet")):
+        pass
+    with pytest.raises(ValueError, match="no") as caught, sky.PoolUse(sky.ComputePool(display="quiet")):
+        raise ValueError("no")
+    assert "i-1" in caught.value.__notes__[0]
+
+
+def test_a_use_that_could_not_be_opened_may_be_opened_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "go").touch()
+    use = sky.PoolUse(sky.ComputePool(provider=sky.Local(), display="quiet"), FIRST)
+
+    def refuse(_: object) -> None:
+        raise sky.NoCapacity("sold out")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sky.ComputePool, "open", refuse)
+        with pytest.raises(sky.NoCapacity):
+            use.open()
+    with use:
+        assert use.run(hold(str(tmp_path / "go"))) == "return"
 
 
 def test_a_thousand_steps_cost_few_writes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

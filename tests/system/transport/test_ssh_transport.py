@@ -9,9 +9,10 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,6 +136,26 @@ def test_closing_ends_a_start_that_waits_and_leaves_the_host_alone(lead):
     assert way.host.is_up
     with pytest.raises(Unreachable):
         way.transport.write("late", "")
+
+
+def test_closing_while_a_thread_begins_waits_for_it(lead, monkeypatch):
+    way = lead()
+    wait_until((way.directory / "guard").exists, "the guard")
+    with ThreadPoolExecutor(1) as threads:
+        closing = []
+
+        class Thread(threading.Thread):
+            def start(self) -> None:
+                closing.append(threads.submit(way.transport.close))
+                wait(closing, timeout=0.3)  # it does not end before this thread has started
+                super().start()
+
+        monkeypatch.setattr(ssh_transport, "threading", SimpleNamespace(**vars(threading) | {"Thread": Thread}))
+        with pytest.raises(Unreachable):
+            run_script(way, "true")
+        closing[0].result(60)
+        assert len(closing) == 1
+    assert not [one for one in threading.enumerate() if one.name.startswith("skyward-keep")]
 
 
 @pytest.mark.nightly
