@@ -10,7 +10,6 @@ from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from contextvars import copy_context
 from dataclasses import dataclass
-from typing import Any
 
 import skyward_core as sky
 from prefect_skyward.money import MoneyEnd
@@ -95,13 +94,13 @@ class PoolLife:
         return self.pool.cost if self.pool is not None else 0.0
 
     def use_of(self, work: sky.Work) -> sky.PoolUse:
-        """Return the use of the pool by a task run: in the ledger before its first call. Raises LedgerError."""
+        """Return the use of the pool by a task run; the ledger has it before its first call, if it answers."""
         pool = self.opened.result()
         with self._using:
             use = self._uses.setdefault(work, sky.PoolUse(pool, work, is_alone=False))
         return use.open()
 
-    def report_cost(self, use: sky.PoolUse, _: Future[Any]) -> None:
+    def report_cost(self, use: sky.PoolUse) -> None:
         """Report what a task run has cost, when one of its calls has ended."""
         if self._facts.report is not None:
             self._facts.report.task_cost(use, calls=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError, Future
@@ -161,12 +160,18 @@ class RunCalls:
         self._is_stopping = True
 
     def _note(self, life: PoolLife, use: sky.PoolUse, future: Future[Any]) -> Future[Any]:
-        if (report := self.pools.facts.report) is not None:
+        report = self.pools.facts.report
+        if report is not None:
             report.call(cast("Any", future).call_id, use.work.task_run, use.work.task)
-            future.add_done_callback(lambda _: report.call_ended(use.work.task_run))
-        future.add_done_callback(functools.partial(life.report_cost, use))
         self._futures.add(future)
-        future.add_done_callback(self._futures.discard)
+
+        def ended(_: Future[Any]) -> None:
+            self._futures.discard(future)
+            if report is not None:
+                report.call_ended(use.work.task_run)
+            life.report_cost(use)
+
+        future.add_done_callback(ended)
         if self.is_stopping:  # `stop` may have missed this one
             future.cancel()
         return future

@@ -177,9 +177,8 @@ class Accelerator:
             return cls.from_json(parse(data).to_json())
         fields = tuple(cls.__dataclass_fields__)
         for unknown in data.keys() - set(fields):
-            raise BadRequest(
-                f"an accelerator has no {unknown!r}; {question(str(unknown), fields)} Known are {', '.join(fields)}"
-            )
+            hint = question(str(unknown), fields) or f"known are {', '.join(fields)}"
+            raise BadRequest(f"an accelerator has no {unknown!r}; {hint}")
         if not isinstance(data.get("name"), str):
             raise BadRequest(f'an accelerator needs a name, such as {{"name": "A100"}}, not {dict(data)!r}')
         given = {field: value for field, value in data.items() if value is not None}

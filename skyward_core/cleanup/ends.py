@@ -64,7 +64,7 @@ def shown_ends(provider: Provider, intents: Sequence[Intent]) -> Mapping[str, No
     ids = [intent.cloud_id for intent in intents if intent.cloud_id is not None]
     try:
         return provider.ends(ids) if ids else {}
-    except Exception as error:  # the machines are gone all the same, and their cost is estimated
+    except Exception as error:  # the machines are gone anyway, and their cost is estimated
         _log.warning("%s does not show when machines have ended: %s", provider.name, error)
         return {}
 

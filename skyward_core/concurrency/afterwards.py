@@ -23,7 +23,8 @@ def after_the_work[R](
     try:
         return outcome.result(seconds)
     except NotInTime as error:
-        words = f"has not ended within {seconds:g} s, and is not waited for" if not outcome.done() else repr(error)
+        is_late = not outcome.done()
+        words = f"has not ended within {seconds:g} s, and is not waited for" if is_late else f"has failed: {error!r}"
     except Exception as error:
         words = f"has failed: {error!r}"
     say(f"{what} {words}; the result of the work is not concerned")

@@ -11,7 +11,7 @@ class PeriodicThread:
     comes after the first pause.
 
     `step` must not wait for a callback or a display, and so it must not log either. What it raises goes to `on_error`,
-    and it is called again all the same.
+    and it is called again.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ from skyward_core.work import NO_WORK, Work
 from skyward_core.worker import calls as messages
 from skyward_core.worker.draining import HOLD
 from skyward_core.worker.masking import SecretValues
-from skyward_core.worker.scheduler_messages import END_CLIENT, ENDING_SECONDS
+from skyward_core.worker.scheduler_messages import END_CLIENT
 from skyward_core.worker.shared_values import SharedValue
 from skyward_core.worker.wire import Call, Parcel
 
@@ -222,19 +222,19 @@ class Cluster:
         """By what the scheduler knows this client."""
         return self.dispatcher.topic
 
-    def end_client(self, topic: str) -> tuple[bool, dict[str, dict[str, float]]]:
+    def end_client(self, topic: str, seconds: float) -> tuple[bool, dict[str, dict[str, float]]]:
         """End the calls of another client, whose process is dead or was replaced, and wait until they hold no slot any
-        more, at most ENDING_SECONDS.
+        more, for so many seconds at most.
 
         Return whether that is so, and for how many seconds they have held slots, by use and instance id. Raises
         NodeLost or PoolClosed if the scheduler is out of reach.
         """
-        is_free, spent = self._ask(END_CLIENT, ENDING_SECONDS + BUSY_SECONDS, topic=topic)
+        is_free, spent = self._ask(END_CLIENT, seconds + BUSY_SECONDS, topic=topic, seconds=seconds)
         found: dict[str, dict[str, float]] = {}
         for instance_id, by_use in spent:
-            for use, seconds in by_use.items():
+            for use, its_seconds in by_use.items():
                 its = found.setdefault(use, {})
-                its[instance_id] = its.get(instance_id, 0.0) + seconds
+                its[instance_id] = its.get(instance_id, 0.0) + its_seconds
         return bool(is_free), found
 
     def slots_held(self) -> dict[str, int]:

@@ -35,7 +35,7 @@ class OwnTime:
         self._by_use: dict[str, dict[str, _OnMachine]] = {}
         """By use and instance id."""
         self._seen_at: dict[str, float] = {}
-        """When a worker has told of running calls of a use last, on the monotonic clock."""
+        """When a worker has last reported running calls of a use, on the monotonic clock."""
 
     def of(self, use: str) -> dict[str, float]:
         """Return the seconds of one use, by instance id."""

@@ -3,7 +3,7 @@
 Nothing is asked while calls run or end: workers count the seconds of each client's calls (`own_time.py`). A client
 whose calls make no progress for FIRST_SECONDS asks the scheduler once (`worker/call_lists.py`), and then rarely.
 
-    nothing waits ──calls, and none runs──▶ suspected ──FIRST_SECONDS──▶ asked ──answer──▶ told, or not ──later──▶ asked
+    nothing waits ──calls, and none runs──▶ suspected ──FIRST_SECONDS──▶ asked ──answer──▶ answered ──later──▶ asked
           ▲                                                                                     │
           └────────────────────── a call has ended, or has run; there are none ─────────────────┘
 """

@@ -202,7 +202,7 @@ def log_record_of_node(level: int, words: str, *args: object, extra: Mapping[str
     """Write a record that a node has made, as the root logger does with those of other loggers: it asks for no level.
 
     The level of the record's own logger has held on the node (`levels_for_nodes`). A level of the loggers "skyward" or
-    "skyward.node" holds all the same.
+    "skyward.node" still holds.
     """
     if (_node_log.level or _log.level) and not _node_log.isEnabledFor(level):
         return
@@ -213,7 +213,7 @@ def log_record_of_node(level: int, words: str, *args: object, extra: Mapping[str
 
 def node_level() -> int:
     """Return the level from which on records of nodes are shown here: as the user, or an orchestrator, has configured
-    `logging`; INFO if nobody has.
+    `logging`; INFO if neither has set one.
     """
     level = _node_log.getEffectiveLevel()
     return logging.INFO if level == logging.WARNING and not _others_listen() else level

@@ -11,7 +11,7 @@ OURS = ("skyward", "distributed", "tornado", "bokeh")
 
 
 def levels_for_nodes(root_level: int = 0) -> tuple[tuple[str, int], ...]:
-    """Return the level of each logger that has one of its own, whoever has set it: the user, or an orchestrator.
+    """Return the level of each logger for which the user or an orchestrator has set one.
 
     The root logger gets `root_level`; 0: the level from which on the lines of nodes are shown in this process.
     """

@@ -106,9 +106,8 @@ class Names:
                 self._insert_client(connection, client_id, pool_id, owner, lease_seconds, work)
             elif isinstance(claim, Join):
                 self._insert_client(connection, client_id, claim.row.pool_id, owner, lease_seconds, work)
-                if (
-                    claim.row.state is NameState.WARM
-                ):  # its lease ends with the warm time, perhaps before the first renewal
+                # the lease of a warm pool ends with the warm time, perhaps before the first renewal
+                if claim.row.state is NameState.WARM:
                     lease_end = self._database.clock() + timedelta(seconds=lease_seconds)
                     later = later_lease(lease_end, self._database.lease_clock())
                     connection.execute(update(POOLS).where(POOLS.c.id == claim.row.pool_id).values(later))

@@ -140,8 +140,8 @@ class CurrentSession:
             use.left()
             raise
         self._opened, self._use = opened, use
-        assert opened.cluster is not None
-        use.measure(lambda: _usage(opened.cluster), opened.cluster)
+        if (cluster := opened.cluster) is not None:  # else it has ended itself meanwhile: calls raise why
+            use.measure(lambda: _usage(opened.cluster), cluster)
         if isinstance(opened, Attached):
             self.own_id = opened.lease.pool_id
             self._calls = _call_ledger(opened, self.own_id)

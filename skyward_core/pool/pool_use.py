@@ -82,7 +82,7 @@ class PoolUse:
         """Open the pool, or join it by its name, and record the use.
 
         May be called again, from any thread. Raises what `ComputePool.open` raises. If the ledger does not answer, a
-        use of an open pool begins all the same: its row is written later.
+        use of an open pool begins anyway: its row is written later.
         """
         with self._opening:
             if not self._began:

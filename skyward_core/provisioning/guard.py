@@ -16,8 +16,8 @@ with SKYWARD_INSTANCE_ID and SKYWARD_INSTANCE_DIRECTORY in its environment. It u
 The end of a node: the reason is written into its log. SIGKILL goes to all processes with its tag, to their descendants,
 and to all in its control group. Its keepers get it last (`worker/keeper.py`). If SKYWARD_ENDS names a folder, reason
 and time are written into a file with the node's id there, which stays (`machines/node_end.py`); not for a node that was
-asked to end: who asks knows when. Mounts are undone. Its folders in memory and on disk are removed (the latter is kept
-if SKYWARD_KEEP_DIRECTORY is set). Then the command runs with which the machine ends itself.
+asked to end: the process that asked knows when. Mounts are undone. Its folders in memory and on disk are removed (the
+latter is kept if SKYWARD_KEEP_DIRECTORY is set). Then the command runs with which the machine ends itself.
 """
 
 from __future__ import annotations

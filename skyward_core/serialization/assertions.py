@@ -1,6 +1,6 @@
 """What the assertions of a module that pytest has rewritten call, for nodes without pytest.
 
-pytest changes each `assert` of a test module into code that calls helpers of its own to tell the values. A function of
+pytest changes each `assert` of a test module into code that calls its helpers to show the values. A function of
 such a module travels with these in their place. The text of an error is pytest's, without what its plugins add.
 """
 
@@ -33,7 +33,7 @@ def _shown(obj: object) -> str:
         return obj.__name__
     try:
         text = repr(obj)
-    except Exception as error:  # the user's own code: the assertion is told all the same
+    except Exception as error:  # the user's own code: the assertion is shown anyway
         text = f"<{type(error).__name__} in the repr of {type(obj).__name__}>"
     if len(text) > SHOWN_CHARACTERS:
         begin = (SHOWN_CHARACTERS - 3) // 2

@@ -252,7 +252,7 @@ _texts: dict[str, _SourceText] = {}
 def _read(name: str, file: str, loader: object) -> _SourceText | None:
     """Return a module's text and imports; None if it cannot be read. Read again when its file, or its zip, has changed.
 
-    What is no file of its own is read through its loader.
+    A module without a file is read through its loader.
     """
     archive = getattr(loader, "archive", None)
     try:
@@ -287,7 +287,7 @@ def _text_of_loader(name: str, loader: object) -> str | None:
 def _imports_in_text(text: str) -> Iterator[_Import]:
     try:
         tree = ast.parse(text)
-    # the text travels all the same: its import raises the error, with the line
+    # the text travels anyway: its import raises the error, with the line
     except (SyntaxError, ValueError, RecursionError):
         return
     for statement in ast.walk(tree):

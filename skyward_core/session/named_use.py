@@ -36,6 +36,7 @@ from skyward_core.ledger.names_policy import (
     Standing,
     Usage,
     Wait,
+    is_earlier_attempt,
 )
 from skyward_core.machines.owner import Owner
 from skyward_core.providers.base import Provider
@@ -45,6 +46,7 @@ from skyward_core.session.use_book import slot_prices, use_count
 from skyward_core.session.warm_pools import what_stays
 from skyward_core.spec import PoolSpec
 from skyward_core.work import Work
+from skyward_core.worker.scheduler_messages import ENDING_SECONDS
 
 if TYPE_CHECKING:
     from skyward_core.engine.cluster import Cluster
@@ -55,6 +57,8 @@ LEDGER_BUSY_SECONDS = 10.0
 MOST_BEAT_SECONDS = 5.0
 RENEWAL_SECONDS = 2 * MOST_BEAT_SECONDS
 """In this time a client that lives renews its lease, and one time may fail."""
+RENEWAL_WAIT_SECONDS = 0.5
+"""How long a renewal waits for the slots of a dead client: it must not be late itself."""
 POLLS = Backoff(0.05, 1.0)
 """The pauses of a process that waits for another one to open or close the pool."""
 CLOCK_WAS_SET = "the clocks of the ledger's server and of this computer differ, and whether its users live is in doubt"
@@ -98,6 +102,8 @@ class NamedUse:
         self._cluster: Cluster | None = None
         self._count: Callable[[], Usage] = Usage
         """Returns what this process has of the pool."""
+        self._others: set[str] = set()
+        """The clients whose calls this one has begun to end."""
         self._must_end = False
         """Whether this process was the last one that left, and has to end the pool."""
         self.longest_seconds = spec.lease_seconds
@@ -204,25 +210,30 @@ class NamedUse:
         self._count, self._cluster = count, cluster
         try:
             self._ledger.names.note_topic(self._client_id, cluster.topic)
-            self._end_others(cluster)
+            self._end_others(cluster, ENDING_SECONDS)
         except LedgerError as error:
             self.log(logging.WARNING, "it is not known whether earlier calls run on %r: %s", self.name, error)
 
-    def _end_others(self, cluster: Cluster) -> None:
-        """End the calls of the clients for which this one does that."""
+    def _end_others(self, cluster: Cluster, seconds: float) -> None:
+        """End the calls of the clients for which this one does that, and wait for their slots, so long for each."""
         for other in self._ledger.names.ended_by(self.name, self._client_id):
-            words = "the calls of %s (process %s, %s) on %r are ended: %s"
-            why = "a newer attempt has begun" if other.work.attempt and self._work.attempt else "it is dead"
-            self.log(logging.WARNING, words, other.owner.name, other.owner.pid, other.work, self.name, why)
+            is_new = other.id not in self._others
+            self._others.add(other.id)
+            if is_new:
+                words = "the calls of %s (process %s, %s) on %r are ended: %s"
+                why = "a newer attempt has begun" if is_earlier_attempt(other.work, self._work) else "it is dead"
+                self.log(logging.WARNING, words, other.owner.name, other.owner.pid, other.work, self.name, why)
             try:
-                is_free, spent = cluster.end_client(other.topic) if other.topic else (True, {})
-            except SkywardError as error:  # its lease ends them, and this process tries again
-                self.log(logging.WARNING, "they could not be ended yet: %s", error)
-                continue
-            if not is_free:
-                self.log(logging.WARNING, "some of them hold their slots still")
-            prices = slot_prices(cluster.dispatcher.members.nodes.values())
-            self._ledger.names.ended(other.id, {use: use_count(its, prices) for use, its in spent.items() if use})
+                is_free, spent = cluster.end_client(other.topic, seconds) if other.topic else (True, {})
+            except (SkywardError, OSError) as error:
+                is_free, spent, words = False, {}, f"could not be ended yet: {error}"
+            else:
+                words = "hold slots still"
+            if is_free:
+                prices = slot_prices(cluster.dispatcher.members.nodes.values())
+                self._ledger.names.ended(other.id, {use: use_count(its, prices) for use, its in spent.items() if use})
+            elif is_new:  # the steward tries again with each renewal; at the latest they end with their lease
+                self.log(logging.WARNING, "they %s", words)
 
     def _release(self, ledger: Ledger, pool_id: str, why: str) -> None:
         entry = ledger.pool(pool_id)
@@ -444,7 +455,7 @@ class NamedUse:
             raise
         self._contact.answered(since)
         if self.guard.is_held and self._cluster is not None:
-            self._end_others(self._cluster)
+            self._end_others(self._cluster, RENEWAL_WAIT_SECONDS)
         found, epoch = self._ledger.stewards.look(self.name, self._client_id)
         if found is Standing.HELD and epoch == self.guard.epoch and self.guard.is_held:
             self.guard.confirm(since)

@@ -63,7 +63,7 @@ def sample(instance_id: str, node: int, gpus: list[Any]) -> Sample:
 
 
 def _gpus() -> list[Any]:
-    """Return the handles of the GPUs; none if the driver fails, because the other values are wanted all the same."""
+    """Return the handles of the GPUs; none if the driver fails, because the other values are still wanted."""
     import pynvml
 
     try:

@@ -4,6 +4,7 @@ import logging
 import logging.handlers
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +15,14 @@ import pytest
 import skyward_core as sky
 from skyward_core.concurrency.periodic import PeriodicThread
 from skyward_core.errors import LedgerError
-from skyward_core.ledger.names_policy import Join, NameState, NotSteward, Rent
+from skyward_core.ledger.names_policy import Join, NameState, NotSteward, Rent, Usage
 from skyward_core.machines.owner import Owner
 from skyward_core.session import named_use
 from skyward_core.session.ledger_contact import RENEW_SECONDS, Gap, LedgerContact
 from skyward_core.session.named_use import NamedUse
 from skyward_core.spec import PoolSpec
 from skyward_core.work import NO_WORK
+from skyward_core.worker.scheduler_messages import ENDING_SECONDS
 
 LEASE_SECONDS = 3600.0
 
@@ -94,6 +96,35 @@ def vacancies(use: NamedUse) -> list[int]:
     found: list[int] = []
     use.on_vacant = lambda: found.append(1)
     return found
+
+
+@pytest.mark.parametrize("answer", ["free", "busy", "away", "broken"])
+def test_the_calls_of_a_dead_client_end_with_a_renewal_that_does_not_wait_for_them(
+    answer: str, use: NamedUse, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has left when its slots are free, not before. One that cannot be ended yet is said once, and asked again."""
+    joined(use)
+    client = next(one for one in use.ledger.names.clients("sky-a") if one.id == "c")
+    ended: list[str] = []
+    waits: list[float] = []
+
+    def end_client(topic: str, seconds: float) -> tuple[bool, dict[str, Any]]:
+        waits.append(seconds)
+        if answer in ("away", "broken"):
+            raise {"away": sky.NodeLost("the head"), "broken": OSError("closed")}[answer]
+        return answer == "free", {}
+
+    monkeypatch.setattr(use.ledger.names, "ended_by", lambda *_: [replace(client, topic="t")])
+    monkeypatch.setattr(use.ledger.names, "ended", lambda client_id, _: ended.append(client_id))
+    dispatcher = SimpleNamespace(members=SimpleNamespace(nodes={}))
+    cluster: Any = SimpleNamespace(topic="mine", dispatcher=dispatcher, end_client=end_client)
+    with caplog.at_level(logging.WARNING, "skyward"):
+        use.measure(lambda: Usage(0.0, 0, 0.0), cluster)
+        assert use.take_stewardship()
+        use.renew()
+    assert ended == (["c", "c"] if answer == "free" else [])
+    assert waits == [ENDING_SECONDS, named_use.RENEWAL_WAIT_SECONDS]
+    assert [record.message.count("it is dead") for record in caplog.records] == ([1] if answer == "free" else [1, 0])
 
 
 @pytest.mark.parametrize("lost", ["resign", "take"])
