@@ -87,6 +87,7 @@ def leave_named(opened: Session | Attached, use: NamedUse) -> None:
     their leases. Call it again to leave properly; then the last process ends the machines, also if they were to stay
     warm.
     """
+    use.settle_the_dead()
     try:
         if use.is_let_go:
             _leave_again(opened, use)

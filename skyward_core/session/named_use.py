@@ -214,6 +214,16 @@ class NamedUse:
         except LedgerError as error:
             self.log(logging.WARNING, "it is not known whether earlier calls run on %r: %s", self.name, error)
 
+    def settle_the_dead(self) -> None:
+        """Before the steward leaves: end the calls of processes that are seen to be dead, and settle their uses by what
+        the nodes say. Raises nothing: the end of the pool settles them too, by what they had noted.
+        """
+        if self.guard.is_held and self._cluster is not None:
+            try:
+                self._end_others(self._cluster, RENEWAL_WAIT_SECONDS)
+            except LedgerError as error:
+                self.log(logging.DEBUG, "the uses of dead processes on %r are settled later: %s", self.name, error)
+
     def _end_others(self, cluster: Cluster, seconds: float) -> None:
         """End the calls of the clients for which this one does that, and wait for their slots, so long for each."""
         for other in self._ledger.names.ended_by(self.name, self._client_id):
