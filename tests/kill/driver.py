@@ -388,6 +388,8 @@ class _Cluster:
     slot_seconds = 0.0
     busy_at = 0.0
     owner = SimpleNamespace(connection=None, futures={})
+    topic = "the driver's"
+    dispatcher = SimpleNamespace(members=SimpleNamespace(nodes={}))
 
     def __init__(
         self, lease: Any, certificate: object, transports: object, emit: Callable[[Any], object], *_: object
@@ -404,6 +406,10 @@ class _Cluster:
 
     def has_work(self) -> bool:
         return False
+
+    def end_client(self, *_: object) -> tuple[bool, dict[str, dict[str, float]]]:
+        """The dead client had no calls."""
+        return True, {}
 
     @property
     def busy_at(self) -> float:

@@ -1,8 +1,9 @@
 """Kill -9 at every boundary of a pool with a name: claim, attach, leave, last leave, warm, taking over, scaling.
 
-`python -m tests.kill.named FOLDER URL EVERY` prints a line of JSON for each point, with the ledger at this URL; EVERY=3
-takes every third boundary. Processes are forks of this one. Each opens the name with the real ComputePool, session,
-attachment and ledger; the stand-ins are those of `driver`. After each kill another process opens the name.
+`python -m tests.kill.named FOLDER URL EVERY [FIRST [END]]` prints a line of JSON for each point, with the ledger at this
+URL; EVERY=3 takes every third boundary; FIRST and END choose scenarios by their numbers. Processes are forks of this
+one. Each opens the name with the real ComputePool, session, attachment and ledger; the stand-ins are those of `driver`.
+After each kill another process opens the name.
 """
 
 from __future__ import annotations
@@ -94,10 +95,12 @@ class Stage:
                 os.read(go[0], 1)
 
         pid = self._start(work)
-        assert os.read(there[0], 1) == b"1"
-        for end in (*there, go[0]):
-            os.close(end)
         self._stayers.append((pid, go[1]))
+        for end in (there[1], go[0]):
+            os.close(end)
+        is_there = os.read(there[0], 1) == b"1"  # b"" if it has ended
+        os.close(there[0])
+        assert is_there, self.crash()
 
     def leave(self) -> None:
         """Let the processes that stay leave. In a fork: ask them, and wait until they have gone."""
@@ -122,7 +125,7 @@ class Stage:
     def clear(self) -> None:
         self.service.reset()
         with self.ledger() as ledger, ledger._database.write() as connection:
-            for table in ("clients", "names", "leases", "calls", "attempts", "resources", "shares", "pools"):
+            for table in ("uses", "clients", "names", "leases", "calls", "attempts", "resources", "shares", "pools"):
                 with suppress(Exception), connection.begin_nested():
                     connection.exec_driver_sql(f"DELETE FROM skyward_{table}")
 
@@ -297,7 +300,7 @@ def _open_next(stage: Stage, scenario: Scenario) -> None:
         (stage._folder / "rentals").write_text(str(len(pools - ended)))
 
 
-def main(folder: Path, url: str, every: int, first: int = 0) -> None:
+def main(folder: Path, url: str, every: int, first: int = 0, end: int | None = None) -> None:
     os.environ |= {f"XDG_{kind}_HOME": str(folder / kind.lower()) for kind in ("CACHE", "CONFIG", "STATE")}
     os.environ["SKYWARD_LEDGER"] = url
     with RunningService(folder / "service") as service:
@@ -306,7 +309,7 @@ def main(folder: Path, url: str, every: int, first: int = 0) -> None:
             worker._prepare(service)
             __import__("skyward_core.session.attached")
             stage = Stage(service, folder, url)
-            for scenario in SCENARIOS[first:]:
+            for scenario in SCENARIOS[first:end]:
                 for point in points(stage, scenario, every):
                     print(json.dumps({name: getattr(point, name) for name in Point.__slots__}), flush=True)
         finally:
