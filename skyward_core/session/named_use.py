@@ -216,9 +216,11 @@ class NamedUse:
 
     def settle_the_dead(self) -> None:
         """Before the steward leaves: end the calls of processes that are seen to be dead, and settle their uses by what
-        the nodes say. Raises nothing: the end of the pool settles them too, by what they had noted.
+        the nodes say. Raises nothing: the end of the pool settles them too, by what they had noted. A ledger that has
+        not answered lately is not waited for.
         """
-        if self.guard.is_held and self._cluster is not None:
+        is_away = self._contact.gap(self.guard.now()) is not None
+        if self.guard.is_held and self._cluster is not None and not is_away:
             try:
                 self._end_others(self._cluster, RENEWAL_WAIT_SECONDS)
             except LedgerError as error:
