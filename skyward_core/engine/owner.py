@@ -176,7 +176,7 @@ class EngineThread:
 
     def close(self, end: Callable[[], None]) -> None:
         """Do this as the last message, then end. All futures are set when it returns, unless one of the engine's
-        threads calls it.
+        threads calls it, or a result takes too long to load (`Results.close`).
         """
         if self._thread.is_alive() and not self._is_closed:
             self._is_closed = True

@@ -31,6 +31,8 @@ LINES_SECONDS = 0.2
 """How long a result waits for the lines of its call while callbacks and displays take no events."""
 MOST_LINES_SECONDS = 5.0
 """How long a result waits for the lines of its call at most, where callbacks and displays are slow."""
+LOADING_SECONDS = 60.0
+"""How long the end of a pool waits for results that are being loaded: longer than the import of a framework takes."""
 LOOK_SECONDS = 0.005
 _log = logging.getLogger("skyward")
 
@@ -86,10 +88,15 @@ class Results:
         self._queue.put(settled)
 
     def close(self) -> None:
-        """End the thread once all futures are set, and wait for that. The thread itself does not wait."""
+        """End the thread once all futures are set, and wait for that, LOADING_SECONDS at most: machines must not cost
+        money because the code of a result's type hangs. The thread itself does not wait.
+        """
         self._queue.put(None)
         if self._thread.is_alive() and not self.is_own_thread:
-            self._thread.join()
+            self._thread.join(LOADING_SECONDS)
+            if self._thread.is_alive():
+                words = "a result is still being loaded after %g s; the pool ends, and the result comes later"
+                _log.warning(words, LOADING_SECONDS)
 
     def _run(self) -> None:
         is_closing = False

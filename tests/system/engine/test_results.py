@@ -2,6 +2,7 @@
 
 import pickle
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.compute import PendingCompute
+from skyward_core.engine import results
 from tests.conftest import RecordedEvents, shared
 from tests.waiting import wait_until
 
@@ -146,6 +148,31 @@ def test_futures_detached_calls_and_attached_clients_keep_it_too(
 
 
 # ── calls that were not made ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+class LoadedHere:
+    """A value whose loading runs code of a module of this process."""
+
+    def __reduce__(self) -> Any:
+        return eval, ("__import__('sys').modules['loaded_here'].load()",)
+
+
+def test_a_result_whose_loading_hangs_does_not_keep_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool ends after a while without it; its future is set when it is loaded."""
+    has_begun, go = threading.Event(), threading.Event()
+    module: Any = types.ModuleType("loaded_here")
+    module.load = lambda: (has_begun.set(), go.wait(120), "loaded")[-1]
+    monkeypatch.setitem(sys.modules, "loaded_here", module)
+    monkeypatch.setattr(results, "LOADING_SECONDS", 0.1)
+    pool = sky.ComputePool(provider=sky.Local(), display="quiet").open()
+    future = pool.submit(PendingCompute(LoadedHere, (), {}))
+    assert has_begun.wait(120)
+    pool.close()
+    assert pool.receipt is not None
+    assert pool.receipt["left"] == []
+    assert not future.done()
+    go.set()
+    assert future.result(60) == "loaded"
 
 
 @sky.compute
