@@ -96,11 +96,12 @@ UNREPEATED = frozenset({"env", "secrets"})
 
 class Wishes(TypedDict, total=False):
     """The keywords of `ComputePool`, for editors and type checkers: the types that each field of `PoolSpec` accepts.
-    `PoolSpec` has their defaults and meanings.
+    `PoolSpec` has their defaults and meanings; `pip` adds to the packages of the image.
     """
 
     provider: str | Provider | Mapping[str, Any] | Sequence[str | Provider | Mapping[str, Any]] | None
     image: Image | Mapping[str, Any]
+    pip: Sequence[str]
     nodes: int | tuple[int, int]
     machine: str | None
     accelerator: str | Accelerator | Mapping[str, Any] | None
@@ -265,7 +266,7 @@ class PoolSpec(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known_fields_only(cls, data: Any) -> Any:
-        known = cls.model_fields
+        known, data = cls.model_fields, _with_pip_in_the_image(data)
         unknown = (
             [name for name in cast("Mapping[str, Any]", data) if name not in known] if isinstance(data, Mapping) else []
         )
@@ -414,16 +415,16 @@ class PoolSpec(BaseModel):
 
 
 def signature(*own: inspect.Parameter) -> inspect.Signature:
-    """Return the signature of a callable that has its own parameters and one keyword for each field of `PoolSpec`."""
-    hints = get_type_hints(Wishes)
+    """Return the signature of a callable that has its own parameters and the keywords of `Wishes`."""
+    fields = PoolSpec.model_fields
     keywords = [
         inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=field.get_default(call_default_factory=True),
-            annotation=hints[name],
+            default=fields[name].get_default(call_default_factory=True) if name in fields else (),
+            annotation=hint,
         )
-        for name, field in PoolSpec.model_fields.items()
+        for name, hint in get_type_hints(Wishes).items()
     ]
     return inspect.Signature([*own, *keywords])
 
@@ -432,6 +433,21 @@ def _loaded(given: Any) -> Provider | tuple[Provider, ...]:
     """Read one provider or several; BadRequest is a ValueError, which pydantic reports as the field's error."""
     found = base.load_all(given)
     return next(iter(found)) if len(found) == 1 else found
+
+
+def _with_pip_in_the_image(given: Any) -> Any:
+    """Add `pip` to the packages of the image: pip=[...] is short for image=Image(pip=[...]). Raises BadRequest."""
+    if not isinstance(given, Mapping) or "pip" not in given:
+        return given
+    fields = dict(cast("Mapping[str, Any]", given))
+    more, image = Image(pip=fields.pop("pip")).pip, fields.get("image", Image())
+    if isinstance(image, Mapping):
+        image = Image(**cast("Mapping[str, Any]", image))
+    if isinstance(image, Image):  # else pydantic says what is wrong with it
+        its: dict[str, Any] = {name: getattr(image, name) for name in image.model_fields_set}
+        its["pip"] = (*image.pip, *more)
+        image = Image(**its)
+    return {**fields, "image": image}
 
 
 def _node_count(given: Any) -> int | tuple[int, int]:

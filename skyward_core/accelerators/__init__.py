@@ -113,15 +113,15 @@ def _gpu(name: str) -> _Gpu:
     return factory
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Accelerator:
     """Accelerators of one machine: `count` chips with the catalogue's `name`, each with `memory_gb` (vendor's figure).
 
     `form_factor` None means any. `mig` has the partitions of each GPU, largest first; one name becomes as many
     partitions as fit. A value that does not exist raises BadRequest with the valid ones. Compares by value.
 
-    >>> str(Accelerator.NVIDIA.H100(count=4))
-    '4 x H100 80GB'
+    >>> str(Accelerator.NVIDIA.H100(count=4)), str(Accelerator("A100", memory="40GB"))
+    ('4 x H100 80GB', 'A100 40GB')
     """
 
     name: str
@@ -130,20 +130,36 @@ class Accelerator:
     mig: tuple[str, ...] = ()
     form_factor: str | None = None
 
-    def __post_init__(self) -> None:
-        chip = find(self.name)
-        form_factor = _form_factor(chip, self.form_factor)
-        if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise BadRequest(f"count={self.count!r} must be a whole number of {chip.name} in each machine, 1 or more")
+    def __init__(
+        self,
+        name: str,
+        memory_gb: int | None = None,
+        count: int = 1,
+        mig: str | Sequence[str] | None = (),
+        form_factor: str | None = None,
+        *,
+        memory: str | None = None,
+    ) -> None:
+        """`memory` ("80GB") is another way to write `memory_gb`; without both it is the catalogue's first size.
+
+        Raises BadRequest.
+        """
+        chip = find(name)
+        form_factor = _form_factor(chip, form_factor)
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise BadRequest(f"count={count!r} must be a whole number of {chip.name} in each machine, 1 or more")
+        if memory is not None and memory_gb is not None:
+            raise BadRequest(f"memory={memory!r} and memory_gb={memory_gb!r} are the same setting: write one of them")
         choices = chip.memory_choices(form_factor)
-        if type(self.memory_gb) is not int or self.memory_gb not in choices:
+        size = _memory_gb(memory) if memory is not None else choices[0] if memory_gb is None else memory_gb
+        if type(size) is not int or size not in choices:
             sizes = " or ".join(f"{gb}GB" for gb in choices)
-            raise BadRequest(
-                f"there is no {_called(chip, form_factor)} with memory_gb={self.memory_gb!r}; it comes with {sizes}"
-            )
-        object.__setattr__(self, "name", chip.name)
-        object.__setattr__(self, "form_factor", form_factor)
-        object.__setattr__(self, "mig", split(chip.name, self.memory_gb, self.mig))
+            raise BadRequest(f"there is no {_called(chip, form_factor)} with memory_gb={size!r}; it comes with {sizes}")
+        partitions_of_each = split(chip.name, size, cast("tuple[str, ...]", mig or ()))
+        for field, value in zip(
+            self.__dataclass_fields__, (chip.name, size, count, partitions_of_each, form_factor), strict=True
+        ):
+            object.__setattr__(self, field, value)
 
     @property
     def memory(self) -> str:
@@ -154,6 +170,11 @@ class Accelerator:
     def vendor(self) -> Vendor:
         """The manufacturer: "NVIDIA", "AMD", "AWS" or "Google"."""
         return find(self.name).vendor
+
+    @property
+    def cuda_capability(self) -> str | None:
+        """The CUDA compute capability, as "9.0"; None for chips of other vendors."""
+        return find(self.name).cuda_capability
 
     def __str__(self) -> str:
         many = f"{self.count} x " if self.count > 1 else ""
@@ -181,10 +202,7 @@ class Accelerator:
             raise BadRequest(f"an accelerator has no {unknown!r}; {hint}")
         if not isinstance(data.get("name"), str):
             raise BadRequest(f'an accelerator needs a name, such as {{"name": "A100"}}, not {dict(data)!r}')
-        given = {field: value for field, value in data.items() if value is not None}
-        chip = find(given["name"])
-        given.setdefault("memory_gb", chip.memory_choices(_form_factor(chip, given.get("form_factor")))[0])
-        return cls(**given)
+        return cls(**{field: value for field, value in data.items() if value is not None})
 
     class NVIDIA:
         """NVIDIA's GPUs, one factory each: `count`, `memory`, `mig`, `form_factor`."""
@@ -463,10 +481,7 @@ def _make(
     mig: str | Sequence[str] | None = None,
     form_factor: FormFactor | None = None,
 ) -> Accelerator:
-    chip = find(name)
-    memory_gb = _memory_gb(memory) if memory is not None else chip.memory_choices(_form_factor(chip, form_factor))[0]
-    # Accelerator expands a single profile
-    return Accelerator(chip.name, memory_gb, count, cast("tuple[str, ...]", mig or ()), form_factor)
+    return Accelerator(name, None, count, mig, form_factor, memory=memory)
 
 
 def _memory_gb(text: str) -> int:

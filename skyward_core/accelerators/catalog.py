@@ -4,6 +4,7 @@ This is the only place for facts about a chip.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,6 +38,11 @@ class Chip:
     neuron_cores_in_one: int = 1
     checked: str = "2026-11"
 
+    @property
+    def cuda_capability(self) -> str | None:
+        """The CUDA compute capability, as "9.0"; None for chips of other vendors."""
+        return next((capability for capability, names in _CUDA_CAPABILITIES.items() if self.name in names), None)
+
     def memory_choices(self, form_factor: str | None = None) -> tuple[int, ...]:
         """Return the sizes, in GB, that exist in this form factor; the default first."""
         return dict[str, tuple[int, ...]](self.memory_of).get(form_factor or "", self.memory_gb)
@@ -55,6 +61,22 @@ _VAST = (
 _ROCM = "AMD ROCm, GPU hardware specifications, rocm.docs.amd.com/en/latest/reference/gpu-specs.html"
 _NEURON = "; cores: AWS Neuron documentation, NeuronCore architecture, and EC2 DescribeInstanceTypes, CoreInfo"
 _TPU = "Google Cloud, TPU system architecture, docs.cloud.google.com/tpu/docs/"
+
+_CUDA_CAPABILITIES: Mapping[str, frozenset[str]] = {
+    "6.0": frozenset({"P100"}),
+    "7.0": frozenset({"V100"}),
+    "7.5": frozenset({"T4", "T4g", "Quadro RTX 6000", "Quadro RTX 8000"}),
+    "8.0": frozenset({"A30", "A100"}),
+    "8.6": frozenset({"A10", "A10G", "A16", "A40", "RTX 3070", "RTX 3080", "RTX 3080 Ti", "RTX 3090", "RTX 3090 Ti"})
+    | {"RTX A2000", "RTX A4000", "RTX A4500", "RTX A5000", "RTX A6000"},
+    "8.9": frozenset({"L4", "L40", "L40S", "RTX 4070 Ti", "RTX 4080", "RTX 4080 SUPER", "RTX 4090", "RTX 4090D"})
+    | {"RTX 2000 Ada", "RTX 4000 Ada", "RTX 5000 Ada", "RTX 6000 Ada"},
+    "9.0": frozenset({"H100", "H200", "GH200"}),
+    "10.0": frozenset({"B100", "B200", "GB200"}),
+    "10.3": frozenset({"B300", "GB300"}),
+    "12.0": frozenset({"RTX 5080", "RTX 5090", "RTX PRO 4500", "RTX PRO 6000"}),
+}
+"""NVIDIA's list of compute capabilities, developer.nvidia.com/cuda-gpus; B100 as B200, the same chip."""
 
 CHIPS: tuple[Chip, ...] = (
     Chip("T4", "NVIDIA", (16,), _EC2 + "g4dn"),

@@ -34,7 +34,7 @@ def settings_schema() -> Schema:
     settings = {name: _without_null(one) for name, one in defined.pop(PoolSpec.__name__)["properties"].items()}
     settings["provider"] = {"description": settings["provider"]["description"], **_provider(kinds, defined)}
     for name, hint in get_type_hints(Wishes).items():
-        if name != "provider":
+        if name in settings and name != "provider":
             settings[name] = _with_short_forms(settings[name], hint, defined)
     without_name = {name: one for name, one in settings.items() if name != "name"}
     return {

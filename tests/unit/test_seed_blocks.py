@@ -26,8 +26,6 @@ TEXT = (Path(__file__).parents[1] / "seed_blocks.txt").read_text()
 BLOCKS = dict(re.findall(r"^=== (\S+)\n(.*?)(?=^=== |\Z)", TEXT, re.S | re.M))
 REFUSED = {
     "001:123": (sky.PoolClosed, "with"),
-    "001:193": (sky.BadRequest, r"image=Image\(pip="),
-    "001:215": (sky.BadRequest, r"image=Image\(pip="),
 }
 ON_POOLS = ["003:132", "003:759", "003:786", "003:813"]
 WITH_TORCH = ["002:29", "003:443", "003:462", "004:29"]

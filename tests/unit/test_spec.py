@@ -88,6 +88,19 @@ def test_the_requirements_are_the_hardware_part() -> None:
     assert want.accelerator == sky.Accelerator.NVIDIA.T4()
 
 
+def test_packages_of_a_pool_are_those_of_its_image() -> None:
+    """`pip=[...]` is short for `image=Image(pip=[...])`; with both, they join."""
+    image = sky.Image(pip=["numpy"], apt=["git"])
+    spec = sky.PoolSpec.of(image=image, pip=["torch"])
+    assert spec == sky.PoolSpec.of(image=sky.Image(pip=["numpy", "torch"], apt=["git"]))
+    assert sky.PoolSpec.of(pip=["torch"]) == sky.PoolSpec.of(image=sky.Image(pip=["torch"]))
+    assert sky.PoolSpec.of(pip=["torch"], image={"pip": ["numpy"]}).image.pip == ("numpy", "torch")
+    assert spec.with_(pip=["six"]).image.pip == ("numpy", "torch", "six")
+    assert sky.ComputePool(provider=sky.Local(), pip=["torch"]).spec.image.pip == ("torch",)
+    with pytest.raises(sky.BadRequest, match="pip"):
+        sky.PoolSpec.of(pip="torch")
+
+
 @pytest.mark.parametrize(
     ("text", "gb"),
     [("32GB", 32.0), ("512 MB", 0.512), ("1TB", 1000.0), ("1GiB", 1.073741824), ("1.5 tib", 1649.267441664), (" 2gb ", 2)],
@@ -99,8 +112,8 @@ def test_amounts_of_memory(text: str, gb: float) -> None:
 def test_the_signature_has_every_keyword_with_its_type_and_default() -> None:
     """`ComputePool(**fields)` has the spec of the fields; the types for checkers name exactly these fields."""
     shown = inspect.signature(sky.ComputePool).parameters
-    assert list(shown) == ["on_event", "work", *sky.PoolSpec.model_fields]
-    assert set(sky.Wishes.__annotations__) == set(sky.PoolSpec.model_fields)
+    assert list(shown) == ["on_event", "work", *sky.Wishes.__annotations__]
+    assert set(sky.Wishes.__annotations__) == {"pip", *sky.PoolSpec.model_fields}
     for name, field in sky.PoolSpec.model_fields.items():
         assert shown[name].default == field.get_default(call_default_factory=True)
         assert shown[name].annotation is not inspect.Parameter.empty

@@ -5,6 +5,7 @@ NVIDIA's MIG user guide.
 """
 
 import copy
+import dataclasses
 import inspect
 import json
 import pickle
@@ -106,6 +107,7 @@ def test_every_chip_has_a_factory_and_a_member():
         assert chip.checked == "2026-11"
         assert all(gb > 0 for gb in chip.memory_gb)
         assert {form for form, _ in chip.memory_of} <= set(chip.form_factors)
+        assert (chip.cuda_capability is None) == (chip.vendor != "NVIDIA")
         sizes = {table.memory_gb for table in TABLES if table.chip == chip.name}
         assert sizes == (set(chip.memory_gb) if chip.mig else set())
     assert all(table.source for table in TABLES)
@@ -145,6 +147,8 @@ def test_an_unknown_name_is_refused_with_the_nearest(requested, near):
         (lambda: Accelerator("T4", 16, count=True), "1 or more"),
         (lambda: Accelerator("T4", 16, 1.5), "1 or more"),
         (lambda: Accelerator("A100", 80.0), "80GB or 40GB"),
+        (lambda: Accelerator("A100", 80, memory="80GB"), "the same setting"),
+        (lambda: Accelerator("H100", memory="40GB"), "80GB or 94GB"),
         (lambda: Accelerator(None, 80), "CHIPS"),
         (lambda: parse("0xA100"), "1 or more"),
         (lambda: parse(""), '"A100"'),
@@ -275,6 +279,15 @@ def test_an_accelerator_is_a_readable_value(accelerator, text):
     with pytest.raises(AttributeError):
         accelerator.count = 2
     assert not hasattr(accelerator, "__dict__")
+
+
+def test_the_catalogue_knows_what_is_not_said():
+    """Memory, CUDA's compute capability and vendor, as for the factories."""
+    assert Accelerator("h100") == Accelerator.NVIDIA.H100() == Accelerator("H100", 80)
+    assert Accelerator("A100", memory="40GB", count=2) == Accelerator.NVIDIA.A100(count=2, memory="40GB")
+    assert (Accelerator("H100").memory, Accelerator("H100").cuda_capability) == ("80GB", "9.0")
+    assert dataclasses.replace(Accelerator("H100"), count=4) == Accelerator.NVIDIA.H100(count=4)
+    assert Accelerator("MI300X").cuda_capability is None
 
 
 def test_json_may_be_short():

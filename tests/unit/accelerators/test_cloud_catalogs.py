@@ -142,13 +142,14 @@ def row_of(chip):
         f"{cloud} ¹" if cloud == "AWS" and chip.name in aws_offers.WITHOUT_IMAGE else cloud
         for cloud in rented_by(chip.name)
     ]
-    return f"| {chip.name} | {chip.vendor} | {memory} | {', '.join(chip.form_factors)} | {'yes' if chip.mig else ''} | {', '.join(clouds) or 'no cloud'} |"
+    facts = chip.name, chip.vendor, memory, chip.cuda_capability or "", ", ".join(chip.form_factors)
+    return f"| {' | '.join(facts)} | {'yes' if chip.mig else ''} | {', '.join(clouds) or 'no cloud'} |"
 
 
 def test_the_tables_of_the_docs_are_the_catalogue():
     """One row for each chip in the catalogue's order, and one for each chip with NeuronCores."""
     page = (Path(accelerators.__file__).parents[2] / "docs/accelerators.md").read_text()
-    head = "| name | by | GB | form factors | MIG | rented by |\n| --- | --- | --- | --- | --- | --- |\n"
+    head = "| name | by | GB | CUDA ² | form factors | MIG | rented by |\n| --- | --- | --- | --- | --- | --- | --- |\n"
     assert head + "\n".join(row_of(chip) for chip in CHIPS) + "\n\n" in page
     for chip in CHIPS:
         cores = f"| {chip.name} | {chip.neuron_cores} | {chip.neuron_cores // chip.neuron_cores_in_one}"
