@@ -142,6 +142,17 @@ class UseBook:
             time.sleep(LOOK_SECONDS)
         self._end([use_id])
 
+    def note(self) -> None:
+        """Write now what the uses have had so far. Returns when it is in the ledger, or the ledger does not answer."""
+        written: Future[None] = Future()
+        with self._turn:
+            if self._is_closed:
+                return
+            self._note_at = time.monotonic()
+            self._waiting.append(written)
+            self._turn.notify()
+        written.result()
+
     def is_final(self, use_id: str) -> bool:
         """Return whether a use has ended, and the ledger has its end."""
         return use_id in self._final and use_id not in self._ends
