@@ -144,13 +144,14 @@ class CurrentSession:
             use.left()
             raise
         self._opened, self._use = opened, use
-        assert opened.cluster is not None
-        self._uses = uses = _uses_of(opened, use.client_id, prepared.work)
-        self._has_a_part = isinstance(opened, Attached) or not prepared.belongs_to.labels()
-        opened.cluster.own_use = uses.pays
-        use.measure(lambda: _usage(opened.cluster), opened.cluster)
         if isinstance(opened, Attached):
             self.own_id = opened.lease.pool_id
+        self._uses = uses = _uses_of(opened, self.own_id, use.client_id, prepared.work)
+        self._has_a_part = isinstance(opened, Attached) or not prepared.belongs_to.labels()
+        if (cluster := opened.cluster) is not None:  # else it has ended itself meanwhile: calls raise why
+            use.measure(lambda: _usage(opened.cluster), cluster)
+            cluster.own_use = uses.pays
+        if isinstance(opened, Attached):
             self._calls = _call_ledger(opened, self.own_id)
             use.succession = _successor(opened, use, prepared, secrets)
             opened.on_given_up = use.let_go  # a pool that it cannot reach must not be kept for it
@@ -194,7 +195,7 @@ class CurrentSession:
             self.final, self.receipt = opened.final, opened.receipt
             raise
         self._calls = _call_ledger(opened, opened.pool_id)
-        self._uses, self._has_a_part = _uses_of(opened, "", prepared.work), False
+        self._uses, self._has_a_part = _uses_of(opened, opened.pool_id, "", prepared.work), False
         self._finalizer = weakref.finalize(self, _collected, opened, self._uses)
         self._finalizer.atexit = False
 
@@ -228,7 +229,7 @@ class CurrentSession:
         self._opened = attached
         self._calls = _call_ledger(attached, lease.pool_id)
         self._process = os.getpid()
-        self._uses = _uses_of(attached, "", NO_WORK)
+        self._uses = _uses_of(attached, lease.pool_id, "", NO_WORK)
         self._finalizer = weakref.finalize(self, _left, attached, self._uses, self._process)
 
     # ── close ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -517,12 +518,11 @@ def _call_ledger(opened: Session | Attached, pool_id: str) -> CallLedger:
     return CallLedger(pool_id, slots_at, opened.events.log)
 
 
-def _uses_of(opened: Session | Attached, client_id: str, work: Work) -> PoolUses:
+def _uses_of(opened: Session | Attached, pool_id: str, client_id: str, work: Work) -> PoolUses:
     def make_book() -> UseBook:
-        cluster, lease = opened.cluster, opened.lease
-        if cluster is None or lease is None:
-            raise PoolClosed("the pool has no machines yet")
-        return UseBook(lease.pool_id, client_id, cluster, lambda: opened.lease)
+        if (cluster := opened.cluster) is None:
+            raise PoolClosed("the pool has ended: its uses have ended too")
+        return UseBook(pool_id, client_id, cluster, lambda: opened.lease)
 
     return PoolUses(make_book, work, opened.events.log)
 
