@@ -54,11 +54,9 @@ def users_of(
     now, owners = ledger.names.now(), {client.id: client.owner for client in clients}
     opener = entry.owner if entry is not None else Owner.unknown("")
     has_use = {use.client_id for use in uses}
-    found = [
-        *(_of_use(use, owners.get(use.client_id, opener)) for use in uses),
-        *(_of_client(client, now) for client in clients if client.id not in has_use),
-        *_of_calls(calls),
-    ]
+    steps = [_of_use(use, owners.get(use.client_id, opener)) for use in uses]
+    others = [_of_client(client, now) for client in clients if client.id not in has_use]
+    found = [*sorted([*steps, *others], key=lambda user: user.joined_at), *_of_calls(calls)]
     if split and entry is not None and entry.belongs_to_nobody:
         rows = ledger.cost_rows(CostBy.POOL, pool_id=pool_id, unreadable=None if unreadable is None else [])
         return _with_all_of(sum((row.cost_usd for row in rows), ZERO_USD), found)
