@@ -124,9 +124,10 @@ def cost_of(work: Work, *, ledger_url: str | None = None) -> dict[str, float]:
     """Return the cost so far of each pool for this work, in USD, by pool id; pools of killed processes included.
 
     A work matches if it has the same text in all fields that are not empty here: without `attempt` all tries match. Of
-    a pool that several works share, only the part of those that match counts: their recorded shares
-    (`ComputePool.share_cost`), the calls of their processes on a pool with a name, and for the work that has opened the
-    pool all that belongs to no other, such as idle and warm time. Raises LedgerError.
+    a pool that several works share, only the part of those that match counts: what their uses and detached calls have
+    held, their recorded shares (`ComputePool.share_cost`), and for the work to which the pool belongs all that is no
+    other's, such as idle and warm time. A pool to which its user has given a name belongs to nobody. Raises
+    LedgerError.
 
     >>> import skyward_core as sky
     >>> sky.cost_of(sky.Work(workflow="nightly", run="never"))
@@ -141,8 +142,8 @@ def cost_parts(work: Work, *, ledger_url: str | None = None) -> list[CostPart]:
     """Return what `cost_of` adds up: the part of each pool's cost for each exact work that matches, in whole
     micro-dollars.
 
-    `is_final` says that the part does not change any more. Until then a part may also shrink: others may use the pool,
-    and the time in which calls ran is split by all slot seconds. Raises LedgerError.
+    `is_final` says that the part does not change any more. With `Work()`, which all match, there are also the rests of
+    pools that belong to nobody: their `pool` is the name. Raises LedgerError.
 
     >>> import skyward_core as sky
     >>> sky.cost_parts(sky.Work(workflow="nightly", run="never"))
@@ -156,8 +157,9 @@ def receipts_of(work: Work, *, ledger_url: str | None = None) -> list[dict[str, 
     """Return the receipt of each pool for this work that has rented something, oldest first: what `skyward receipt`
     prints.
 
-    A pool matches if it was opened for the work (see `cost_of`). Entries that cannot be read are left out. Raises
-    LedgerError, and BadRequest for an empty work, which all pools would match.
+    A pool matches if it belongs to the work (see `cost_of`), so a pool to which its user has given a name does not.
+    Entries that cannot be read are left out. Raises LedgerError, and BadRequest for an empty work, which all pools
+    would match.
 
     >>> import skyward_core as sky
     >>> sky.receipts_of(sky.Work(workflow="nightly", run="never"))
@@ -170,7 +172,7 @@ def receipts_of(work: Work, *, ledger_url: str | None = None) -> list[dict[str, 
         importlib.import_module("skyward_core.ledger.receipt"),
     )
     with _settled_ledger(ledger_url) as ledger:
-        # a pool that this work has used by its name, and another work has opened, has no machines of its own here
+        # a pool that this work has used, and that belongs to another or to nobody, has no machines of its own here
         rows = [row for row in ledger.cost_rows(entries.CostBy.POOL, work=work, unreadable=[]) if row.resources]
         found = [receipts.receipt(ledger, row.key, unreadable=[]) for row in rows]
     return sorted(found, key=lambda receipt: receipt["created_at"])

@@ -115,6 +115,7 @@ class DurableAttempt(TaskAttempt):
             secrets=values_of(spec),
             replace_object=PLAIN.replace,
             work=self._work,
+            belongs_to=self._work if self._owns_pool else self.pool_work,
         )
         with self._phases.phase("provision"), self._interruptible(), self._events_written_at_once():
             self._pool.open()

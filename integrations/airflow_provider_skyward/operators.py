@@ -42,6 +42,7 @@ from airflow_provider_skyward.shared_pools import (
     PoolSetup,
     refuse_without_teardown,
     setup_of,
+    setup_work,
     shared_fields,
     shared_name,
 )
@@ -250,6 +251,9 @@ class SkywardOperator(BaseOperator):
             calls = self._calls(context)
             spec = self._spec_in(context) if calls else self.pool_spec
             attempt.credentials = credentials_of(self.provider_conn_id, spec.provider)
+            if self.pool_setup_id:
+                work = work_of(context["ti"])  # pyright: ignore[reportTypedDictNotRequiredAccess]
+                attempt.pool_work = setup_work(work, self.pool_setup_id, is_mapped=self._is_setup_mapped)
             return attempt.run(spec, calls)
 
         return self._finished(attempt, run, context)

@@ -105,6 +105,7 @@ class SetupAttempt(TaskAttempt):
             secrets=values_of(spec),
             replace_object=PLAIN.replace,
             work=self._work,
+            belongs_to=self._work,
         )
         is_open = False
         try:

@@ -71,6 +71,8 @@ class TaskAttempt:
         """The pool whose id is in XCom."""
         self._owns_pool = True
         """Whether the pool is for this task instance alone. Of a pool that others use too, it pays a part."""
+        self.pool_work: sky.Work | None = None
+        """That of the setup task, if the pool is its pool: it bears what no task has used."""
         self._machines: tuple[sky.Node, ...] = ()
         self._opened_at = time.monotonic()
         self.progress = Progress(log, context, self._work)
@@ -93,6 +95,7 @@ class TaskAttempt:
             secrets=values_of(spec),
             replace_object=PLAIN.replace,
             work=self._work,
+            belongs_to=self.pool_work,
         )
         try:
             with self._phases.phase("provision"), self._interruptible(), self._events_written_at_once():

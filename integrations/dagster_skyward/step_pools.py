@@ -282,6 +282,16 @@ class StepPools:
         group = group_of(self._run, terms.sharing)
         return spec_of_run(spec, group, terms.keep_warm, terms.lifecycle.keep_on_failure)
 
+    def _belongs_to(self, spec: sky.PoolSpec) -> sky.Work | None:
+        """The run or backfill for which a pool got its name here; None for any other pool."""
+        if self._run is None or self._terms.sharing not in OF_RUNS:
+            return None
+        group = group_of(self._run, self._terms.sharing)
+        if not (spec.name or "").startswith(f"dagster/{group}/"):
+            return None
+        run = group if group.startswith(OF_BACKFILL) else self._run.run_id
+        return sky.Work(system="dagster", workflow=self._run.job_name, run=run)
+
     def _pool_of(self, spec: sky.PoolSpec) -> sky.ComputePool | None:
         return next((pool for its, pool in tuple(self._current) if its == spec), None)
 
@@ -356,6 +366,7 @@ class StepPools:
                     credentials=self._terms.credentials,
                     replace_object=PLAIN.replace,
                     work=work,
+                    belongs_to=self._belongs_to(spec),
                 )
                 self._current = [(its, one) for its, one in self._current if its != spec] + [(spec, pool)]
                 self._watch_run()

@@ -88,6 +88,8 @@ class Cluster:
         # nodes that come and leave
         self.draining = NodeDraining(self.owner, self._ranks, self.hold, self._ask)
         self.retries = retries
+        self.own_use: Callable[[], str] = str
+        """Returns the id of the use that pays for calls which name none; "" if there is none."""
         self._emit = emit
         self._lost: SkywardError | None = None
         self._drained: SkywardError | None = None
@@ -208,14 +210,6 @@ class Cluster:
     def busy_at(self) -> float:
         """When a call was last known to be running or waiting, on time.monotonic's clock."""
         return self.owner.ended_at if self.is_idle else time.monotonic()
-
-    @property
-    def slot_seconds(self) -> float:
-        """For how many seconds the calls of this client have held slots so far: ended, running and lost ones.
-
-        Detached calls are not among them. It never shrinks, and stays after the end.
-        """
-        return self.owner.own_time.seconds
 
     @property
     def topic(self) -> str:
@@ -418,7 +412,7 @@ class Cluster:
                 replace_object,
                 self._place if self.dispatcher.is_here else None,
                 is_copied=not is_awaited,
-                surroundings=surroundings_of_calls(),
+                surroundings=surroundings_of_calls(self.own_use),
             )
             entries = packed_entries(calls, pack, job_id, ahead, undo)
             for entry in entries if places else ():

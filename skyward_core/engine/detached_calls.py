@@ -19,7 +19,7 @@ from skyward_core.engine.wanted_call import WantedCall
 from skyward_core.errors import BadRequest, NodeLost, SkywardError
 from skyward_core.serialization import pickling
 from skyward_core.transport.transport import Transport, Transports
-from skyward_core.worker.detached_calls import IS_NAMED, NAME, OWNER, RESULT_TTL, RETRIES, RUN_ID, detached_key
+from skyward_core.worker.detached_calls import IS_NAMED, NAME, OWNER, RESULT_TTL, RETRIES, RUN_ID, WORK, detached_key
 from skyward_core.worker.pool_scheduler import START_DETACHED
 from skyward_core.worker.wire import Batch, Call, Outcome, Parcel
 
@@ -80,6 +80,7 @@ class DetachedCalls:
             IS_NAMED: wanted.call_id != run_id or wanted.result_ttl is not None,
             RESULT_TTL: wanted.result_ttl,
             OWNER: wanted.owner,
+            WORK: wanted.work.labels(),
         }
         return self._hand_over(wanted.call_id, {"batch": batch, "annotations": annotations})
 

@@ -45,15 +45,15 @@ class PackedFunction:
         shared: Mapping[str, SharedValue],
         job_id: str | None,
         worker: str | None,
-        ahead: int = 0,
-        levels: LogLevels = (),
+        ahead: int,
+        surroundings: Surroundings,
     ) -> Entry:
         """Return a new call of the function, whose arguments use these scattered values."""
         call_id, used = uuid.uuid4().hex, {**self.shared, **shared}
         in_group = job_id is not None and pending.forms_group
         job_id = job_id or call_id
         names, keeps = tuple(used), not self.shared
-        timeout_seconds, use = pending.timeout_seconds, paying_use()
+        timeout_seconds, use, levels = pending.timeout_seconds, surroundings.use, surroundings.levels
         call = Call(call_id, self.name, arguments, job_id, timeout_seconds, names, keeps, ahead, None, use, levels)
         return Entry(call, self.parcel, worker, in_group, shared=used, title=self.title)
 
@@ -92,19 +92,23 @@ def pickled_arguments(
 
 
 class Surroundings(NamedTuple):
-    """What a call finds on its node: the fields of its run, () outside of one, and the levels of the loggers."""
+    """What a call finds on its node: the fields of its run, () outside of one, and the levels of the loggers.
+
+    `use` is the id of the use that pays for it; "" for none.
+    """
 
     run: tuple[Any, ...]
     levels: LogLevels
+    use: str
 
 
-def surroundings_of_calls() -> Surroundings:
-    """Return the surroundings of calls that are submitted now."""
-    # plain, so that plain arguments stay so: cloudpickle would take ten times as long
-    context = run_context()
+def surroundings_of_calls(own_use: Callable[[], str] = str) -> Surroundings:
+    """Return the surroundings of calls that are submitted now. `own_use` pays for those that name no use."""
+    context, use = run_context(), paying_use() or own_use()
     if context is None:
-        return Surroundings((), levels_for_nodes())
-    return Surroundings(context.plain(), levels_for_nodes(context.log_level))
+        return Surroundings((), levels_for_nodes(), use)
+    # plain, so that plain arguments stay so: cloudpickle would take ten times as long
+    return Surroundings(context.plain(), levels_for_nodes(context.log_level), use)
 
 
 def packed_entries(
@@ -129,8 +133,7 @@ def packed_entries(
             arguments = packer.arguments(pending)
         if arguments.path is not None:
             undo.callback(arguments.release)
-        levels = packer.surroundings.levels
-        entries.append(function.entry(pending, arguments, used, job_id, worker, ahead, levels))
+        entries.append(function.entry(pending, arguments, used, job_id, worker, ahead, packer.surroundings))
     return entries
 
 

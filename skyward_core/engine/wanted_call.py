@@ -5,6 +5,8 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass
 
+from skyward_core.work import NO_WORK, Work
+
 
 @dataclass(frozen=True, slots=True)
 class WantedCall:
@@ -14,9 +16,11 @@ class WantedCall:
     call_id: str
     owner: str = ""
     result_ttl: float | None = None
+    work: Work = NO_WORK
+    """That starts it."""
 
     @staticmethod
-    def of(call_id: str | None, owner: str, result_ttl: float | None) -> WantedCall:
+    def of(call_id: str | None, owner: str, result_ttl: float | None, work: Work) -> WantedCall:
         """Return it with a new run id."""
         run_id = uuid.uuid4().hex
-        return WantedCall(run_id, run_id if call_id is None else call_id, owner, result_ttl)
+        return WantedCall(run_id, run_id if call_id is None else call_id, owner, result_ttl, work)

@@ -26,7 +26,7 @@ type ProviderName = str
 class InfraCreating:
     """The pool begins to look for machines: it is written down in the ledger under this id, and nothing is rented yet.
 
-    `work` is what it is for.
+    `work` is that to which it belongs: empty for a pool to which its user has given a name.
     """
 
     pool_id: str = ""

@@ -55,6 +55,7 @@ from skyward_core.ledger.tables import (
     RESOURCES,
     SHARES,
     USES,
+    WORK_COLUMNS,
     in_usd,
     milliseconds_of,
     pool_seen,
@@ -63,7 +64,7 @@ from skyward_core.ledger.tables import (
     work_of,
     work_values,
 )
-from skyward_core.ledger.work_costs import Recorded, is_for, parts_of
+from skyward_core.ledger.work_costs import Bearer, Recorded, divided, is_for, parts_of
 from skyward_core.providers.base import LAUNCH_TAG, RANK_TAG, TYPE_TAG
 from skyward_core.work import NO_WORK, Work, of_system
 
@@ -110,11 +111,13 @@ class Bills:
         since: datetime | None = None,
         until: datetime | None = None,
         work: Work = NO_WORK,
+        split: bool = False,
         unreadable: list[UnreadableRow] | None = None,
     ) -> list[CostRow]:
         """Return the bill, added up by `by`.
 
         It is the bill of all pools, one pool, intents from `since` until before `until`, or pools for this work.
+        `split` divides what no call has used of pools that belong to nobody.
         """
         conditions: list[ColumnElement[bool]] = []
         if pool_id is not None:
@@ -129,8 +132,10 @@ class Bills:
             if unreadable is not None and connection.dialect.name == "sqlite":
                 unreadable += _without_numbers(connection, conditions)
                 conditions.append(_HAS_NUMBERS)
-            if by in _WORK_KEYS or (by is CostBy.POOL and work != NO_WORK):
-                return _work_rows(connection, by, conditions, work)
+            if by is CostBy.OWNER and work == NO_WORK:
+                return _owner_rows(connection, conditions, split=split)
+            if by in _KEYS or (by is CostBy.POOL and work != NO_WORK):
+                return _work_rows(connection, by, conditions, work, split=split)
             if by is CostBy.BUCKET:
                 return _bucket_rows(connection, conditions)
             key = _cost_keys()[by]
@@ -138,24 +143,21 @@ class Bills:
                 # sums over single rows would take more time
                 wanted = select(key, literal(1), _MILLISECONDS, _COST, _ON_DEMAND).where(*conditions)
             else:
-                joined = RESOURCES.join(POOLS, RESOURCES.c.pool_id == POOLS.c.id) if by is CostBy.OWNER else RESOURCES
-                sums = select(
-                    key, func.count(), func.sum(_MILLISECONDS), func.sum(_COST), func.sum(_ON_DEMAND)
-                ).select_from(joined)
+                sums = select(key, func.count(), func.sum(_MILLISECONDS), func.sum(_COST), func.sum(_ON_DEMAND))
                 wanted = sums.where(*conditions).group_by(key)
             return [_cost_row(by, *row) for row in connection.execute(wanted.order_by(key))]
 
     def cost_parts(self, work: Work) -> list[CostPart]:
         """Return the parts of the cost of pools that are for a work, one for each pool and exact work."""
-        totals: dict[tuple[str, Work], list[int]] = defaultdict(lambda: [0, 0])
+        totals: dict[tuple[str, Work, str], list[int]] = defaultdict(lambda: [0, 0])
         with self._database.read() as connection:
-            for pool_id, its, _, (_, cost, on_demand) in _parts(connection, [_pools_for(work)]):
-                if is_for(its, work):
-                    _add(totals[pool_id, its], cost, on_demand)
-            closed = _closed(connection, sorted({pool_id for pool_id, _ in totals}))
+            for pool_id, bearer, _, (_, cost, on_demand) in _parts(connection, [_pools_for(work)]):
+                if is_for(bearer.work, work):
+                    _add(totals[pool_id, bearer.work, bearer.pool], cost, on_demand)
+            closed = _closed(connection, sorted({pool_id for pool_id, *_ in totals}))
         return [
-            CostPart(pool_id, its, in_usd(cost), in_usd(on_demand), is_final=pool_id in closed)
-            for (pool_id, its), (cost, on_demand) in totals.items()
+            CostPart(pool_id, its, in_usd(cost), in_usd(on_demand), is_final=pool_id in closed, pool=pool)
+            for (pool_id, its, pool), (cost, on_demand) in totals.items()
         ]
 
     def set_shares(self, pool_id: str, shares: Mapping[Work, Decimal], *, keeps_others: bool) -> None:
@@ -211,7 +213,7 @@ class Bills:
                 reservations += int(connection.execute(select(func.count()).where(r.pool_id.in_(some))).scalar_one())
                 calls += int(connection.execute(select(func.count()).where(CALLS.c.pool_id.in_(some))).scalar_one())
                 if not is_dry_run:
-                    _keep_parts_of_users(connection, some)
+                    _keep_parts(connection, some)
                     _delete_details(connection, some)
         return Pruned(len(pools), attempts, reservations, calls)
 
@@ -230,22 +232,13 @@ def _pool_row(
     return PoolRow(entry, open_resources, resources, milliseconds / 1000, in_usd(cost), in_usd(on_demand))
 
 
-def _keep_parts_of_users(connection: Connection, pool_ids: Sequence[str]) -> None:
-    """Make shares of the parts of a cost that the rows of users and of detached calls decide."""
-    uses = _uses_of(connection, select(POOLS.c.id).where(POOLS.c.id.in_(pool_ids)))
-    shared = sorted(pool_id for pool_id, use in uses.items() if use.users or use.uses)
-    r = RESOURCES.c
-    costs = select(r.pool_id, func.sum(_bucket_micro_usd(Bucket.RUNNING_CALLS))).where(r.pool_id.in_(shared))
-    busy = {pool_id: _whole(cost) for pool_id, cost in connection.execute(costs.group_by(r.pool_id))}
-    works = {
-        row["id"]: work_of(row) for row in connection.execute(select(POOLS).where(POOLS.c.id.in_(shared))).mappings()
-    }
+def _keep_parts(connection: Connection, pool_ids: Sequence[str]) -> None:
+    """Make shares of the parts of a cost that the rows of uses and of detached calls decide."""
+    recorded = _recorded_of(connection, select(POOLS.c.id).where(POOLS.c.id.in_(pool_ids)))
     rows = [
-        {"pool_id": pool_id, "micro_usd": micro_usd, **work_values(work)}
-        for pool_id in shared
-        for work, micro_usd in parts_of(works[pool_id], busy.get(pool_id, 0), uses[pool_id])[
-            len(uses[pool_id].shares) :
-        ]
+        {"pool_id": pool_id, "micro_usd": micro_usd, "owner": bearer.owner, **work_values(bearer.work)}
+        for pool_id, its in sorted(recorded.items())
+        for bearer, micro_usd in parts_of(its)[len(its.shares) :]
     ]
     if rows:
         connection.execute(insert(SHARES), rows)
@@ -333,7 +326,6 @@ def _cost_keys() -> Mapping[CostBy, ColumnElement[Any]]:
     return {
         CostBy.RESOURCE: RESOURCES.c.id,
         CostBy.POOL: RESOURCES.c.pool_id,
-        CostBy.OWNER: POOLS.c.owner_user + "@" + POOLS.c.owner_host,
         CostBy.DAY: RESOURCES.c.intended_microseconds // literal(_DAY_MICROSECONDS, BigInteger),
     }
 
@@ -355,16 +347,16 @@ def _day(number: int) -> str:
         return f"day {number} after 1970-01-01"
 
 
-_WORK_KEYS: Mapping[CostBy, Callable[[Work], str]] = {
-    CostBy.RUN: lambda work: (
-        of_system(work.system, f"{work.workflow}/{work.run}" if work.workflow else work.run) if work.run else "(no run)"
-    ),
-    CostBy.TASK: lambda work: (
-        of_system(work.system, f"{work.workflow}/{work.task}" if work.workflow else work.task)
-        if work.task
-        else "(no task)"
-    ),
-    CostBy.ASSET: lambda work: work.asset or "(no asset)",
+def _in_workflow(work: Work, name: str) -> str:
+    return of_system(work.system, f"{work.workflow}/{name}" if work.workflow else name)
+
+
+_KEYS: Mapping[CostBy, Callable[[Bearer], str]] = {
+    CostBy.RUN: lambda one: _in_workflow(one.work, one.work.run) if one.work.run else "(no run)",
+    CostBy.TASK: lambda one: _in_workflow(one.work, one.work.task) if one.work.task else "(no task)",
+    CostBy.ASSET: lambda one: one.work.asset or "(no asset)",
+    CostBy.PARTITION: lambda one: one.work.partition or "(no partition)",
+    CostBy.OWNER: lambda one: one.owner,
 }
 
 
@@ -373,61 +365,110 @@ def _is_for(table: Table, work: Work) -> list[ColumnElement[bool]]:
 
 
 def _pools_for(work: Work) -> ColumnElement[bool]:
-    """Return the condition of the pools that were opened for a work, that it has used by their names, or of whose cost
-    it has a share.
-    """
+    """Return the condition of the pools that belong to a work, or of whose cost it bears a part."""
     found = (
         select(key).where(*_is_for(table, work))
         for table, key in (
             (POOLS, POOLS.c.id),
-            (CLIENTS, CLIENTS.c.pool_id),
             (SHARES, SHARES.c.pool_id),
             (USES, USES.c.pool_id),
+            (CALLS, CALLS.c.pool_id),
         )
     )
     return or_(*(RESOURCES.c.pool_id.in_(pools) for pools in found))
 
 
 def _work_rows(
-    connection: Connection, by: CostBy, conditions: Sequence[ColumnElement[bool]], wanted: Work
+    connection: Connection, by: CostBy, conditions: Sequence[ColumnElement[bool]], wanted: Work, *, split: bool
 ) -> list[CostRow]:
-    """Add up by work, or for one work by pool. Only what is for `wanted` counts."""
+    """Add up by who bears the cost, or for one work by pool. Only what is for `wanted` counts."""
     totals: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
-    for pool_id, work, resources, amounts in _parts(connection, conditions):
-        if is_for(work, wanted):
-            _add(totals[pool_id if by is CostBy.POOL else _WORK_KEYS[by](work)], resources, *amounts)
+    for pool_id, bearer, resources, amounts in _parts(connection, conditions, split=split):
+        if is_for(bearer.work, wanted):
+            key = pool_id if by is CostBy.POOL else f"pool {bearer.pool}" if bearer.pool else _KEYS[by](bearer)
+            _add(totals[key], resources, *amounts)
     return [_cost_row(by, key, *sums) for key, sums in sorted(totals.items())]
 
 
-def _parts(
-    connection: Connection, conditions: Sequence[ColumnElement[bool]]
-) -> Generator[tuple[str, Work, int, Sequence[int]]]:
-    """Generate the parts of the cost of each pool: its id, the work, the number of resources, and the milliseconds and
-    micro-dollars, real and on demand, as whole numbers.
-
-    The last part of a pool is the rest of its sums, and its resources: they are for its own work.
+def _owner_rows(connection: Connection, conditions: Sequence[ColumnElement[bool]], *, split: bool) -> list[CostRow]:
+    """Add up by owner: of pools with a name by the processes of their uses; all others, of which a ledger may have very
+    many, are wholly for the process that has opened them.
     """
-    busy = func.sum(_bucket_micro_usd(Bucket.RUNNING_CALLS))
+    has_name = RESOURCES.c.pool_id.in_(select(POOLS.c.id).where(POOLS.c.name != ""))
+    found = _work_rows(connection, CostBy.OWNER, [*conditions, has_name], NO_WORK, split=split)
+    owner = POOLS.c.owner_user + "@" + POOLS.c.owner_host
+    sums = select(owner, func.count(), func.sum(_MILLISECONDS), func.sum(_COST), func.sum(_ON_DEMAND))
+    without = sums.select_from(RESOURCES.join(POOLS, RESOURCES.c.pool_id == POOLS.c.id)).where(
+        *conditions, POOLS.c.name == ""
+    )
+    found += [_cost_row(CostBy.OWNER, *row) for row in connection.execute(without.group_by(owner))]
+    rows: dict[str, CostRow] = {}
+    for row in found:
+        rows[row.key] = row if row.key not in rows else rows[row.key].plus(row)
+    return [rows[key] for key in sorted(rows)]
+
+
+def _parts(
+    connection: Connection, conditions: Sequence[ColumnElement[bool]], *, split: bool = False
+) -> Generator[tuple[str, Bearer, int, Sequence[int]]]:
+    """Generate the parts of the cost of each pool: its id, the bearer, the number of resources, and the milliseconds
+    and micro-dollars, real and on demand, as whole numbers.
+
+    The last part of a pool is the rest of its sums, and its resources. `split` divides the rest of a pool that belongs
+    to nobody among the others.
+    """
     sums = select(
-        RESOURCES.c.pool_id, func.count(), func.sum(_MILLISECONDS), func.sum(_COST), func.sum(_ON_DEMAND), busy
+        RESOURCES.c.pool_id, func.count(), func.sum(_MILLISECONDS), func.sum(_COST), func.sum(_ON_DEMAND)
     ).where(*conditions)
     found = {row[0]: tuple(map(int, row[1:])) for row in connection.execute(sums.group_by(RESOURCES.c.pool_id))}
-    its_pools = select(RESOURCES.c.pool_id).where(*conditions)
-    works = {
-        row["id"]: work_of(row) for row in connection.execute(select(POOLS).where(POOLS.c.id.in_(its_pools))).mappings()
-    }
-    uses = _uses_of(connection, its_pools)
-    for pool_id, (resources, milliseconds, cost, on_demand, busy_cost) in found.items():
-        own = works.get(pool_id, NO_WORK)  # the row of the pool may be damaged: its cost still counts
-        its_parts = parts_of(own, busy_cost, uses[pool_id]) if pool_id in uses else []
+    recorded = _recorded_of(connection, select(RESOURCES.c.pool_id).where(*conditions))
+    for pool_id, (resources, *amounts) in found.items():
+        its = recorded.get(pool_id, Recorded())  # the row of the pool may be damaged: its cost still counts
+        bearers, costs = [bearer for bearer, _ in parts_of(its)], [part for _, part in parts_of(its)]
         # the parts may exceed the cost if the conditions leave out some of its resources
-        whole = max(cost, sum(part for _, part in its_parts))
-        left = [milliseconds, cost, on_demand]
-        for work, part in its_parts:
-            parts = [amount * part // whole if whole else 0 for amount in (milliseconds, cost, on_demand)]
-            left = [rest - amount for rest, amount in zip(left, parts, strict=True)]
-            yield pool_id, work, 0, parts
-        yield pool_id, own, resources, left
+        whole = max(amounts[1], sum(costs))
+        columns = [[amount * cost // whole if whole else 0 for cost in costs] for amount in amounts]
+        if split and its.own.pool and costs:
+            columns = [_all_of(amount, column, costs) for amount, column in zip(amounts, columns, strict=True)]
+        for bearer, *part in zip(bearers, *columns, strict=True):
+            yield pool_id, bearer, 0, part
+        left = [amount - sum(column) for amount, column in zip(amounts, columns, strict=True)]
+        yield pool_id, its.own, resources, left
+
+
+def _all_of(amount: int, parts: Sequence[int], costs: Sequence[int]) -> list[int]:
+    """Return the parts with all of an amount."""
+    rests = divided(amount - sum(parts), costs)
+    return [part + rest for part, rest in zip(parts, rests, strict=True)]
+
+
+def _recorded_of(connection: Connection, pools: Select[tuple[Any]]) -> dict[str, Recorded]:
+    """Return what is recorded of these pools."""
+    found: dict[str, Recorded] = {}
+    for row in connection.execute(select(POOLS).where(POOLS.c.id.in_(pools))).mappings():
+        work, owner = work_of(row), f"{row['owner_user']}@{row['owner_host']}"
+        found[row["id"]] = Recorded(Bearer(work, owner, "" if work.labels() else row["name"]))
+    shares = select(SHARES).where(SHARES.c.pool_id.in_(pools)).order_by(SHARES.c.id)
+    for row in connection.execute(shares).mappings():
+        if its := found.get(row["pool_id"]):
+            its.shares.append((Bearer(work_of(row), row["owner"] or its.own.owner), row["micro_usd"]))
+    process = USES.outerjoin(CLIENTS, CLIENTS.c.id == USES.c.client_id)
+    uses = select(USES, CLIENTS.c.owner_user, CLIENTS.c.owner_host).select_from(process)
+    in_order = uses.where(USES.c.pool_id.in_(pools)).order_by(USES.c.began_microseconds, USES.c.id)
+    for row in connection.execute(in_order).mappings():
+        if its := found.get(row["pool_id"]):
+            owner = its.own.owner if row["owner_user"] is None else f"{row['owner_user']}@{row['owner_host']}"
+            its.held.append((Bearer(work_of(row), owner), _whole(row["micro_usd"])))
+    works = [CALLS.c[name] for name in WORK_COLUMNS]
+    sums = select(CALLS.c.pool_id, *works, func.sum(CALLS.c.micro_usd).label("micro_usd"))
+    by_work = sums.where(CALLS.c.pool_id.in_(pools)).group_by(CALLS.c.pool_id, *works)
+    for row in connection.execute(by_work).mappings():
+        if its := found.get(row["pool_id"]):
+            # calls of earlier releases have no work
+            is_its_own = not work_of(row).labels() and not its.own.pool
+            bearer = its.own if is_its_own else Bearer(work_of(row), its.own.owner)
+            its.held.append((bearer, _whole(row["micro_usd"])))
+    return found
 
 
 def _closed(connection: Connection, pool_ids: Sequence[str]) -> set[str]:
@@ -442,46 +483,30 @@ def _closed(connection: Connection, pool_ids: Sequence[str]) -> set[str]:
     return closed
 
 
-def _uses_of(connection: Connection, pools: Select[tuple[Any]]) -> dict[str, Recorded]:
-    """Return the recorded use of each of these pools that has any."""
-    uses: defaultdict[str, Recorded] = defaultdict(Recorded)
-    shares = select(SHARES).where(SHARES.c.pool_id.in_(pools)).order_by(SHARES.c.id)
-    for row in connection.execute(shares).mappings():
-        uses[row["pool_id"]].shares.append((work_of(row), row["micro_usd"]))
-    has_use = set[str]()
-    its_uses = select(USES).where(USES.c.pool_id.in_(pools)).order_by(USES.c.began_microseconds, USES.c.id)
-    for row in connection.execute(its_uses).mappings():
-        uses[row["pool_id"]].uses.append((work_of(row), _whole(row["micro_usd"])))
-        has_use.add(row["client_id"])
-    clients = select(CLIENTS).where(CLIENTS.c.pool_id.in_(pools)).order_by(CLIENTS.c.joined_microseconds, CLIENTS.c.id)
-    for row in connection.execute(clients).mappings():
-        if row["id"] not in has_use:
-            uses[row["pool_id"]].users.append((work_of(row), _whole(row["slot_milliseconds"])))
-    its = CALLS.c
-    calls = select(its.pool_id, its.owner, func.sum(its.milliseconds)).where(its.pool_id.in_(pools))
-    detached: defaultdict[str, dict[str, int]] = defaultdict(dict)
-    for pool_id, owner, milliseconds in connection.execute(calls.group_by(its.pool_id, its.owner)):
-        detached[pool_id][str(owner)] = _whole(milliseconds)
-    for pool_id, by_owner in detached.items():
-        uses[pool_id].add_detached(by_owner)
-    return dict(uses)
-
-
-def _bucket_micro_usd(bucket: Bucket) -> ColumnElement[int]:
-    """Return the cost of one bucket as `_bucket_rows` has it."""
-    place, price = tuple(Bucket).index(bucket), RESOURCES.c.price_micro_usd_per_hour
-    before, after = (
-        price * (_total_milliseconds(tuple(Bucket)[:end]) // 1000) // SECONDS_PER_HOUR for end in (place, place + 1)
-    )
-    return after - before
-
-
 def _add(total: list[int], *amounts: int) -> None:
     total[:] = [one + other for one, other in zip(total, amounts, strict=True)]
 
 
 def _bucket_rows(connection: Connection, conditions: Sequence[ColumnElement[bool]]) -> list[CostRow]:
-    """Return the cost of each bucket as the difference of two running totals, so that all add up to the bill."""
+    """Return the cost of each bucket as the difference of two running totals, so that all add up to the bill.
+
+    That of running calls is not below what the uses and detached calls of the pool have held: while calls were short,
+    no process may have kept the pool, and its time was not counted as theirs.
+    """
+    columns = _bucket_columns()
+    lines = _lines(connection.execute(select(*columns).where(*conditions)).one())
+    for pool_id, held in _held(connection, select(RESOURCES.c.pool_id).where(*conditions)).items():
+        of_pool = select(*columns).where(*conditions, RESOURCES.c.pool_id == pool_id)
+        for key, moved in _moved_to_calls(_lines(connection.execute(of_pool).one()), held).items():
+            _add(lines[key], 0, *moved)
+    return [
+        CostRow(key, resources, milliseconds / 1000, in_usd(cost), in_usd(on_demand))
+        for key, (resources, milliseconds, cost, on_demand) in lines.items()
+    ]
+
+
+def _bucket_columns() -> list[ColumnElement[Any]]:
+    """Return four columns for each bucket, and for the billing rounding: those of `_lines`."""
     columns: list[ColumnElement[Any]] = []
     before, before_on_demand = literal(0, BigInteger), literal(0, BigInteger)
     r = RESOURCES.c
@@ -497,11 +522,36 @@ def _bucket_rows(connection: Connection, conditions: Sequence[ColumnElement[bool
             func.sum(reached_on_demand - before_on_demand),
         ]
         before, before_on_demand = reached, reached_on_demand
-    columns += [func.count(), literal(0), func.sum(_COST - before), func.sum(_ON_DEMAND - before_on_demand)]
-    numbers = [int(number or 0) for number in connection.execute(select(*columns).where(*conditions)).one()]
-    keys = (*Bucket, BILLING_ROUNDING)
-    fours = [numbers[start : start + 4] for start in range(0, len(numbers), 4)]
-    return [
-        CostRow(str(key), four[0], four[1] / 1000, in_usd(four[2]), in_usd(four[3]))
-        for key, four in zip(keys, fours, strict=True)
-    ]
+    return [*columns, func.count(), literal(0), func.sum(_COST - before), func.sum(_ON_DEMAND - before_on_demand)]
+
+
+def _lines(numbers: Sequence[Any]) -> dict[str, list[int]]:
+    """Return resources, milliseconds and micro-dollars of each bucket, real and on demand, and of the rounding."""
+    whole = [int(number or 0) for number in numbers]
+    return {str(key): whole[4 * place : 4 * place + 4] for place, key in enumerate((*Bucket, BILLING_ROUNDING))}
+
+
+def _held(connection: Connection, pools: Select[tuple[Any]]) -> dict[str, int]:
+    """Return the micro-dollars of the slots that calls have held, of each of these pools that has any recorded."""
+    held: defaultdict[str, int] = defaultdict(int)
+    for table in (USES, CALLS):
+        sums = select(table.c.pool_id, func.sum(table.c.micro_usd)).where(table.c.pool_id.in_(pools))
+        for pool_id, micro_usd in connection.execute(sums.group_by(table.c.pool_id)):
+            held[str(pool_id)] += _whole(micro_usd)
+    return held
+
+
+def _moved_to_calls(lines: Mapping[str, Sequence[int]], held: int) -> dict[str, list[int]]:
+    """Return what each bucket of a pool gets, so that calls have what was held. Idle and warm time give it first."""
+    calls = str(Bucket.RUNNING_CALLS)
+    moved = {calls: [0, 0, 0]}
+    missing = held - lines[calls][2]
+    for key in sorted(lines.keys() - {calls}, key=lambda one: (one not in {Bucket.IDLE, Bucket.WARM}, one)):
+        _, milliseconds, cost, on_demand = lines[key]
+        taken = min(missing, cost)
+        if taken > 0:
+            its = [milliseconds * taken // cost, taken, on_demand * taken // cost]
+            _add(moved[calls], *its)
+            moved[key] = [-amount for amount in its]
+            missing -= taken
+    return moved

@@ -12,7 +12,17 @@ from sqlalchemy import Connection, insert, select, update
 from skyward_core.errors import LedgerConflict
 from skyward_core.ledger.database import Database
 from skyward_core.ledger.rows import SECONDS_PER_HOUR, CallEntry, CallState, UnreadableRow
-from skyward_core.ledger.tables import CALLS, POOLS, RESOURCES, WORK_COLUMNS, call_of, read_rows, stamp, work_of
+from skyward_core.ledger.tables import (
+    CALLS,
+    POOLS,
+    RESOURCES,
+    WORK_COLUMNS,
+    call_of,
+    read_rows,
+    stamp,
+    work_of,
+    work_values,
+)
 
 _ORDER = {"waiting": 0, "running": 1}
 """Of two states of one attempt the later one is kept. All other states are later than these."""
@@ -40,8 +50,9 @@ class Calls:
                 raise LedgerConflict(f"There is no pool {pool_id!r} in the ledger.")
             prices = _prices(connection, pool_id)
             for call in calls:
-                owner = call.owner or str(work_of(pool._mapping))[: CALLS.c.owner.type.length]  # pyright: ignore
-                _write(connection, pool_id, call, _values(call, owner, prices))
+                work = call.work if call.work.labels() else work_of(pool._mapping)  # pyright: ignore
+                owner = call.owner or str(work)[: CALLS.c.owner.type.length]  # pyright: ignore
+                _write(connection, pool_id, call, _values(call, owner, prices) | work_values(work))
 
     def calls(
         self,
@@ -112,7 +123,7 @@ def _write(connection: Connection, pool_id: str, call: CallState, values: dict[s
         call.generation,
         _order(call.state),
     ):
-        kept = {"owner", "started_microseconds"}  # of the first one that wrote
+        kept = {"owner", "started_microseconds", *WORK_COLUMNS}  # of the first one that wrote
         connection.execute(
             update(CALLS).where(is_it).values({name: value for name, value in values.items() if name not in kept})
         )

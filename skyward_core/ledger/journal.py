@@ -185,6 +185,7 @@ class Journal:
             lease_expires_at=self._now() + timedelta(seconds=self._spec.lease_seconds),
             account=self._spec.budget,
             work=self.work,
+            name=self._spec.name or "",
             run_limit_usd=self._run_limit_usd,
         )
 

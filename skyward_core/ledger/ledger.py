@@ -185,10 +185,12 @@ class Ledger:
         lease_expires_at: datetime,
         account: str | None = None,
         work: Work = NO_WORK,
+        name: str = "",
         run_limit_usd: Decimal | None = None,
     ) -> PoolEntry:
         """Record a pool before anything is requested for it. Raises LedgerConflict if the id is taken.
 
+        `work` is that to which the pool belongs. With a `name` and without a work it belongs to nobody.
         `run_limit_usd` limits the cost of all pools whose work has the same system, workflow and run, in USD: the
         pool draws on an account that they share, with each of its reservations. The newest limit counts. Raises
         BadRequest if the work names no run.
@@ -201,6 +203,7 @@ class Ledger:
             lease_expires_at=lease_expires_at,
             account=account,
             work=work,
+            name=name,
             run_limit_usd=run_limit_usd,
         )
 
@@ -404,20 +407,24 @@ class Ledger:
         since: datetime | None = None,
         until: datetime | None = None,
         work: Work = NO_WORK,
+        split: bool = False,
         unreadable: list[UnreadableRow] | None = None,
     ) -> list[CostRow]:
         """Return the bill, added up by `by`.
 
         It is the bill of all pools, one pool, intents from `since` until before `until`, or pools for this work.
-        A pool is for `work` if its own work, or that of a process which has used it by its name, has the same text in
-        each field that is not empty in `work`. By bucket there is one more row, `BILLING_ROUNDING`. By run, task and
-        asset, shares of a pool's cost (`set_shares`) count for the work that they name, and the calls of the processes
-        that use a pool with a name for the works of these (`work_costs`). The rest of the cost, and the number of
-        resources, count for the pool's own work. With `work`, only the parts for it count in these bills, and by pool;
-        otherwise the sum of the rows does not depend on `by`. With `unreadable`, rows with values that are no numbers
-        (SQLite stores any value) are left out and appended to it.
+        A pool is for `work` if the work to which it belongs, of one of its uses, detached calls or shares, has the same
+        text in each field that is not empty in `work`. By bucket there is one more row, `BILLING_ROUNDING`. By run,
+        task, asset, partition and owner, uses and detached calls count for their works (`work_costs`), and so do shares
+        of a pool's cost (`set_shares`). The rest of the cost, and the number of resources, count for the work to which
+        the pool belongs; of a pool that belongs to nobody they are a row of their own, `pool NAME`, unless `split`
+        divides the rest among the others in proportion to their costs. With `work`, only the parts for it count in
+        these bills, and by pool; otherwise the sum of the rows does not depend on `by`. With `unreadable`, rows with
+        values that are no numbers (SQLite stores any value) are left out and appended to it.
         """
-        return self._bills.cost_rows(by, pool_id=pool_id, since=since, until=until, work=work, unreadable=unreadable)
+        return self._bills.cost_rows(
+            by, pool_id=pool_id, since=since, until=until, work=work, split=split, unreadable=unreadable
+        )
 
     def cost_parts(self, work: Work) -> list[CostPart]:
         """Return the parts of the cost of pools that are for a work: one for each pool, and each work that has the same

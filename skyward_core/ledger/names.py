@@ -14,7 +14,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Case, Connection, case, func, insert, select, update
+from sqlalchemy import Connection, case, func, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from skyward_core.errors import LeaseLost
@@ -158,7 +158,7 @@ class Names:
     # ── in use ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def renew(self, client_id: str, lease_seconds: float, used: Usage = NOTHING_USED) -> None:
-        """Extend the lease of a client, and record what it has of the pool; the time of its calls only grows.
+        """Extend the lease of a client, and record what it has of the pool.
 
         Raises LeaseLost if it has left, or is not known.
         """
@@ -414,19 +414,13 @@ class Names:
         connection.execute(update(CLIENTS).where(CLIENTS.c.id == client_id).values(values))
 
     def _used(self, used: Usage) -> dict[str, Any]:
-        values: dict[str, Any] = {"slot_milliseconds": _at_least(used.slot_seconds), "calls": used.calls}
+        values: dict[str, Any] = {"calls": used.calls}
         if used.idle_seconds is not None:
             values["busy_microseconds"] = self._database.stamp_after(-used.idle_seconds)
         return values
 
     def _set(self, connection: Connection, name: str, **values: Any) -> None:
         connection.execute(update(NAMES).where(NAMES.c.name == name).values(values))
-
-
-def _at_least(slot_seconds: float) -> Case[int]:
-    """Return the recorded milliseconds of slots, or these seconds if they are more: the time only grows."""
-    milliseconds, known = round(slot_seconds * 1000), CLIENTS.c.slot_milliseconds
-    return case((known < milliseconds, milliseconds), else_=known)
 
 
 def _activity(clients: Sequence[Client], detached: int, ended: int | None, now: datetime) -> Activity:

@@ -71,11 +71,10 @@ class NamedPool:
 class Usage:
     """What a client has of its pool.
 
-    `slot_seconds` is for how long its calls have held slots so far. `calls` is how many of its calls run or wait.
-    `idle_seconds` is for how long it has had none; None if that is not known.
+    `calls` is how many of its calls run or wait. `idle_seconds` is for how long it has had none; None if that is not
+    known.
     """
 
-    slot_seconds: float = 0.0
     calls: int = 0
     idle_seconds: float | None = None
 
@@ -99,8 +98,7 @@ class Activity:
 class Client:
     """A process that uses a named pool, or has used it.
 
-    `slot_seconds` is how long its calls have held slots. `calls` is how many run or wait, and `busy_at` when it had one
-    last, both as it was recorded last.
+    `calls` is how many of its calls run or wait, and `busy_at` when it had one last, both as it was recorded last.
     """
 
     id: str
@@ -110,7 +108,6 @@ class Client:
     lease_expires_at: datetime
     left_at: datetime | None = None
     work: Work = NO_WORK
-    slot_seconds: float = 0.0
     calls: int = 0
     busy_at: datetime | None = None
     topic: str = ""

@@ -55,6 +55,7 @@ class Pools:
         lease_expires_at: datetime,
         account: str | None = None,
         work: Work = NO_WORK,
+        name: str = "",
         run_limit_usd: Decimal | None = None,
     ) -> PoolEntry:
         """Record a pool before anything is requested for it. Raises LedgerConflict if the id is taken."""
@@ -69,6 +70,7 @@ class Pools:
             "created_microseconds": stamp(self._database.clock()),
             "lease_expires_microseconds": stamp(lease_expires_at),
             "lives_by_lease": False,
+            "name": name,
             **self._database.lease_clock().values(),
             **work_values(work),
         }

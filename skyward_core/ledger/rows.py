@@ -58,7 +58,8 @@ class Period(StrEnum):
 class CostBy(StrEnum):
     """The key by which `Ledger.cost_rows` adds up.
 
-    A resource belongs to the UTC day of its intent. RUN, TASK and ASSET are those of the pool's work.
+    A resource belongs to the UTC day of its intent. RUN, TASK, ASSET and PARTITION are those of the works that bear
+    the cost, and OWNER is user@host of their processes.
     """
 
     RESOURCE = "resource"
@@ -69,6 +70,7 @@ class CostBy(StrEnum):
     RUN = "run"
     TASK = "task"
     ASSET = "asset"
+    PARTITION = "partition"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,8 @@ class PoolEntry:
     `lives_by_lease`: the pool was detached, or has detached calls, and outlives its owner until its lease expires.
     `condemned_at`: a sweep has condemned it and ends its machines. `account` is the account that pays.
     `run_account` is the one that all pools of its run share (`Ledger.open_pool`).
-    `provider_account` is the provider's account that has the machines ("": unknown). `work` is the pool's purpose.
+    `provider_account` is the provider's account that has the machines ("": unknown). `work` is that to which the pool
+    belongs: it bears what no call has used. A pool with a `name` and without a work belongs to nobody.
     """
 
     id: str
@@ -95,12 +98,18 @@ class PoolEntry:
     ended_at: datetime | None = None
     provider_account: str = ""
     work: Work = NO_WORK
+    name: str = ""
     trouble: str = ""
     """Why its owner could not be read; "" if it could. Then only its lease shows whether it lives."""
     lease_shift: timedelta | None = None
     """By how much this computer's time of day was set forward since the lease was written in this boot of it; that is
     a part of `lease_expires_at`. None: the lease was written elsewhere, and `lease_expires_at` is as it was written.
     """
+
+    @property
+    def belongs_to_nobody(self) -> bool:
+        """Whether its user has named it, so that nobody but the pool itself bears what no call has used."""
+        return bool(self.name) and not self.work.labels()
 
     @property
     def written_lease(self) -> datetime:
@@ -188,8 +197,8 @@ class SlotUse:
 class CallState:
     """What a client knows of a detached call.
 
-    `generation` is how many nodes have got it. `ended_at` is None before its end. `owner` is whom it is for: "" for the
-    work of its pool.
+    `generation` is how many nodes have got it. `ended_at` is None before its end. `work` has started it; `owner` says
+    in words whom it is for.
     """
 
     call_id: str
@@ -200,6 +209,7 @@ class CallState:
     started_at: datetime
     ended_at: datetime | None = None
     used: tuple[SlotUse, ...] = ()
+    work: Work = NO_WORK
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +229,8 @@ class CallEntry:
     seconds: float
     cost_usd: Decimal
     pool_ended_at: datetime | None
+    work: Work = NO_WORK
+    """That has started it."""
 
     @property
     def has_unknown_end(self) -> bool:
@@ -353,12 +365,23 @@ class CostRow:
         """The on-demand cost minus the real cost."""
         return self.on_demand_usd - self.cost_usd
 
+    def plus(self, other: CostRow) -> CostRow:
+        """Return the sum of two lines of one key."""
+        return CostRow(
+            self.key,
+            self.resources + other.resources,
+            self.seconds + other.seconds,
+            self.cost_usd + other.cost_usd,
+            self.on_demand_usd + other.on_demand_usd,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class CostPart:
     """The part of a pool's cost that is for one work, in USD, real and on demand.
 
-    `is_final`: whether it does not change any more, because the pool and all that it rented have ended.
+    `is_final`: whether it does not change any more, because the pool and all that it rented have ended. `pool` is the
+    name of a pool that belongs to nobody, if this is what no call has used of it; else "".
     """
 
     pool_id: str
@@ -366,6 +389,7 @@ class CostPart:
     cost_usd: Decimal
     on_demand_usd: Decimal
     is_final: bool
+    pool: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from skyward_core.ledger.migrations import (
     v10_activity,
     v11_lease_clocks,
     v12_uses,
+    v13_bearers,
 )
 from skyward_core.ledger.sql_engine import shown
 from skyward_core.ledger.tables import META
@@ -53,6 +54,7 @@ MIGRATIONS: Sequence[ModuleType] = (
     v10_activity,
     v11_lease_clocks,
     v12_uses,
+    v13_bearers,
 )
 """All migrations in their order. The revision of each is the version to which it leads; 0 is a database without our
 tables.

@@ -107,6 +107,8 @@ POOLS = Table(
     # the account of the run, on which the pool draws beside `account` (`run_accounts.py`)
     Column("run_account", String(255)),
     *_clock_columns("lease"),
+    # a pool with a name and without a work belongs to nobody: its rest is its own (`work_costs.py`)
+    Column("name", String(NAME_CHARACTERS), nullable=False, server_default=""),
 )
 Index("skyward_pools_by_run", POOLS.c.work_run)
 
@@ -208,6 +210,8 @@ SHARES = Table(
     Column("pool_id", ForeignKey(POOLS.c.id), nullable=False, index=True),
     *_work_columns(),
     Column("micro_usd", BigInteger, nullable=False),
+    # user@host of the process whose calls it was for; "": that of the pool
+    Column("owner", String(511), nullable=False, server_default=""),
 )
 
 # Steps that make calls on a pool, and the cost of the slots that these have held (`uses.py`).
@@ -256,7 +260,10 @@ CALLS = Table(
     Column("ended_microseconds", BigInteger),
     Column("milliseconds", BigInteger, nullable=False),
     Column("micro_usd", BigInteger, nullable=False),
+    # the work that has started it
+    *_work_columns(),
 )
+Index("skyward_calls_by_run", CALLS.c.work_run)
 
 
 # Pools with a name: which pool it has now. A row without a pool exists only to be locked.
@@ -287,6 +294,7 @@ CLIENTS = Table(
     Column("joined_microseconds", BigInteger, nullable=False),
     Column("lease_expires_microseconds", BigInteger, nullable=False),
     Column("left_microseconds", BigInteger),
+    # of processes of earlier releases; their rows in USES have it now
     Column("slot_milliseconds", BigInteger, nullable=False, server_default="0"),
     Column("calls", BigInteger, nullable=False, server_default="0"),
     Column("busy_microseconds", BigInteger),
@@ -366,6 +374,7 @@ def pool_of(row: Values) -> PoolEntry:
         run_account=row["run_account"],
         provider_account=row["provider_account"],
         work=work_of(row),
+        name=row["name"],
         trouble=trouble,
     )
 
@@ -387,7 +396,7 @@ def later_lease(end: datetime, clock: LeaseClock) -> dict[str, Case[Any]]:
 
 
 def work_of(row: Values) -> Work:
-    """Return the work of a row of POOLS or SHARES."""
+    """Return the work of a row that has the columns of one."""
     return Work(*(row[name] for name in WORK_COLUMNS))
 
 
@@ -454,6 +463,7 @@ def call_of(row: Values) -> CallEntry:
         seconds=row["milliseconds"] / 1000,
         cost_usd=in_usd(row["micro_usd"]),
         pool_ended_at=moment_or_none(row["pool_ended"]),
+        work=work_of(row),
     )
 
 
@@ -520,7 +530,6 @@ def client_of(row: Values) -> Client:
         lease_expires_at=moment(row["lease_expires_microseconds"]),
         left_at=moment_or_none(row["left_microseconds"]),
         work=work_of(row),
-        slot_seconds=row["slot_milliseconds"] / 1000,
         calls=row["calls"],
         busy_at=moment_or_none(row["busy_microseconds"]),
         topic=row["topic"],

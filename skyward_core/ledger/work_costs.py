@@ -1,72 +1,64 @@
-"""The parts of a pool's cost that are for works beside the pool's own: recorded shares, and the users of a pool with a
-name.
+"""Who bears the cost of a pool: the works of its uses, detached calls and recorded shares, and for the rest the work to
+which the pool belongs. Pure functions, in micro-dollars.
 
-A user's part is its part of the cost of the time in which calls ran, by the seconds for which its calls held slots. It
-is not written anywhere: each bill computes it from the rows of the users, so a killed process loses nothing.
+The rest is what no call has held: start, idle and warm time, end, rounding. A pool to which its user has given a name
+belongs to nobody: its rest is a part of its own.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from skyward_core.ledger.split import split_exactly
-from skyward_core.work import WORK_CHARACTERS, Work
+from skyward_core.work import NO_WORK, Work
 
-type Part = tuple[Work, int]
-"""A work and its micro-dollars, or its milliseconds of slots."""
+
+@dataclass(frozen=True, slots=True)
+class Bearer:
+    """Who bears a part of a cost: a work, in processes of `owner` (user@host), or with `pool` the pool of that name."""
+
+    work: Work = NO_WORK
+    owner: str = ""
+    pool: str = ""
+
+
+type Part = tuple[Bearer, int]
+"""A bearer and its micro-dollars."""
 
 
 @dataclass(slots=True)
 class Recorded:
-    """What is recorded of the uses of a pool: shares, and the uses themselves, in micro-dollars; milliseconds of slots
-    of each process that has used it by its name and has no use recorded, and of its detached calls.
+    """What is recorded of a pool, in micro-dollars: who bears the rest, shares, and what uses and detached calls have
+    held.
     """
 
+    own: Bearer = Bearer()
     shares: list[Part] = field(default_factory=list[Part])
-    uses: list[Part] = field(default_factory=list[Part])
-    users: list[Part] = field(default_factory=list[Part])
-    detached_milliseconds: int = 0
-    """Those of the detached calls that belong to none of the users."""
-
-    def add_detached(self, milliseconds_by_owner: Mapping[str, int]) -> None:
-        """Count detached calls: for the user of whose work their owner is the text, if there is one.
-
-        A detached call outlives the process that has started it, so its time is not in that of the process.
-        """
-        users = {str(user)[:WORK_CHARACTERS]: user for user, _ in self.users if user.labels()}
-        for owner, milliseconds in milliseconds_by_owner.items():
-            if owner in users:
-                self.users.append((users[owner], milliseconds))
-            else:
-                self.detached_milliseconds += milliseconds
+    held: list[Part] = field(default_factory=list[Part])
 
 
-def parts_of(own: Work, busy_micro_usd: int, use: Recorded) -> list[Part]:
-    """Return the parts of a pool's cost for the works of its shares, uses and users; the rest is for `own`.
+def parts_of(recorded: Recorded) -> list[Part]:
+    """Return the parts of a pool's cost for others than its own bearer, who bears the rest.
 
-    A share within the work of a user, such as one of its tasks, is a part of that user's part. Detached calls that
-    belong to no user are for `own`.
-
-    Args:
-        own: the work for which the pool was opened.
-        busy_micro_usd: the cost of the time in which calls ran.
-        use: the shares, the uses and the users.
+    A share within the work of a use, such as one of its tasks, is a part of that use's part.
     """
-    weights = [max(0, milliseconds) for _, milliseconds in use.users]
-    left = busy_micro_usd - sum(micro_usd for _, micro_usd in use.uses)
-    split = split_exactly(max(0, left), [*weights, max(0, use.detached_milliseconds)])
-    rests: defaultdict[Work, int] = defaultdict(int)
-    for (user, _), part in zip(use.users, split, strict=False):
-        rests[user] += part
-    for work, micro_usd in use.shares:
-        for user in rests:
-            if user.labels() and is_for(work, user):
-                rests[user] -= micro_usd
-                break
-    others = [(user, part) for user, part in (*use.uses, *rests.items()) if user != own and part > 0]
-    return [*use.shares, *others]
+    held: defaultdict[Bearer, int] = defaultdict(int)
+    shared: defaultdict[Bearer, int] = defaultdict(int)
+    for bearer, micro_usd in recorded.held:
+        held[bearer] += micro_usd
+    for bearer, micro_usd in recorded.shares:
+        within = (user for user in held if user.work.labels() and is_for(bearer.work, user.work))
+        if (user := next(within, None)) is not None:
+            shared[user] += micro_usd
+    left = [(bearer, part - shared[bearer]) for bearer, part in held.items() if bearer != recorded.own]
+    return [*recorded.shares, *((bearer, part) for bearer, part in left if part > 0 or not shared[bearer])]
+
+
+def divided(rest: int, costs: Sequence[int]) -> list[int]:
+    """Divide what belongs to nobody among users, in proportion to their costs; equally if all are zero."""
+    return split_exactly(rest, costs if any(costs) else [1] * len(costs))
 
 
 def is_for(work: Work, wanted: Work) -> bool:

@@ -37,6 +37,7 @@ from skyward_core.session.attached import Attached
 from skyward_core.session.call_ledger import CallLedger
 from skyward_core.session.named_session import NamedSession
 from skyward_core.session.named_use import NamedUse
+from skyward_core.session.pool_uses import PoolUses
 from skyward_core.session.regained import regaining
 from skyward_core.session.sealed_lease import PoolKeys, find_lease
 from skyward_core.session.session import Session
@@ -86,7 +87,10 @@ class CurrentSession:
         self._why_ended: SkywardError | None = None
         self._finalizer: weakref.finalize[Any, CurrentSession] | None = None
         self._calls: CallLedger | None = None
-        self._uses: UseBook | None = None
+        self._uses: PoolUses | None = None
+        """Of the last session, also after its end."""
+        self._has_a_part = False
+        """Whether the pool has a name, and belongs to nobody or was opened by another process."""
 
     # ── open ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -140,10 +144,14 @@ class CurrentSession:
             use.left()
             raise
         self._opened, self._use = opened, use
-        if (cluster := opened.cluster) is not None:  # else it has ended itself meanwhile: calls raise why
-            use.measure(lambda: _usage(opened.cluster), cluster)
         if isinstance(opened, Attached):
             self.own_id = opened.lease.pool_id
+        self._uses = uses = _uses_of(opened, self.own_id, use.client_id, prepared.work)
+        self._has_a_part = isinstance(opened, Attached) or not prepared.belongs_to.labels()
+        if (cluster := opened.cluster) is not None:  # else it has ended itself meanwhile: calls raise why
+            use.measure(lambda: _usage(opened.cluster), cluster)
+            cluster.own_use = uses.pays
+        if isinstance(opened, Attached):
             self._calls = _call_ledger(opened, self.own_id)
             use.succession = _successor(opened, use, prepared, secrets)
             opened.on_given_up = use.let_go  # a pool that it cannot reach must not be kept for it
@@ -151,7 +159,7 @@ class CurrentSession:
             use.succession = _regaining(opened, use, prepared, secrets)
         if self._finalizer is not None:
             self._finalizer.detach()
-        self._finalizer = weakref.finalize(self, _left_named, opened, use, self._process)
+        self._finalizer = weakref.finalize(self, _left_named, opened, use, uses, self._process)
         self._finalizer.atexit = False
 
     def _open_own(
@@ -166,9 +174,9 @@ class CurrentSession:
         """Rent the machines of a pool. Its session is added to `begun` first."""
         values = prepared.spec, prepared.providers, prepared.on_event, prepared.work, secrets
         self._opened = opened = (
-            Session(*values, run_limit_usd=prepared.run_limit_usd)
+            Session(*values, run_limit_usd=prepared.run_limit_usd, belongs_to=prepared.belongs_to)
             if use is None
-            else NamedSession(*values, pool_id, use)
+            else NamedSession(*values, pool_id, use, prepared.belongs_to)
         )
         begun.append(opened)
         self._start(opened, prepared, terminations)
@@ -187,7 +195,8 @@ class CurrentSession:
             self.final, self.receipt = opened.final, opened.receipt
             raise
         self._calls = _call_ledger(opened, opened.pool_id)
-        self._finalizer = weakref.finalize(self, _collected, opened)
+        self._uses, self._has_a_part = _uses_of(opened, opened.pool_id, "", prepared.work), False
+        self._finalizer = weakref.finalize(self, _collected, opened, self._uses)
         self._finalizer.atexit = False
 
     def _flush(self, opened: Session | Attached) -> None:
@@ -220,7 +229,8 @@ class CurrentSession:
         self._opened = attached
         self._calls = _call_ledger(attached, lease.pool_id)
         self._process = os.getpid()
-        self._finalizer = weakref.finalize(self, _left, attached, self._process)
+        self._uses = _uses_of(attached, lease.pool_id, "", NO_WORK)
+        self._finalizer = weakref.finalize(self, _left, attached, self._uses, self._process)
 
     # ── close ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -268,9 +278,8 @@ class CurrentSession:
             self._finalizer = None
 
     def _close_uses(self) -> None:
-        uses, self._uses = self._uses, None
-        if uses is not None:
-            uses.close()
+        if self._uses is not None:
+            self._uses.close()
 
     def hand_over(self, close: Callable[[], None]) -> InstancesLeft | None:
         """Call the pool's `close`; leave unconfirmed machines to its reaper, and return them instead of raising."""
@@ -363,16 +372,10 @@ class CurrentSession:
     @property
     def uses(self) -> UseBook:
         """The uses of the pool that is open. Raises PoolClosed and LedgerError."""
-        cluster = self.cluster
-        with self._changing:
-            if self._uses is None:
-                self._uses = UseBook(self.pool_id, self.client_id, cluster, lambda: self.lease)
-            return self._uses
-
-    @property
-    def client_id(self) -> str:
-        """The ledger's row of this process as a client of the pool's name; "" without a name."""
-        return "" if self._use is None else self._use.client_id
+        _, uses = self.cluster, self._uses
+        if uses is None:
+            raise PoolClosed(self.why_closed)
+        return uses.book
 
     @property
     def pool_id(self) -> str:
@@ -394,7 +397,11 @@ class CurrentSession:
 
     @property
     def cost(self) -> float:
-        """USD spent so far; after the end the whole bill."""
+        """USD spent so far; after the end the whole bill. Of a pool that others may use too, what calls of no use have
+        cost.
+        """
+        if self._has_a_part and self._uses is not None:
+            return self._uses.cost_usd
         if self.final is not None:
             return self.final.total_cost
         opened = self._opened
@@ -405,6 +412,8 @@ class CurrentSession:
         opened, use = self._opened, self._use
         if opened is None or self._is_in_a_fork:
             return
+        if self._uses is not None:
+            self._uses.note()
         if use is not None:
             use.note_cost()
         if isinstance(opened, Session):
@@ -464,7 +473,7 @@ def _successor(attached: Attached, use: NamedUse, prepared: Prepared, secrets: S
     """Return what makes this process the steward of a named pool, when it has none."""
 
     def new() -> Stewardship:
-        return Stewardship(attached, prepared.spec, prepared.providers, prepared.work, secrets, use, use.ledger)
+        return Stewardship(attached, prepared.spec, prepared.providers, secrets, use, use.ledger)
 
     return Successor(use, new, attached.events.log)
 
@@ -478,7 +487,7 @@ def _regaining(opened: NamedSession, use: NamedUse, prepared: Prepared, secrets:
         return _attach(lease, None, keys, quiet, None, ATTACH_SECONDS, log=use.log, work=prepared.work)
 
     def new(attached: Attached, on_end: Callable[[str, SkywardError | None], object]) -> Stewardship:
-        return Stewardship(attached, spec, prepared.providers, prepared.work, secrets, use, use.ledger, on_end)
+        return Stewardship(attached, spec, prepared.providers, secrets, use, use.ledger, on_end)
 
     return regaining(opened, use, attach, new)
 
@@ -488,15 +497,17 @@ def note_machines_left(error: BaseException, left: InstancesLeft) -> None:
     error.add_note(f"besides, machines are not confirmed gone: {left}")
 
 
-def _left_named(opened: Session | Attached, use: NamedUse, process: int) -> None:
+def _left_named(opened: Session | Attached, use: NamedUse, uses: PoolUses, process: int) -> None:
     """Leave a pool with a name. Also called in forks of the process, when they end."""
     if process == os.getpid():
+        uses.close()
         leave_named(opened, use)
 
 
-def _left(attached: Attached, process: int) -> None:
+def _left(attached: Attached, uses: PoolUses, process: int) -> None:
     """Close an attachment. Also called in forks of the process, when they end."""
     if process == os.getpid():
+        uses.close()
         attached.stop("the pool object was collected")
 
 
@@ -507,7 +518,16 @@ def _call_ledger(opened: Session | Attached, pool_id: str) -> CallLedger:
     return CallLedger(pool_id, slots_at, opened.events.log)
 
 
-def _collected(opened: Session) -> None:
+def _uses_of(opened: Session | Attached, pool_id: str, client_id: str, work: Work) -> PoolUses:
+    def make_book() -> UseBook:
+        if (cluster := opened.cluster) is None:
+            raise PoolClosed("the pool has ended: its uses have ended too")
+        return UseBook(pool_id, client_id, cluster, lambda: opened.lease)
+
+    return PoolUses(make_book, work, opened.events.log)
+
+
+def _collected(opened: Session, uses: PoolUses) -> None:
     if opened.is_running and not opened.is_fork:
         ids = ", ".join(node.instance.id for node in opened.lease.nodes) if opened.lease else "none"
         try:
@@ -517,6 +537,7 @@ def _collected(opened: Session) -> None:
                 stacklevel=2,
             )
         finally:  # the warning is an error under `python -W error`
+            uses.close()
             opened.stop("the pool object was collected")
 
 
@@ -524,4 +545,4 @@ def _usage(cluster: Cluster | None) -> Usage:
     """Return what the calls of this process have of a pool."""
     if cluster is None:
         return NOTHING_USED
-    return Usage(cluster.slot_seconds, len(cluster.owner.futures), time.monotonic() - cluster.busy_at)
+    return Usage(len(cluster.owner.futures), time.monotonic() - cluster.busy_at)

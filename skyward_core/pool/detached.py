@@ -44,7 +44,8 @@ class DetachedCalls:
         forgotten, and for another function or other arguments. `name` is the function of the existing call, and
         `is_new` says whether this start began it. If the head is lost with its records, the id is unknown.
         `result_ttl`: how many seconds after its end the call is forgotten; None: never. `owner` says in the ledger whom
-        the call is for, such as "dag/run/task"; by default it is the pool's `work`. Raises BadRequest for other values.
+        the call is for, such as "dag/run/task"; by default it is the pool's `work`, which bears the cost of the call:
+        the price of the slots that it holds. Raises BadRequest for other values.
         """
         if call_id is not None and not (isinstance(call_id, str) and CALL_ID.fullmatch(call_id)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise BadRequest(f"call_id={call_id!r}: write 1 to 128 letters, digits and characters of ._:/-")
@@ -56,9 +57,10 @@ class DetachedCalls:
         if not (len(owner) <= WORK_CHARACTERS and owner.isprintable()):
             raise BadRequest(f"owner={owner!r}: write a printable text of at most {WORK_CHARACTERS} characters")
         cluster, calls = self._session.cluster, self._session.calls
-        call, wanted = checked(pending), WantedCall.of(call_id, owner, result_ttl)
+        work = self._prepared.work
+        call, wanted = checked(pending), WantedCall.of(call_id, owner, result_ttl, work)
         self._session.live_by_lease()
-        calls.starts(wanted.call_id, getattr(call.fn, "__name__", ""), owner)
+        calls.starts(wanted.call_id, getattr(call.fn, "__name__", ""), owner, work)
         known = cluster.detached.start(call, self._prepared.replace_object, wanted)
         calls.note(known)
         return self._represented(wanted.call_id, is_new=bool(known["is_new"]))

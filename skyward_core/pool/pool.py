@@ -78,6 +78,7 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
         replace_object: pickling.Replace | None = None,
         work: Work = NO_WORK,
         run_max_cost: float | None = None,
+        belongs_to: Work | None = None,
     ) -> Self:
         """Make a pool from a spec.
 
@@ -86,7 +87,9 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
         environment when the pool opens. `work` is the purpose of the machines. `replace_object` may replace objects
         during pickling (see `pickling.dumps`). `run_max_cost` is the most that all pools of the run together may cost,
         in USD: of those whose `work` names the same system, workflow and run, and that have this limit. The newest
-        value counts; the ledger keeps it (docs/ledger.md).
+        value counts; the ledger keeps it (docs/ledger.md). `belongs_to` is the work that bears what no call uses, such
+        as start and warm time: by default `work`; nobody if the pool has a name, because others may use it too. Give it
+        if you have made the name for a work, such as a run whose steps share the pool.
         """
         secrets = SecretValues(secrets or {})  # error reports may show the variables of this frame
         pool = cls.__new__(cls)
@@ -99,6 +102,7 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
                 work=work,
                 secrets=secrets,
                 run_max_cost=run_max_cost,
+                belongs_to=belongs_to,
             )
         )
         return pool
@@ -389,15 +393,18 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
 
     @property
     def cost(self) -> float:
-        """USD spent so far; after the end the whole bill."""
+        """USD spent so far; after the end the whole bill.
+
+        Of a pool with a name: what the calls have cost that were made with this object and belong to no `PoolUse`.
+        """
         return self._session.cost
 
     def note_cost(self) -> None:
         """Write the cost so far into the ledger now, so that `sky.cost_of` is up to date; otherwise it is some seconds
         behind.
 
-        A process that has joined a pool with a name writes for how long its calls have held slots; the process that
-        keeps the pool writes the rest, every few seconds. Without an open pool nothing happens. Raises LedgerError, and
+        The process writes what the uses of the pool in it have cost; the process that keeps the pool writes the rest,
+        every few seconds. Without an open pool nothing happens. Raises LedgerError, and
         LeaseLost if the pool was condemned.
         """
         self._session.note_cost()

@@ -24,7 +24,10 @@ from skyward_core.worker.masking import SecretValues
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The checked arguments of a pool. `why_provider` says where the providers come from, if not from the caller."""
+    """The checked arguments of a pool. `why_provider` says where the providers come from, if not from the caller.
+
+    `belongs_to` is the work that bears what no call uses: empty for a pool to which its user has given a name.
+    """
 
     spec: PoolSpec
     providers: tuple[Provider, ...]
@@ -34,6 +37,7 @@ class Prepared:
     work: Work = NO_WORK
     given_secrets: SecretValues = field(default_factory=lambda: SecretValues({}))
     run_limit_usd: Decimal | None = None
+    belongs_to: Work = NO_WORK
 
     def log_provider(self) -> None:
         """Log which provider was chosen, and why, if the caller named none.
@@ -77,6 +81,7 @@ def prepare(
     work: Work = NO_WORK,
     secrets: Mapping[str, str] | None = None,
     run_max_cost: float | None = None,
+    belongs_to: Work | None = None,
 ) -> Prepared:
     """Complete and check the arguments of a pool. Raises BadRequest."""
     spec, providers, why_provider = complete(spec, credentials)
@@ -84,7 +89,9 @@ def prepare(
     spec.refuse_keep_warm_without_a_name()
     selection.able(spec, providers)
     limit = _run_limit(run_max_cost, spec, work)
-    return Prepared(spec, providers, why_provider, on_event, replace_object, work, SecretValues(secrets or {}), limit)
+    own = (work if spec.name is None else NO_WORK) if belongs_to is None else belongs_to
+    given = SecretValues(secrets or {})
+    return Prepared(spec, providers, why_provider, on_event, replace_object, work, given, limit, own)
 
 
 def _run_limit(run_max_cost: float | None, spec: PoolSpec, work: Work) -> Decimal | None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from skyward_core.errors import LedgerConflict, LedgerError
 from skyward_core.ledger.rows import CallState, SlotUse
+from skyward_core.work import Work
 from skyward_core.worker.wire import OutcomeKind
 
 if TYPE_CHECKING:
@@ -43,9 +44,9 @@ class CallLedger:
         self._has_warned = False
         self._again_at = 0.0
 
-    def starts(self, call_id: str, name: str, owner: str) -> None:
-        """Write that a call is about to be handed over. Raises nothing."""
-        self._write([CallState(call_id, name, owner, 0, "waiting", datetime.now(UTC))])
+    def starts(self, call_id: str, name: str, owner: str, work: Work) -> None:
+        """Write that a call is about to be handed over, for this work. Raises nothing."""
+        self._write([CallState(call_id, name, owner, 0, "waiting", datetime.now(UTC), work=work)])
 
     def note(self, *records: Mapping[str, Any]) -> None:
         """Write the states of records of the scheduler that are new. Raises nothing."""
@@ -128,6 +129,7 @@ def state_of(record: Mapping[str, Any], slots_at: Callable[[int], int], now: flo
         datetime.fromtimestamp(record["submitted_at"], UTC),
         None if record["ended_at"] is None else datetime.fromtimestamp(record["ended_at"], UTC),
         tuple(used),
+        Work.of(record["work"]),
     )
 
 

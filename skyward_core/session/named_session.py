@@ -49,8 +49,9 @@ class NamedSession(Session):
         secrets: SecretValues | None,
         pool_id: str,
         use: Keeper,
+        belongs_to: Work,
     ) -> None:
-        super().__init__(spec, providers, on_event, work, secrets, pool_id, use.guard)
+        super().__init__(spec, providers, on_event, work, secrets, pool_id, use.guard, belongs_to=belongs_to)
         self._use = use
         self.guard = use.guard
         """Whether this session keeps the pool. Once lost, it stays lost, even if this process becomes the steward again

@@ -109,10 +109,12 @@ class Session:
         pool_id: str = "",
         guard: StewardGuard | None = None,
         run_limit_usd: Decimal | None = None,
+        belongs_to: Work | None = None,
     ) -> None:
+        """`work` is that of this process; `belongs_to` bears what no call uses (None: the same)."""
         self.pool_id = pool_id or new_pool_id()
         self.spec = spec
-        self.work = work
+        self._belongs_to = work if belongs_to is None else belongs_to
         self.providers = tuple(providers)
         self.machines: lifecycle.PoolMachines | None = None
         self._emitter = EventEmitter(spec, on_event)
@@ -278,7 +280,7 @@ class Session:
         machine.
         """
         url, journal, spending_limit = self._bookkeeping.open_ledger(
-            undo, self.spec, self.providers[0], self.emit, self.work, self._guard
+            undo, self.spec, self.providers[0], self.emit, self._belongs_to, self._guard
         )
         # after the journal is closed: if killed in between, the reaper finds that the pool has ended
         undo.callback(self._leave_reaper_or_hang_up)

@@ -44,7 +44,6 @@ from skyward_core.session.pool_size import PoolSize, free_all, policy_of, ranks_
 from skyward_core.session.sealed_lease import SharedLease, find_lease
 from skyward_core.session.steward_guard import Keeper
 from skyward_core.spec import PoolSpec
-from skyward_core.work import Work
 
 if TYPE_CHECKING:
     from skyward_core.engine.certificates import PoolCertificate
@@ -64,7 +63,6 @@ class Stewardship:
         attached: Attached,
         spec: PoolSpec,
         providers: Sequence[Provider],
-        work: Work,
         secrets: SecretValues | None,
         use: Keeper,
         ledger: Ledger,
@@ -74,7 +72,6 @@ class Stewardship:
         self._pool_id = attached.lease.pool_id
         self._spec = spec
         self._providers = providers
-        self._work = work
         self._secrets = secrets
         self._use = use
         self._guard = use.guard
@@ -115,7 +112,7 @@ class Stewardship:
     def _adopt(self, undo: ExitStack, entry: PoolEntry, lease: Lease) -> Limits:
         provider, emit, meter = _provider_of(entry, self._providers), self._emitter.emit, self._emitter.meter
         _, journal, spending_limit = self._bookkeeping.open_ledger(
-            undo, self._spec, provider, emit, self._work, self._guard
+            undo, self._spec, provider, emit, entry.work, self._guard
         )
         slots = self._spec.concurrency * self._spec.workers_per_node
         journal.adopt(self._ledger.intents(pool_id=self._pool_id), entry.provider_account, slots)

@@ -34,6 +34,10 @@ LEAST_SECONDS = 1.0
 """The least time between two notes."""
 STOP_SECONDS = 5.0
 """How long the end of a use waits for its last calls, which were stopped: the time that they hold slots is counted."""
+UNSEEN_SECONDS = 3.0
+"""If no worker has told of running calls for so long, they wait there for slots that others hold. It tells twice a
+second.
+"""
 LOOK_SECONDS = 0.02
 LEDGER_BUSY_SECONDS = 10.0
 
@@ -66,6 +70,13 @@ def use_count(
         held * sum(known) / len(known) * SECONDS_PER_HOUR,
         age_seconds,
     )
+
+
+def slots_held(at_workers: int, seen_at: float | None, submitted_at: float, now: float) -> int:
+    """Return how many slots a use holds, of the batches that are at workers. `seen_at`: when workers have told of its
+    running calls last. Times are those of one clock, in seconds.
+    """
+    return at_workers if now - max(seen_at or submitted_at, submitted_at) <= UNSEEN_SECONDS else 0
 
 
 class UseBook:
@@ -142,6 +153,17 @@ class UseBook:
         while self._cluster.slots_held().get(use_id) and time.monotonic() < until:
             time.sleep(LOOK_SECONDS)
         self._end([use_id])
+
+    def note(self) -> None:
+        """Write now what the uses have had so far. Returns when it is in the ledger, or the ledger does not answer."""
+        written: Future[None] = Future()
+        with self._turn:
+            if self._is_closed:
+                return
+            self._note_at = time.monotonic()
+            self._waiting.append(written)
+            self._turn.notify()
+        written.result()
 
     def is_final(self, use_id: str) -> bool:
         """Return whether a use has ended, and the ledger has its end."""
@@ -234,5 +256,6 @@ class UseBook:
         self._learn_prices()
         own_time = self._cluster.owner.own_time
         now = time.monotonic()
-        since = max(own_time.seen_at(use_id) or 0.0, self._since.get(use_id, now))
+        seen_at, submitted_at = own_time.seen_at(use_id), self._since.get(use_id, now)
+        held, since = slots_held(held, seen_at, submitted_at, now), max(seen_at or 0.0, submitted_at)
         return use_count(own_time.of(use_id), self._prices, held, now - since if held else 0.0)

@@ -34,6 +34,7 @@ RETRIES, NAME = "skyward_retries", "skyward_name"
 and its function's name.
 """
 RUN_ID, IS_NAMED, RESULT_TTL, OWNER = "skyward_run_id", "skyward_is_named", "skyward_result_ttl", "skyward_owner"
+WORK = "skyward_work"
 """More of them, with their defaults: the id by which slots know the call (its own id); whether its id is kept when the
 call is forgotten (False); how many seconds after its end it is forgotten (never); a text that says for whom it is ("").
 """
@@ -84,6 +85,8 @@ class Detached:
     is_named: bool
     result_ttl: float | None
     owner: str = ""
+    work: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The fields of the work that has started it."""
     submitted_at: float = field(default_factory=time.time)
     ended_at: float | None = None
     state: str = "waiting"
@@ -226,6 +229,7 @@ class DetachedCalls:
             bool(annotations.get(IS_NAMED, False)),
             annotations.get(RESULT_TTL),
             str(annotations.get(OWNER, "")),
+            dict(annotations.get(WORK, {})),
         )
 
     def follow(self, key: str, start: str, finish: str, stimulus_id: str, news: Mapping[str, Any]) -> None:
@@ -291,6 +295,7 @@ class DetachedCalls:
             "call_id": call.call_id,
             "name": call.name,
             "owner": call.owner,
+            "work": call.work,
             "state": "running" if is_running else call.state,
             "worker": call.attempts[-1].worker if call.attempts else "",
             "runs": len(call.attempts),

@@ -1,5 +1,5 @@
-"""For how long the calls of each client, and of each use of the pool, have kept the slots of a worker busy, to split
-the costs of a shared pool.
+"""For how long the calls of each client, and of each use of the pool, have kept the slots of a worker busy: the bills
+of uses are made of it.
 
 A client is known by its topic, a use by its id (`key_of`). Detached calls are not counted here: they belong to no
 client, and the ledger has the time of each (docs/decisions/0029).

@@ -27,7 +27,6 @@ from skyward_core.cleanup import survey
 from skyward_core.cli.ui.pages import answers
 from skyward_core.cli.ui.server import PageServer
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.ledger.names_policy import Usage
 from skyward_core.ledger.rows import (
     BILLING_ROUNDING,
     Account,
@@ -40,6 +39,7 @@ from skyward_core.ledger.rows import (
     ResourceRequest,
     SlotUse,
 )
+from skyward_core.ledger.uses import NewUse, UseCount
 from skyward_core.live.metrics import NodeUse
 from skyward_core.machines.owner import Owner
 from skyward_core.providers import base
@@ -172,12 +172,13 @@ class Skyward:
 
     def open_named(self, work: Work = NO_WORK) -> None:
         """Open the pool `sky-named` with the name "nightly", which two processes and the owner of a detached call use."""
-        self.open("sky-named")
+        self.open("sky-named", name="nightly")
         terms: dict[str, Any] = {"owner": HERE, "terms": {}, "keep_warm_seconds": 60.0, "lease_seconds": 100.0}
         for client, its_work, seconds in (("a", NO_WORK, 30.0), ("b", work, 10.0)):
             self.ledger.names.claim("nightly", "sky-named", client, work=its_work, **terms)
             self.ledger.names.opened("nightly", 1)
-            self.ledger.names.renew(client, 100.0, Usage(seconds))
+            self.ledger.uses.write([NewUse(client, "sky-named", its_work, client)])
+            self.ledger.uses.write(counts={client: UseCount(seconds, seconds / 100)})
         used = (SlotUse("i", 1, 5.0),)
         call = CallState("c", "train", "dag", 1, "running", self.clock.now, None, used)
         self.ledger.note_calls("sky-named", [call])

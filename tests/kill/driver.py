@@ -385,7 +385,6 @@ class _Cluster:
 
     slots = 1
     is_idle = True
-    slot_seconds = 0.0
     busy_at = 0.0
     owner = SimpleNamespace(connection=None, futures={})
     topic = "the driver's"

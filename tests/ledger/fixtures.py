@@ -211,16 +211,19 @@ def claim(ledger: Ledger, client: str, name: str = "nightly", **changes: Any) ->
     return ledger.names.claim(name, f"sky-{client}", client, **{"lease_seconds": LEASE_SECONDS, **values})
 
 
-def begin(ledger: Ledger, pool_id: str, work: Work = NO_WORK) -> None:
+def begin(ledger: Ledger, pool_id: str, work: Work = NO_WORK, name: str = "") -> None:
     """Write the pool into the ledger, as its journal does."""
     expires_at = ledger.names.now() + timedelta(seconds=LEASE_SECONDS)
-    open_pool(ledger, pool_id, Owner.here(), lease_expires_at=expires_at, work=work)
+    open_pool(ledger, pool_id, Owner.here(), lease_expires_at=expires_at, work=work, name=name)
 
 
-def opened(ledger: Ledger, client: str = "a", **changes: Any) -> int:
-    """Open a name, up to the state in which others may join; return the epoch."""
+def opened(ledger: Ledger, client: str = "a", *, name_it: bool = False, **changes: Any) -> int:
+    """Open a name, up to the state in which others may join; return the epoch.
+
+    `name_it`: the row of the pool has its name. Without a work it belongs to nobody then.
+    """
     rent = claim(ledger, client, **changes)
     assert isinstance(rent, Rent)
-    begin(ledger, f"sky-{client}", changes.get("work", NO_WORK))
+    begin(ledger, f"sky-{client}", changes.get("work", NO_WORK), "nightly" if name_it else "")
     ledger.names.opened("nightly", rent.epoch)
     return rent.epoch

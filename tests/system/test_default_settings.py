@@ -167,8 +167,8 @@ def test_the_next_sweep_closes_the_bills(killed: dict[str, Killed]) -> None:
         assert buckets == pytest.approx(found["total_cost_usd"], abs=1e-6)
     users = receipts["opener"]["users"]
     running = receipts["opener"]["buckets"]["running calls"]["cost_usd"]
-    assert len(users) == 2
-    assert sum(user["cost_usd"] for user in users) == pytest.approx(running, abs=1e-6)
+    assert sorted(user["cost_usd"] > 0 for user in users) == [False, True], "one has waited for the slot of the other"
+    assert sum(user["cost_usd"] for user in users) <= running + 1e-6
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from skyward_core.cli import values
-from skyward_core.cli.options import SHOWN_ROWS, AsJson, open_settled_ledger
+from skyward_core.cli.options import SHOWN_ROWS, AsJson, Split, open_settled_ledger
 from skyward_core.cli.printing import iso, print_json, print_table, print_warnings
 from skyward_core.cli.views import cost as view
 
@@ -21,9 +21,10 @@ def cost(
     *,
     as_json: AsJson = False,
     by: Annotated[
-        Literal["day", "pool", "owner", "bucket", "run", "task", "asset"],
+        Literal["day", "pool", "owner", "bucket", "run", "task", "asset", "partition"],
         typer.Option(help="one line for each of these"),
     ] = "day",
+    split: Split = False,
     since: Annotated[
         datetime | None,
         typer.Option(parser=values.date, metavar="DATE", help="requested on this UTC day (2026-11-21) or later"),
@@ -45,7 +46,7 @@ def cost(
         raise typer.BadParameter(f"--until {iso(until)} is not after --since {iso(since)}: nothing is between them")
     unreadable: list[UnreadableRow] = []
     with open_settled_ledger(context) as ledger:
-        rows = ledger.cost_rows(CostBy(by), since=since, until=until, unreadable=unreadable)
+        rows = ledger.cost_rows(CostBy(by), since=since, until=until, split=split, unreadable=unreadable)
     if as_json:
         print_json({"by": by, "rows": [view.sum_of(row.key, [row]) for row in rows], "total": view.total(rows)})
     else:

@@ -10,6 +10,7 @@ from skyward_core.cli.printing import iso, money
 from skyward_core.errors import ZERO_USD
 
 if TYPE_CHECKING:
+    from skyward_core.ledger.rows import PoolEntry
     from skyward_core.ledger.users import PoolUser
 
 
@@ -18,6 +19,7 @@ def as_json(pool_id: str, users: Sequence[PoolUser], cost_usd: Decimal) -> dict[
         "pool": pool_id,
         "users": [_as_json(user, cost_usd) for user in users],
         "calls_cost_usd": float(_sum(users)),
+        "rest_usd": float(cost_usd - _sum(users)),
         "cost_usd": float(cost_usd),
     }
 
@@ -37,10 +39,11 @@ def _as_json(user: PoolUser, cost_usd: Decimal) -> dict[str, Any]:
     }
 
 
-def table(users: Sequence[PoolUser], cost_usd: Decimal) -> tuple[list[str], list[list[str]]]:
-    """Return heads and rows: the users, what was used for no call, and the total."""
+def table(pool: PoolEntry | None, users: Sequence[PoolUser], cost_usd: Decimal) -> tuple[list[str], list[list[str]]]:
+    """Return heads and rows: the users, what no call has used with who bears it, and the total."""
     heads = ["USER", ">PID", "STATE", "SINCE", ">SLOT SECONDS", ">SHARE", ">COST USD", "WORK"]
-    rest = ["(no calls)", "", "", "", "", "", money(float(cost_usd - _sum(users))), ""]
+    bearer = f"pool {pool.name}" if pool is not None and pool.belongs_to_nobody else "(no calls)"
+    rest = [bearer, "", "", "", "", "", money(float(cost_usd - _sum(users))), "" if pool is None else str(pool.work)]
     seconds = sum(user.slot_seconds for user in users)
     total = ["total", "", "", "", f"{seconds:.1f}", "", money(float(cost_usd)), ""]
     return heads, [*(_row(user, cost_usd) for user in users), rest, total]

@@ -280,25 +280,26 @@ def test_a_pool_whose_account_does_not_pay_for_the_warm_time_is_ended(
 
 
 def test_the_cost_so_far_is_in_the_ledger_when_it_is_wanted(name: str) -> None:
-    """Without `note_cost` it is some seconds behind. Sleeps: the cost of a bucket is by whole seconds."""
+    """Without `note_cost` it is some seconds behind."""
     works = [sky.Work(system="test", run=name, task=task) for task in ("open", "join")]
     spec = pool_of(name, price=3600).spec
     opener, other = [sky.ComputePool.from_spec(spec, work=work).open() for work in works]
     nap = sky.compute(lambda: time.sleep(1.2))
     with Ledger(default_url()) as ledger:
         try:
-            for pool, place in ((other, 1), (opener, 0)):
+            for pool in (other, opener):
                 nap() >> pool
                 pool.note_cost()
-                assert users_of(ledger, opener.id)[place].slot_seconds >= 1.2
-            assert sum(part.cost_usd for part in sky.cost_parts(works[0])) > 2
+                (mine,) = (user for user in users_of(ledger, opener.id) if user.work == pool.work)
+                assert mine.slot_seconds >= 1.2
+            assert sum(part.cost_usd for part in sky.cost_parts(works[0])) >= Decimal("1.2")
         finally:
             other.close()
             opener.close()
     parts = sky.cost_parts(sky.Work(system="test", run=name))
     assert {part.work for part in parts} == {*works}
     assert all(part.cost_usd > 0 and part.is_final for part in parts)
-    assert sum(part.cost_usd for part in parts) == Decimal(repr(opener.cost))
+    assert float(sum(part.cost_usd for part in parts)) == pytest.approx(opener.cost + other.cost, abs=2e-6)
     opener.note_cost()  # a closed pool has nothing to write
 
 

@@ -521,7 +521,7 @@ with Ledger(sys.argv[1]) as ledger:
 
 
 def test_a_full_disk_is_an_error_and_loses_nothing(file_ledger: Ledger, sqlite_url: str) -> None:
-    done = run_script(FILL, sqlite_url, str(200_000))
+    done = run_script(FILL, sqlite_url, str(300_000))
     assert done.returncode == 0, done.stderr
     written, _, message = done.stdout.partition(" ")
     assert "disk" in message

@@ -133,13 +133,13 @@ def test_a_pool_is_idle_since_the_last_call_of_any_client(ledger: Ledger, clock:
     assert activity(ledger) == Activity(users=1, calls=0, idle_since=joined_at)
     claim(ledger, "b")
     clock.go(100)
-    ledger.names.renew("a", LEASE_SECONDS, Usage(1.0, calls=2, idle_seconds=0.0))
-    ledger.names.renew("b", LEASE_SECONDS, Usage(2.0, calls=1, idle_seconds=0.0))
+    ledger.names.renew("a", LEASE_SECONDS, Usage(calls=2, idle_seconds=0.0))
+    ledger.names.renew("b", LEASE_SECONDS, Usage(calls=1, idle_seconds=0.0))
     assert activity(ledger) == Activity(users=2, calls=3)
-    ledger.names.renew("a", LEASE_SECONDS, Usage(1.0, idle_seconds=10.0))
-    ledger.names.leave("nightly", "b", Usage(2.0, calls=1, idle_seconds=0.0))
+    ledger.names.renew("a", LEASE_SECONDS, Usage(idle_seconds=10.0))
+    ledger.names.leave("nightly", "b", Usage(calls=1, idle_seconds=0.0))
     assert activity(ledger) == Activity(users=1, calls=0, idle_since=clock.time)
-    ledger.names.renew("a", LEASE_SECONDS, Usage(1.0, calls=2, idle_seconds=0.0))
+    ledger.names.renew("a", LEASE_SECONDS, Usage(calls=2, idle_seconds=0.0))
     busy_at = clock.time
     clock.go(LEASE_SECONDS + 1)
     assert activity(ledger) == Activity(users=0, calls=0, idle_since=busy_at)
@@ -158,28 +158,20 @@ def test_detached_calls_are_calls_of_the_pool(ledger: Ledger, clock: Clock) -> N
 
 
 def test_a_client_is_renewed_until_it_leaves(ledger: Ledger, clock: Clock) -> None:
-    """The time of its slots only grows: a write that comes late or twice changes nothing. It is written also at the
-    end, before the row says that the client has left, so that the receipt has it.
-    """
     opened(ledger)
     claim(ledger, "b")
     clock.go(100)
-    for seconds, recorded in ((1.5, 1.5), (1.5, 1.5), (0.0, 1.5), (2.0, 2.0)):
-        ledger.names.renew("b", LEASE_SECONDS, Usage(seconds))
-        assert ledger.names.clients("sky-a")[1].slot_seconds == recorded
+    ledger.names.renew("b", LEASE_SECONDS)
     assert ledger.names.clients("sky-a")[1].lease_expires_at == clock.time + timedelta(seconds=LEASE_SECONDS)
-    ledger.names.leave("nightly", "b", Usage(3.0))
+    ledger.names.leave("nightly", "b")
     left_at = clock.time
     clock.go(5)
-    ledger.names.closed("b", Usage(4.5))
     ledger.names.closed("b")
-    client = ledger.names.clients("sky-a")[1]
-    assert (client.slot_seconds, client.left_at) == (4.5, left_at)
+    assert ledger.names.clients("sky-a")[1].left_at == left_at
     with pytest.raises(LeaseLost):
-        ledger.names.renew("b", LEASE_SECONDS, Usage(9.0))
-    assert ledger.names.leave("nightly", "a", Usage(3.0)) is NameState.CLOSING
-    client = ledger.names.clients("sky-a")[0]
-    assert (client.slot_seconds, client.left_at) == (3.0, None)
+        ledger.names.renew("b", LEASE_SECONDS)
+    assert ledger.names.leave("nightly", "a") is NameState.CLOSING
+    assert ledger.names.clients("sky-a")[0].left_at is None
 
 
 def test_a_pool_that_no_client_can_reach_is_condemned(ledger: Ledger, clock: Clock) -> None:

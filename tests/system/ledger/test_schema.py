@@ -17,10 +17,12 @@ from sqlalchemy import create_engine, inspect, text
 
 from skyward_core.errors import LedgerError
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.ledger.rows import Account, CallState, CostBy, Period, Price
+from skyward_core.ledger.rows import Account, Bucket, CallState, CostBy, Period, Price
 from skyward_core.ledger.schema import ALEMBIC_TABLE, MIGRATIONS, migrate, schema_version
 from skyward_core.ledger.tables import METADATA, WORK_COLUMNS
+from skyward_core.ledger.users import users_of
 from skyward_core.machines.offers import Extra
+from skyward_core.work import Work
 from tests.ledger.fixtures import (
     NOON,
     TRAIN,
@@ -38,6 +40,12 @@ from tests.ledger.fixtures import (
 NEWEST = len(MIGRATIONS)
 UNDONE: dict[str, tuple[str, ...]] = {
     "before Alembic": (f"DROP TABLE {ALEMBIC_TABLE}",),
+    "12": (
+        "ALTER TABLE skyward_pools DROP COLUMN name",
+        "ALTER TABLE skyward_shares DROP COLUMN owner",
+        "DROP INDEX skyward_calls_by_run",
+        *(f"ALTER TABLE skyward_calls DROP COLUMN {name}" for name in WORK_COLUMNS),
+    ),
     "11": ("DROP TABLE skyward_uses", "ALTER TABLE skyward_clients DROP COLUMN topic"),
     "10": tuple(
         f"ALTER TABLE skyward_{table} DROP COLUMN {prefix}_{column}"
@@ -153,6 +161,24 @@ def test_an_old_ledger_is_migrated(ledger: Ledger, version: str) -> None:
         assert newer.names.activity(["sky-a"])["sky-a"].users == 2
     if version.isdigit():  # else Alembic's version is written by the next migration
         assert versions(url_of(ledger)) == (str(NEWEST), str(NEWEST))
+
+
+def test_processes_of_a_release_without_uses_keep_their_parts(ledger: Ledger) -> None:
+    """Such a bill split the cost of running calls by the time of slots when it was read: now each process has a use."""
+    opened(ledger, work=Work(run="1"))
+    for client, run in (("b", "2"), ("c", "3")):
+        claim(ledger, client, work=Work(run=run))
+    (machine,) = ledger.intend_all("sky-a", [resource_request("m", "sky-a", Price(USD("3.6")))])
+    ledger.bind(machine.id, "i-m")
+    ledger.note_all({machine.id: {Bucket.RUNNING_CALLS: 300, Bucket.IDLE: 100}})
+    with ledger._database.write() as connection:
+        for client, milliseconds in (("a", 100_000), ("b", 200_000)):
+            values = f"slot_milliseconds = {milliseconds} WHERE id = '{client}'"
+            connection.exec_driver_sql(f"UPDATE skyward_clients SET {values}")
+    with Ledger(make_old(ledger, "12")) as newer:
+        assert bill(newer, CostBy.RUN, pool_id="sky-a") == {"1": (1, USD("0.2")), "2": (0, USD("0.2"))}
+        users = users_of(newer, "sky-a")
+        assert [(user.slot_seconds, user.cost_usd) for user in users] == [(100, USD("0.1")), (200, USD("0.2")), (0, 0)]
 
 
 def test_a_migration_that_fails_changes_nothing_and_a_newer_ledger_is_refused(ledger: Ledger) -> None:

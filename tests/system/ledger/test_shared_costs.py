@@ -1,5 +1,6 @@
 """The cost of a pool that several processes use: by user, by work, of warm time, and of detached calls."""
 
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -9,15 +10,16 @@ from skyward_core.cleanup.ends import Ends
 from skyward_core.cleanup.pool_record import close_entries
 from skyward_core.errors import LedgerConflict
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.ledger.names_policy import Join, NameState, Rent, Usage
+from skyward_core.ledger.names_policy import Join, NameState, Rent
 from skyward_core.ledger.receipt import receipt
 from skyward_core.ledger.rows import Bucket, CallState, CostBy, Price, SlotUse
 from skyward_core.ledger.users import users_of
+from skyward_core.ledger.uses import NewUse, UseCount
 from skyward_core.ledger.warm_time import with_warm
-from skyward_core.ledger.work_costs import Recorded, parts_of
+from skyward_core.ledger.work_costs import Bearer, Recorded, parts_of
 from skyward_core.machines.owner import Owner
 from skyward_core.work import NO_WORK, Work
-from tests.ledger.fixtures import LEASE_SECONDS, NOON, USD, Clock, claim, open_pool, opened, resource_request
+from tests.ledger.fixtures import NOON, USD, Clock, claim, open_pool, opened, resource_request
 
 OPENER, JOINED = (Work(system="prefect", workflow="train", run=run) for run in ("1", "2"))
 FIT = Work(system="prefect", workflow="train", run="2", task="fit")
@@ -39,80 +41,87 @@ def adds_up(ledger: Ledger) -> None:
     assert sum(row.on_demand_usd for row in buckets) == whole.on_demand_usd
 
 
-def test_the_busy_cost_is_split_by_the_time_of_slots(ledger: Ledger, clock: Clock) -> None:
-    """To the micro-dollar: 0.1 USD among three of equal use. A killed client keeps what it had written last."""
-    opened(ledger)
-    claim(ledger, "b", work=Work(system="cron", run="1"))
-    claim(ledger, "c")
-    ledger.note_all({rented(ledger): {Bucket.RUNNING_CALLS: 360, Bucket.IDLE: 3600}})
-    for client in "abc":
-        ledger.names.renew(client, LEASE_SECONDS, Usage(120.0))
-    ledger.names.leave("nightly", "a")
-    clock.go(LEASE_SECONDS + 1)
-    users = users_of(ledger, "sky-a")
-    assert [user.cost_usd for user in users] == [USD("0.033334"), USD("0.033333"), USD("0.033333")]
-    assert [(user.name, user.slot_seconds) for user in users] == [(Owner.here().name, 120.0)] * 3
-    assert [(user.left_at is None, user.lives) for user in users] == [(False, False), (True, False), (True, False)]
-    assert users[1].work == Work(system="cron", run="1")
+def held(ledger: Ledger, use_id: str, work: Work, client: str, usd: str, slot_seconds: float = 100.0) -> None:
+    """A use of a process that has held slots."""
+    count = {use_id: UseCount(slot_seconds, float(usd))}
+    ledger.uses.write([NewUse(use_id, "sky-a", work, client)], ended=count)
 
 
-def test_detached_calls_are_users_by_their_owners(ledger: Ledger, clock: Clock) -> None:
-    """They belong to no process: each has its time in the ledger. A pool without a name has no users."""
-    opened(ledger)
-    ledger.note_all({rented(ledger): {Bucket.RUNNING_CALLS: 3600}})
-    ledger.names.renew("a", LEASE_SECONDS, Usage(10.0))
-    used = (SlotUse("i-1", 1, 15.0),)
+def test_detached_calls_are_users_by_their_owners_and_works(ledger: Ledger, clock: Clock) -> None:
+    """Each has the price of the slots that it has held. A pool without a name and without uses has no users."""
+    opened(ledger, name_it=True)
+    ledger.note_all({rented(ledger, "3.6"): {Bucket.RUNNING_CALLS: 3600}})
+    used = (SlotUse("i-1", 2, 15.0),)
     ended = clock.time + timedelta(seconds=15)
     calls = [
-        CallState("1", "f", "dag/train", 1, "ended", clock.time, ended, used),
-        CallState("2", "f", "dag/train", 1, "ended", clock.time, ended, used),
+        CallState("1", "f", "dag/train", 1, "ended", clock.time, ended, used, FIT),
+        CallState("2", "f", "dag/train", 1, "ended", clock.time, ended, used, FIT),
         CallState("3", "f", "dag/other", 1, "running", clock.time, None, ()),
         CallState("4", "f", "dag/other", 1, "ended", clock.time, ended, ()),
     ]
     ledger.note_calls("sky-a", calls)
     process, other, train = users_of(ledger, "sky-a")
-    assert (process.cost_usd, other.cost_usd, train.cost_usd) == (USD("0.25"), 0, USD("0.75"))
-    assert (train.name, train.is_detached, train.left_at, train.lives) == ("dag/train", True, ended, False)
-    assert (other.left_at, other.lives) == (None, True)
+    assert (process.cost_usd, other.cost_usd, train.cost_usd) == (0, 0, USD("0.015"))
+    assert (train.name, train.work, train.is_detached, train.lives) == ("dag/train", FIT, True, False)
+    assert (train.left_at, other.left_at, other.lives) == (ended, None, True)
     ledger.note_calls("p", calls)
     assert users_of(ledger, "p") == []
 
 
-def test_the_receipt_has_the_split(ledger: Ledger) -> None:
-    """Its parts and the other buckets add up to the whole cost."""
+def test_the_receipt_has_the_uses(ledger: Ledger) -> None:
+    """With what is left of each bucket they add up to the whole cost."""
     opened(ledger)
     claim(ledger, "b")
-    machine = rented(ledger)
+    machine = rented(ledger, "3.6")
     ledger.note_all({machine: {Bucket.LAUNCHING: 7, Bucket.RUNNING_CALLS: 101, Bucket.IDLE: 13}})
-    ledger.names.leave("nightly", "a", Usage(2.0))
-    ledger.names.closed("b", Usage(1.0))
+    held(ledger, "1", NO_WORK, "a", "0.002", 2.0)
+    held(ledger, "2", JOINED, "b", "0.001", 1.0)
     ledger.close_all([machine], "it is gone")
     ledger.end_pool("sky-a")
     paper = receipt(ledger, "sky-a")
-    assert [user["slot_seconds"] for user in paper["users"]] == [2.0, 1.0]
-    parts = sum(USD(repr(user["cost_usd"])) for user in paper["users"])
-    assert parts == USD(repr(paper["buckets"]["running calls"]["cost_usd"])) > 0
-    others = sum(USD(repr(its["cost_usd"])) for name, its in paper["buckets"].items() if name != "running calls")
-    assert parts + others == USD(repr(paper["total_cost_usd"]))
-    assert parts + others == sum(row.cost_usd for row in ledger.cost_rows(CostBy.POOL, pool_id="sky-a"))
+    assert [(user["slot_seconds"], user["cost_usd"]) for user in paper["users"]] == [(2.0, 0.002), (1.0, 0.001)]
+    assert paper["buckets"]["running calls"]["cost_usd"] == 0.101
+    assert sum(USD(repr(its["cost_usd"])) for its in paper["buckets"].values()) == USD(repr(paper["total_cost_usd"]))
 
 
-def used(ledger: Ledger) -> None:
-    """A pool of the flow run 1 at 3.6 USD an hour, which a process of run 2 has used for as long; 400 s were busy."""
-    opened(ledger, work=OPENER)
+@pytest.mark.parametrize(
+    ("seconds", "held_usd", "expected"),
+    [
+        ({Bucket.RUNNING_CALLS: 2, Bucket.IDLE: 5, Bucket.WARM: 111}, "0.0101", (0.0101, 0.0, 0.1079)),
+        ({Bucket.RUNNING_CALLS: 20, Bucket.IDLE: 5}, "0.0101", (0.02, 0.005, 0.0)),
+        ({Bucket.LAUNCHING: 3}, "0.5", (0.003, 0.0, 0.0)),
+    ],
+    ids=["nobody kept the pool while they ran", "slots beside them were empty", "more than the machines cost"],
+)
+def test_the_time_of_running_calls_is_not_less_than_that_of_the_uses(
+    ledger: Ledger, seconds: dict[Bucket, float], held_usd: str, expected: tuple[float, float, float]
+) -> None:
+    opened(ledger)
+    ledger.note_all({rented(ledger, "3.6"): seconds})
+    held(ledger, "1", NO_WORK, "a", held_usd)
+    rows = {row.key: row for row in ledger.cost_rows(CostBy.BUCKET)}
+    costs = tuple(float(rows[bucket].cost_usd) for bucket in (Bucket.RUNNING_CALLS, Bucket.IDLE, Bucket.WARM))
+    assert costs == expected
+    assert rows[Bucket.RUNNING_CALLS].seconds == pytest.approx(expected[0] * 1000)
+    adds_up(ledger)
+
+
+def used(ledger: Ledger, work: Work = OPENER, **changes: Any) -> None:
+    """A pool of the flow run 1 at 3.6 USD an hour, which processes of the runs 1 and 2 have used."""
+    opened(ledger, work=work, **changes)
     claim(ledger, "b", work=JOINED)
     buckets = {Bucket.LAUNCHING: 100, Bucket.RUNNING_CALLS: 400, Bucket.IDLE: 50, Bucket.WARM: 450}
     ledger.note_all({rented(ledger, "3.6"): buckets})
-    for client in "ab":
-        ledger.names.renew(client, LEASE_SECONDS, Usage(200.0))
+    held(ledger, "1", OPENER, "a", "0.1")
+    held(ledger, "2", JOINED, "b", "0.2")
 
 
-def cost(ledger: Ledger, by: CostBy, work: Work = NO_WORK) -> dict[str, Any]:
-    return {row.key: row.cost_usd for row in ledger.cost_rows(by, work=work)}
+def cost(ledger: Ledger, by: CostBy, work: Work = NO_WORK, *, split: bool = False) -> dict[str, Any]:
+    return {row.key: row.cost_usd for row in ledger.cost_rows(by, work=work, split=split)}
 
 
 def test_the_cost_of_a_work_is_its_part_of_the_pools_that_it_has_used(ledger: Ledger) -> None:
-    """The opening, idle and warm time are for the run that has opened it; the tasks of a run are within its part."""
+    """Start, idle and warm time are for the run to which it belongs; the tasks of a run are within its part."""
     used(ledger)
     by_run = {"prefect:train/1": USD("0.8"), "prefect:train/2": USD("0.2")}
     assert cost(ledger, CostBy.POOL, JOINED) == {"sky-a": USD("0.2")}
@@ -120,12 +129,67 @@ def test_the_cost_of_a_work_is_its_part_of_the_pools_that_it_has_used(ledger: Le
     assert cost(ledger, CostBy.POOL, Work(system="prefect")) == {"sky-a": USD(1)}
     assert cost(ledger, CostBy.RUN, JOINED) == {"prefect:train/2": USD("0.2")}
     assert cost(ledger, CostBy.POOL, Work(run="another")) == {}
-    assert cost(ledger, CostBy.RUN) == by_run
+    assert cost(ledger, CostBy.RUN) == cost(ledger, CostBy.RUN, split=True) == by_run
     ledger.set_shares("sky-a", {FIT: USD("0.15")}, keeps_others=True)
     assert cost(ledger, CostBy.RUN) == by_run
     assert cost(ledger, CostBy.TASK) == {"prefect:train/fit": USD("0.15"), "(no task)": USD("0.85")}
     assert sum(row.resources for row in ledger.cost_rows(CostBy.RUN)) == 1
     assert cost(ledger, CostBy.POOL)["sky-a"] == USD(1)
+
+
+@pytest.mark.parametrize("by", [CostBy.RUN, CostBy.TASK, CostBy.ASSET, CostBy.PARTITION, CostBy.OWNER])
+def test_the_rest_of_a_pool_that_belongs_to_nobody_is_its_own(ledger: Ledger, clock: Clock, by: CostBy) -> None:
+    """Never silently its opener's; the same after pruning. By owner its users are the processes, wherever they are."""
+    work = Work(system="prefect", workflow="train", run="3", task="fit", asset="model", partition="2026-11")
+    used(ledger, NO_WORK, name_it=True)
+    claim(ledger, "c", owner=replace(Owner.here(), user="bob"), work=work)
+    held(ledger, "3", work, "c", "0.05")
+    nobody = {"pool nightly": USD("0.65")}
+    here = Owner.here().name
+    expected = {
+        CostBy.RUN: {"prefect:train/1": USD("0.1"), "prefect:train/2": USD("0.2"), "prefect:train/3": USD("0.05")},
+        CostBy.TASK: {"(no task)": USD("0.3"), "prefect:train/fit": USD("0.05")},
+        CostBy.ASSET: {"(no asset)": USD("0.3"), "model": USD("0.05")},
+        CostBy.PARTITION: {"(no partition)": USD("0.3"), "2026-11": USD("0.05")},
+        CostBy.OWNER: {here: USD("0.3"), here.replace(here.split("@")[0], "bob", 1): USD("0.05")},
+    }
+    before = expected[by] | nobody
+    assert cost(ledger, by) == before
+    ledger.close_all([1], "it is gone")
+    ledger.end_pool("sky-a")
+    assert ledger.prune(clock.time + timedelta(days=1), is_dry_run=False).pools == 1
+    assert cost(ledger, by) == before
+
+
+def test_the_rest_of_a_pool_is_divided_where_the_reader_asks_for_it(ledger: Ledger) -> None:
+    """In proportion to what the users have cost; equally if that is nothing. It adds up to the micro-dollar."""
+    used(ledger, NO_WORK, name_it=True)
+    whole = {"prefect:train/1": USD("0.333333"), "prefect:train/2": USD("0.666667"), "pool nightly": USD(0)}
+    assert cost(ledger, CostBy.RUN, split=True) == whole
+    assert [user.cost_usd for user in users_of(ledger, "sky-a")] == [USD("0.1"), USD("0.2")]
+    assert [user.cost_usd for user in users_of(ledger, "sky-a", split=True)] == [USD("0.333333"), USD("0.666667")]
+    claim(ledger, "c")
+    assert [user.cost_usd for user in users_of(ledger, "sky-a", split=True)][2] == 0, "it has made no calls"
+    parts = {(part.work, part.pool): part.cost_usd for part in ledger.cost_parts(NO_WORK) if part.pool_id == "sky-a"}
+    assert parts == {(OPENER, ""): USD("0.1"), (JOINED, ""): USD("0.2"), (NO_WORK, "nightly"): USD("0.7")}
+    assert [part.pool for part in ledger.cost_parts(Work(system="prefect"))] == ["", ""]
+
+
+def test_a_pool_whose_users_have_cost_nothing_is_divided_equally(ledger: Ledger) -> None:
+    opened(ledger, name_it=True)
+    ledger.note_all({rented(ledger, "3.6"): {Bucket.IDLE: 3}})
+    assert cost(ledger, CostBy.RUN, split=True)["pool nightly"] == USD("0.003"), "it has no users"
+    for number in (1, 2):
+        held(ledger, str(number), Work(run=str(number)), "a", "0", 0.0)
+    by_run = cost(ledger, CostBy.RUN, split=True)
+    assert (by_run["1"], by_run["2"], by_run["pool nightly"]) == (USD("0.0015"), USD("0.0015"), 0)
+
+
+def test_a_use_without_a_work_is_no_rest(ledger: Ledger) -> None:
+    opened(ledger, name_it=True)
+    ledger.note_all({rented(ledger, "3.6"): {Bucket.RUNNING_CALLS: 100}})
+    held(ledger, "1", NO_WORK, "a", "0.04")
+    assert cost(ledger, CostBy.RUN) == {"(no run)": USD("0.04"), "pool nightly": USD("0.06")}
 
 
 def test_the_parts_of_the_cost_for_a_work_are_those_of_exact_works(ledger: Ledger) -> None:
@@ -147,19 +211,23 @@ def test_the_parts_of_the_cost_for_a_work_are_those_of_exact_works(ledger: Ledge
 
 
 @pytest.mark.parametrize(
-    ("owner", "first", "second"), [("dag", "0.9", "0.1"), (str(JOINED), "0.7", "0.3")], ids=["the pool's", "a user's"]
+    ("work", "first", "second"),
+    [(NO_WORK, "0.8", "0.2"), (OPENER, "0.8", "0.2"), (JOINED, "0.4", "0.6")],
+    ids=["of no work", "the pool's", "another's"],
 )
-def test_whose_cost_a_detached_call_is(ledger: Ledger, owner: str, first: str, second: str) -> None:
-    """Of the user whose work its owner names, or of the work of the pool."""
+def test_a_detached_call_is_for_the_work_that_has_started_it(
+    ledger: Ledger, work: Work, first: str, second: str
+) -> None:
+    """At the price of its slots. Of an attached process without a work it is for that of the pool."""
     used(ledger)
-    call = CallState("1", "f", owner, 1, "ended", NOON, NOON, (SlotUse("i-1", 1, 400.0),))
+    call = CallState("1", "f", "dag", 1, "ended", NOON, NOON, (SlotUse("i-1", 1, 400.0),), work)
     ledger.note_calls("sky-a", [call])
     assert cost(ledger, CostBy.RUN) == {"prefect:train/1": USD(first), "prefect:train/2": USD(second)}
     assert cost(ledger, CostBy.POOL, JOINED) == {"sky-a": USD(second)}
 
 
 def test_the_bill_by_run_is_the_same_after_pruning(ledger: Ledger, clock: Clock) -> None:
-    """The rows of the users are deleted then; their parts stay as shares."""
+    """The rows of the uses are deleted then; their parts stay as shares."""
     used(ledger)
     ledger.set_shares("sky-a", {FIT: USD("0.15")})
     before = cost(ledger, CostBy.RUN), cost(ledger, CostBy.TASK), cost(ledger, CostBy.POOL, JOINED)
@@ -171,17 +239,16 @@ def test_the_bill_by_run_is_the_same_after_pruning(ledger: Ledger, clock: Clock)
 
 
 def test_the_parts_of_a_pool() -> None:
-    """Shares that exceed a user's part leave it none; attempts of one run have one part; a process without a work has
-    its part too, and takes no shares of others.
+    """Shares that exceed a use's part leave it none; uses of one work have one part; one without a work has its part
+    too, and takes no shares of others.
     """
-    task = Work(run="2", task="fit")
-    use = Recorded(
-        shares=[(task, 60)], users=[(Work(run="2"), 5), (NO_WORK, 5), (Work(run="2"), 0), (Work(run="1"), 0)]
-    )
-    assert parts_of(Work(run="1"), 100, use) == [(task, 60), (NO_WORK, 50)]
-    use.shares = [(task, 20)]
-    assert parts_of(Work(run="1"), 100, use) == [(task, 20), (Work(run="2"), 30), (NO_WORK, 50)]
-    assert parts_of(Work(run="1"), 100, Recorded(detached_milliseconds=7)) == []
+    run, task, nobody = Bearer(Work(run="2")), Bearer(Work(run="2", task="fit")), Bearer()
+    own = Bearer(Work(run="1"))
+    recorded = Recorded(own, [(task, 60)], [(run, 50), (nobody, 50), (run, 0), (own, 7)])
+    assert parts_of(recorded) == [(task, 60), (nobody, 50)]
+    recorded.shares = [(task, 20)]
+    assert parts_of(recorded) == [(task, 20), (run, 30), (nobody, 50)]
+    assert parts_of(Recorded(own, held=[(run, 0)])) == [(run, 0)], "zero is a value"
 
 
 LAUNCHED = {Bucket.LAUNCHING: 10.0, Bucket.IDLE: 20.0}

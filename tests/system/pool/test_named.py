@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -160,28 +161,59 @@ def users(pool_id: str) -> list[PoolUser]:
         return users_of(ledger, pool_id)
 
 
-def test_each_process_pays_for_the_slots_of_its_calls(name: str, tmp_path: Path) -> None:
-    opener, other = pool_of(name, price=3600).open(), pool_of(name, price=3600).open()
+@pytest.mark.parametrize("belongs_to", [None, sky.Work(system="cron", run="nightly")], ids=["nobody", "a work"])
+def test_each_process_pays_for_the_slots_of_its_calls(name: str, tmp_path: Path, belongs_to: sky.Work | None) -> None:
+    """Live and at the end, the opener and who has joined; calls name no `PoolUse`. The rest is that of the pool, or of the work for
+    which a program has made the name.
+    """
+    works = [sky.Work(system="test", run=name, task=task) for task in ("open", "join")]
+    spec = pool_of(name, price=3600).spec
+    opener, other = (sky.ComputePool.from_spec(spec, work=work, belongs_to=belongs_to).open() for work in works)
 
     def held_by(pool: sky.ComputePool, place: int, seconds: float) -> float:
         go = tmp_path / f"{place}"
         call = pool.submit(hold(str(go)))
-        wait_until(lambda: users(opener.id)[place].slot_seconds > seconds, "the running call to be in the ledger")
+        wait_until(lambda: (its := used_by(opener.id, works[place])) and its.slot_seconds > seconds, "a note of it")
         go.touch()
         return call.result(60)
 
     try:
-        long = held_by(other, 1, 2.0)
-        assert users(opener.id)[0].slot_seconds == 0
+        long = held_by(other, 1, 1.0)
+        assert used_by(opener.id, works[0]).slot_seconds == 0, "it has made no call"
         short = held_by(opener, 0, 0.2)
+        detached = other.start_detached(hold(str(tmp_path / "1")), owner="a friend")
+        detached.result(60)
+        other.note_cost()
+        assert other.cost == pytest.approx(float(used_by(opener.id, works[1]).cost_usd), abs=1e-6)
     finally:
         other.close()
         opener.close()
-    first, second = users(opener.id)
-    assert first.slot_seconds == pytest.approx(short, abs=0.5)
-    assert second.slot_seconds == pytest.approx(long, abs=0.5)
-    assert min(first.cost_usd, second.cost_usd) > 0
-    assert (second.cost_usd > first.cost_usd) == (second.slot_seconds > first.slot_seconds)
+    first, second = (used_by(opener.id, work) for work in works)
+    assert (first.slot_seconds, second.slot_seconds) == (pytest.approx(short, abs=0.5), pytest.approx(long, abs=0.5))
+    assert other.cost == pytest.approx(float(second.cost_usd), abs=1e-6)
+    assert float(second.cost_usd) == pytest.approx(second.slot_seconds * 1.0, rel=0.01)
+    (call,) = (user for user in users(opener.id) if user.is_detached)
+    assert (call.name, call.work, call.cost_usd > 0) == ("a friend", works[1], True)
     assert opener.receipt is not None
-    assert first.cost_usd + second.cost_usd == pytest.approx(opener.receipt["buckets"]["running calls"]["cost_usd"])
-    assert [user["cost_usd"] for user in opener.receipt["users"]] == [float(first.cost_usd), float(second.cost_usd)]
+    total = Decimal(repr(opener.receipt["total_cost_usd"]))
+    assert {user["cost_usd"] for user in opener.receipt["users"]} == {float(user.cost_usd) for user in users(opener.id)}
+    assert opener.receipt["buckets"]["running calls"]["cost_usd"] >= sum(
+        float(one.cost_usd) for one in users(opener.id)
+    )
+    rest = total - first.cost_usd - second.cost_usd - call.cost_usd
+    costs = {part.work: part.cost_usd for part in sky.cost_parts(sky.Work()) if part.pool_id == opener.id}
+    assert costs == {
+        works[0]: first.cost_usd,
+        works[1]: second.cost_usd + call.cost_usd,
+        belongs_to or sky.Work(): rest,
+    }
+    if belongs_to is None:
+        assert opener.cost == pytest.approx(float(first.cost_usd), abs=1e-6)
+        assert sky.receipts_of(works[0]) == []
+    else:
+        assert opener.cost == float(total)
+        assert [one["pool_id"] for one in sky.receipts_of(belongs_to)] == [opener.id]
+
+
+def used_by(pool_id: str, work: sky.Work) -> PoolUser:
+    return next(user for user in users(pool_id) if user.work == work and not user.is_detached)

@@ -38,7 +38,7 @@ def test_ps_lists_open_pools(skyward: Skyward) -> None:
 
 
 def test_a_pool_with_a_name_shows_it_and_how_many_use_it(skyward: Skyward) -> None:
-    """`stop`, `users`, `why` and `receipt` take the name too. Two USD were spent while calls ran, and are split by slot seconds."""
+    """`stop`, `users`, `why` and `receipt` take the name too. What no call has used of two USD is a row of the pool."""
     skyward.open("sky-plain", age_seconds=7200)
     skyward.open_named(Work(system="cron", run="2"))
     output = lines(skyward("ps"))
@@ -49,9 +49,13 @@ def test_a_pool_with_a_name_shows_it_and_how_many_use_it(skyward: Skyward) -> No
     assert (named["name"], named["users"], named["warm_until"]) == ("nightly", 2, None)
     rows = lines(skyward("users nightly"))
     assert rows[0] == ["USER", "PID", "STATE", "SINCE", "SLOT SECONDS", "SHARE", "COST USD", "WORK"]
-    assert [row[0] for row in rows[1:]] == [HERE.name, HERE.name, "detached calls of dag", "(no calls)", "total"]
+    assert [row[0] for row in rows[1:]] == [HERE.name, HERE.name, "detached calls of dag", "pool nightly", "total"]
     assert rows[1][1] == str(HERE.pid)
-    assert [row[4:7] for row in rows[1:3]] == [["30.0", "66.7%", "1.3333"], ["10.0", "22.2%", "0.4444"]]
+    assert [row[4:7] for row in rows[1:3]] == [["30.0", "15.0%", "0.3000"], ["10.0", "5.0%", "0.1000"]]
+    assert rows[4][1] == "1.6000"
+    split = lines(skyward("users nightly --split"))
+    assert [row[6] for row in split[1:3]] == ["1.5000", "0.5000"]
+    assert split[4][1] == "0.0000"
     assert (rows[2][-1], rows[-1][-1]) == ("cron:2", "2.0000")
     assert lines(skyward("users sky-named")) == rows
     for command in ("why", "receipt"):

@@ -130,5 +130,5 @@ def test_the_clock_of_an_open_pool_looks_after_lease_money_work_and_reaper(monke
 def test_an_attached_pool_that_is_collected_in_a_fork_stays_attached(process: int, stopped: int) -> None:
     """Its connections belong to the process that has attached."""
     reasons: list[str] = []
-    _left(SimpleNamespace(stop=reasons.append), process)  # type: ignore[arg-type]
+    _left(SimpleNamespace(stop=reasons.append), SimpleNamespace(close=list), process)  # type: ignore[arg-type]
     assert len(reasons) == stopped

@@ -13,12 +13,21 @@ from skyward_core.ledger.rows import SlotUse
 from skyward_core.machines.owner import Owner
 from skyward_core.session import call_ledger
 from skyward_core.session.call_ledger import CallLedger, state_of
+from skyward_core.work import NO_WORK
 from skyward_core.worker.wire import OutcomeKind
 
 
 def record(state: str, *attempts: tuple[float, float | None], **fields: Any) -> dict[str, Any]:
     its = [(f"{node}-0", f"i-{node}", began, ended, "") for node, (began, ended) in enumerate(attempts)]
-    known = {"call_id": "c", "name": "train", "owner": "dag/run", "state": state, "outcome": "", "seconds": None}
+    known = {
+        "call_id": "c",
+        "name": "train",
+        "owner": "dag/run",
+        "state": state,
+        "outcome": "",
+        "seconds": None,
+        "work": {},
+    }
     return {**known, "submitted_at": 1000.0, "ended_at": None, "attempts": its, **fields}
 
 
@@ -60,7 +69,7 @@ def test_a_ledger_that_is_away_is_logged_once_and_tried_again(tmp_path: Path, mo
     (tmp_path / "a file").touch()
     logged = list[int]()
     calls = CallLedger("p", lambda _: 1, lambda level, *_: logged.append(level))
-    calls.starts("c", "train", "dag/run")
+    calls.starts("c", "train", "dag/run", NO_WORK)
     calls.note(record("running", (1001.0, None)))
     assert logged == [logging.WARNING, logging.DEBUG]
     monkeypatch.setenv("SKYWARD_LEDGER", url)

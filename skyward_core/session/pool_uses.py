@@ -1,0 +1,98 @@
+"""The uses of one open pool in this process: their book, made when it is needed, and the use of calls that name none.
+
+    none ──the first such call──▶ begun: in the ledger before that call ──the pool is left──▶ ended, its cost is final
+      └──the ledger does not answer──▶ counted all the same, and written with a later call, or at the end
+
+A pool with a name may be shared, so all of its calls belong to a use: docs/decisions/0045.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from skyward_core.errors import LedgerError, PoolClosed
+
+if TYPE_CHECKING:
+    from skyward_core.session.use_book import UseBook
+    from skyward_core.work import Work
+
+AGAIN_SECONDS = 5.0
+"""The least time between two tries to write a use while the ledger does not answer: each makes a call wait."""
+
+
+class PoolUses:
+    """The uses of one open pool. Knows nothing of the pool object, so that a forgotten pool can be collected.
+
+    `make_book` may raise LedgerError. `work` is that of calls that name no use. `log` takes a level, a message and its
+    arguments.
+    """
+
+    def __init__(self, make_book: Callable[[], UseBook], work: Work, log: Callable[..., object]) -> None:
+        self._make_book = make_book
+        self._work = work
+        self._log = log
+        self._id = uuid.uuid4().hex
+        """Of the use of calls that name none."""
+        self._lock = threading.RLock()
+        self._book: UseBook | None = None
+        self._has_calls = self._has_begun = self._is_closed = False
+        self._again_at = 0.0
+        self._cost_usd = 0.0
+        """What the calls that name no use have cost in all, after the end."""
+
+    @property
+    def book(self) -> UseBook:
+        """The book of the uses. Raises LedgerError, and PoolClosed after the end."""
+        with self._lock:
+            if self._is_closed:
+                raise PoolClosed("the pool is being left: its uses have ended")
+            if self._book is None:
+                self._book = self._make_book()
+            return self._book
+
+    def pays(self) -> str:
+        """Return the id of the use that pays for calls which name none. It is in the ledger then, if that answers."""
+        with self._lock:
+            if self._is_closed:
+                return self._id
+            self._has_calls = True
+            if not self._has_begun and time.monotonic() >= self._again_at:
+                self._begin()
+            if self._has_begun:
+                self.book.has_calls(self._id)
+        return self._id
+
+    @property
+    def cost_usd(self) -> float:
+        """What the calls that name no use have cost so far; after the end in all."""
+        book = self._book
+        return self._cost_usd if book is None or not self._has_begun else book.count(self._id).cost_usd
+
+    def note(self) -> None:
+        """Write what the uses have had so far."""
+        if (book := self._book) is not None:
+            book.note()
+
+    def close(self) -> None:
+        """End the uses that are open. Raises nothing. May be called twice."""
+        with self._lock:
+            if self._has_calls and not self._has_begun and not self._is_closed:
+                self._begin()
+            self._is_closed = True
+        if (book := self._book) is not None:
+            book.close()
+            self._cost_usd, self._book = self.cost_usd, None
+
+    def _begin(self) -> None:
+        try:
+            self.book.begin(self._id, self._work)
+        except LedgerError as error:
+            self._again_at = time.monotonic() + AGAIN_SECONDS
+            self._log(logging.WARNING, "what the calls of this process cost is not in the ledger yet: %s", error)
+        else:
+            self._has_begun = True
