@@ -93,7 +93,7 @@ def test_two_uses_of_one_pool_have_what_their_calls_have_held(tmp_path: Path) ->
         third = sky.PoolUse(pool, dataclasses.replace(FIRST, task="all"), is_alone=False).open()
         with third.paying() as its_pool:
             assert its_pool.map(abs, [-1, 2]) == [1, 2]
-            assert its_pool.broadcast(sky.PendingCompute(abs, (-1,))) == [1]
+            assert its_pool.broadcast(sky.PendingCompute(abs, (-1,))) == (1,)
         assert third.cost > 0
         assert third.cost == round(third.cost, 6), "whole micro-dollars, as in the ledger"
         third.close()
