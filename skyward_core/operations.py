@@ -125,7 +125,7 @@ def cost_of(work: Work, *, ledger_url: str | None = None) -> dict[str, float]:
 
     A work matches if it has the same text in all fields that are not empty here: without `attempt` all tries match. Of
     a pool that several works share, only the part of those that match counts: what their uses and detached calls have
-    held, their recorded shares (`ComputePool.share_cost`), and for the work to which the pool belongs all that is no
+    held, the shares that earlier releases have recorded, and for the work to which the pool belongs all that is no
     other's, such as idle and warm time. A pool to which its user has given a name belongs to nobody. Raises
     LedgerError.
 

@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from types import MappingProxyType
@@ -175,7 +175,9 @@ def paid_by(use: str) -> Generator[None]:
     try:
         yield
     finally:
-        _paying_use.reset(token)
+        # a generator that is driven by several tasks of asyncio ends the block in another context than it began
+        with suppress(ValueError):
+            _paying_use.reset(token)
 
 
 def _plain_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ observations, under its own key (`settlement`).
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -83,9 +83,7 @@ def record(context: StepContext, pool: object, usage: Usage) -> None:
     if isinstance(context, dg.AssetCheckExecutionContext) or not hasattr(context, "add_output_metadata"):
         return
     outputs = _outputs(context)
-    costs, savings = (
-        split_micro(round(total[name] * MICRO_PER_USD), [1] * len(outputs)) for name in (COST_USD, SAVINGS_USD)
-    )
+    costs, savings = (equal_parts(round(total[name] * MICRO_PER_USD), len(outputs)) for name in (COST_USD, SAVINGS_USD))
     partitions = _materializations(context)
     for output, cost, saved in zip(outputs, costs, savings, strict=True):
         shares = {
@@ -172,11 +170,9 @@ def names_of(work: sky.Work) -> dict[str, str]:
     return {f"skyward/{name}": value for name, value in named.items() if value}
 
 
-def split_micro(amount: int, weights: Sequence[int]) -> list[int]:
-    """Split whole micro-dollars in proportion to weights, or equally if all are 0; the parts add up to the amount."""
-    shares = weights if sum(weights) else [1] * len(weights)
-    ends = [amount * sum(shares[: place + 1]) // sum(shares) for place in range(len(shares))]
-    return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+def equal_parts(amount: int, count: int) -> list[int]:
+    """Divide whole micro-dollars equally. If the amount grows, no part shrinks."""
+    return [amount // count + (place < amount % count) for place in range(count)]
 
 
 def _total(usages: Mapping[int, Usage]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ _PoolFields: Any = create_model("_PoolFields", __base__=dg.ConfigurableResource,
 class PoolResult[R]:
     """What a call on the pool returned, what it cost, and the same as metadata of an asset.
 
-    `cost` is the USD by which the pool's bill grew during the call, its opening included. `metadata` has the keys
+    `cost` is the USD by which the bill of the step's use of the pool grew during the call. `metadata` has the keys
     `skyward/cost_usd`, `skyward/seconds`, `skyward/nodes`, `skyward/accelerator` and `skyward/pool_id`. The step has
     them already, for all its calls together.
     """

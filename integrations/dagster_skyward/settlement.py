@@ -1,14 +1,15 @@
 """The costs of a run that are in none of its materializations, as observations: each part of the bill once.
 
-    open (tag of the run) ──▶ the pool ends: the bill is final ──▶ the parts are compared with the events ──▶ reported
+    open (tag of the run) ──▶ a bill is final ──▶ it is compared with the events ──▶ reported
 
-The ledger has the part of each step, also of one that was killed. The run's events have what was reported of it. The
-difference is written as observations. So the events are the state: a settler that is killed between two lines leaves
-them incomplete, and the next one writes what is missing. Who settles: the process of a step for its own steps, the last
-one that needs a shared pool for all that have ended, and the sensors of `upkeep` for runs that have ended.
+The ledger has the bill of each step, also of one that was killed, and the rest that is for the run. The run's events
+have what was reported of them. The difference is written: to the assets of a step, and in an event of the step or of
+the run. So the events are the state: a settler that is killed between two lines leaves them incomplete, and the next
+one writes what is missing. Who settles: the process of a step for its own steps, the last one that needs a shared pool
+for all that have ended, and the sensors of `upkeep` for runs that have ended.
 
 Two settlers on one host take turns by the lock of a file. Two on different hosts may both write a difference; then the
-sum is too large, and the next one writes the negative difference (docs/decisions/0034).
+events have too much, which is only logged, as no cost is negative (docs/decisions/0034).
 """
 
 import fcntl
@@ -16,7 +17,7 @@ import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Collection, Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,9 +33,9 @@ from dagster_skyward.metadata import (
     OTHER_COST_USD,
     POOL_ID,
     RECEIPT,
+    equal_parts,
     names_of,
     partition_of,
-    split_micro,
 )
 
 STATE_TAG = "skyward/costs"
@@ -60,25 +61,22 @@ def note_open(instance: dg.DagsterInstance, run_id: str) -> None:
 
 
 def settle(instance: dg.DagsterInstance, run: dg.DagsterRun, steps: Collection[str] | None = None) -> bool:
-    """Report what is missing of the costs of these steps (None: of all, because the run has ended).
+    """Report what is missing of the costs of these steps (None: of all, because the run has ended), and of the rest.
 
-    Returns whether nothing can be missing any more: the bills of its pools are final, and nothing was missing. After it
-    has written, another call says whether another host has written the same. Raises LedgerError, and what Dagster's
-    storage raises.
+    Returns whether nothing can be missing any more: all bills are final, and nothing was missing. After it has written,
+    another call says whether another host has written the same. Raises LedgerError, and what Dagster's storage raises.
     """
     with _turn(instance) as is_mine:
         if not is_mine:
             return False
-        bill = _bill_of(sky.cost_parts(sky.Work(system="dagster", run=run.run_id)))
-        due = bill.due if steps is None or set(bill.due) <= set(steps) else bill.without_common(steps)
-        if not due and bill.common and bill.is_final(""):
-            due = {"": bill.common}
-        reported = _reported(instance, run.run_id) if due else {}
-        written = 0
-        for step, micro_usd in due.items():
-            if (steps is None or step in steps) and bill.is_final(step):
-                written += _report(instance, run, step, micro_usd, bill, reported.get(step, Reported()))
-        return steps is None and bill.is_all_final and not written
+        bills: defaultdict[str, list[sky.CostPart]] = defaultdict(list)
+        for part in sky.cost_parts(sky.Work(system="dagster", run=run.run_id)):
+            bills[part.work.task].append(part)
+        final = {step: its for step, its in bills.items() if all(part.is_final for part in its)}
+        wanted = {step: its for step, its in final.items() if steps is None or step in steps or not step}
+        reported = _reported(instance, run.run_id) if wanted else {}
+        written = sum(_report(instance, run, step, its, reported.get(step, Reported())) for step, its in wanted.items())
+        return steps is None and len(final) == len(bills) and not written
 
 
 def settle_ended_runs(instance: dg.DagsterInstance) -> list[str]:
@@ -98,60 +96,6 @@ def settle_ended_runs(instance: dg.DagsterInstance) -> list[str]:
         except sky.SkywardError as error:
             _log.warning("the costs of the run %s could not be reported yet: %s", run.run_id, error)
     return settled
-
-
-# ── the bill ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(slots=True)
-class _Bill:
-    """The parts of a run's bill, in micro-dollars."""
-
-    parts: dict[str, list[sky.CostPart]]
-    """By step. "" has those of no step: opening, idle and warm time of a pool that several steps of a process share."""
-
-    @property
-    def common(self) -> int:
-        return _sum(self.parts.get("", ()))
-
-    @property
-    def due(self) -> dict[str, int]:
-        """What each step bears, with its proportion of the parts of no step."""
-        own = {step: _sum(its) for step, its in self.parts.items() if step}
-        shares = split_micro(self.common, list(own.values())) if own else []
-        return {step: cost + share for (step, cost), share in zip(own.items(), shares, strict=True)}
-
-    def without_common(self, steps: Collection[str]) -> dict[str, int]:
-        """What each of these steps bears while others may still come."""
-        return {step: _sum(its) for step, its in self.parts.items() if step and step in steps}
-
-    def is_final(self, step: str) -> bool:
-        """Whether what a step bears does not change any more."""
-        return all(part.is_final for part in (*self.parts.get(step, ()), *self.parts.get("", ())))
-
-    @property
-    def is_all_final(self) -> bool:
-        return all(part.is_final for its in self.parts.values() for part in its)
-
-    def work_of(self, step: str) -> sky.Work:
-        """The work of a step's newest part."""
-        return max((part.work for part in self.parts[step]), key=lambda work: work.attempt)
-
-    def assets_of(self, step: str) -> list[dg.AssetKey]:
-        """The assets of a step: those that it should make or check."""
-        names = {name for part in self.parts[step] for name in part.work.asset.split(", ") if name}
-        return [dg.AssetKey.from_user_string(name) for name in sorted(names)]
-
-
-def _bill_of(parts: Iterable[sky.CostPart]) -> _Bill:
-    by_step: defaultdict[str, list[sky.CostPart]] = defaultdict(list)
-    for part in parts:
-        by_step[part.work.task].append(part)
-    return _Bill(dict(by_step))
-
-
-def _sum(parts: Iterable[sky.CostPart]) -> int:
-    return int(sum(part.cost_usd for part in parts) * MICRO_PER_USD)
 
 
 # ── what is reported ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -188,49 +132,58 @@ def _reported(instance: dg.DagsterInstance, run_id: str) -> Mapping[str, Reporte
     return found
 
 
-def made_by(instance: dg.DagsterInstance, run_id: str) -> Mapping[str, set[dg.AssetKey]]:
-    """Return the assets that each step of a run has made."""
-    return {step: its.made for step, its in _reported(instance, run_id).items() if its.made}
-
-
 def _micro_usd(metadata: Mapping[str, Any], key: str) -> int:
     value = metadata.get(key)
     return round(value.value * MICRO_PER_USD) if isinstance(value, dg.FloatMetadataValue) and value.value else 0
 
 
 def _report(
-    instance: dg.DagsterInstance, run: dg.DagsterRun, step: str, due: int, bill: _Bill, reported: Reported
+    instance: dg.DagsterInstance, run: dg.DagsterRun, step: str, bill: Sequence[sky.CostPart], reported: Reported
 ) -> int:
-    """Write the difference: to the assets that the step has made, else to all that it should have made.
+    """Write the difference: to the assets that the step has made, else to all that it should have made, in equal parts.
 
-    Returns the number of events.
+    Returns the number of events. "" is no step, but what no call has held of the pools of the run.
     """
-    assets = sorted(reported.made) or bill.assets_of(step)
+    newest = max((part.work for part in bill), key=lambda work: work.attempt)
+    due = int(sum(part.cost_usd for part in bill) * MICRO_PER_USD)
+    assets = sorted(reported.made) or _assets_of(bill)
+    missing = due - (sum(reported.of_assets.values()) if assets else reported.of_op)
+    if missing < 0:
+        _log.warning("the events of %s have %.6f USD more than its bill", step or "the run", -missing / MICRO_PER_USD)
+    if missing <= 0:
+        return 0
+    common = {POOL_ID: ", ".join(sorted({part.pool_id for part in bill})), **names_of(newest), **_receipts(run, step)}
     if not assets:
-        if rest := due - reported.of_op:
-            words = f"the rest of the cost of {step or 'the run'}: {rest / MICRO_PER_USD:.6f} USD"
-            report_note(instance, run, step, words, _metadata(rest, run, step, bill))
-        return int(rest != 0)
-    wanted = dict(zip(assets, split_micro(due, [1] * len(assets)), strict=True))
-    rests = {asset: wanted.get(asset, 0) - reported.of_assets[asset] for asset in {*wanted, *reported.of_assets}}
-    missing = {asset: rest for asset, rest in sorted(rests.items()) if rest}
-    for asset, rest in missing.items():
-        metadata = _metadata(rest, run, step, bill)
-        observation = dg.AssetObservation(asset, metadata=metadata, partition=partition_of(bill.work_of(step)))
-        report_observation(instance, run, step, observation, "the cost that is in no materialization")
-    return len(missing)
+        what = f"the rest of the cost of {step}" if step else "what no step has used of the pools of the run"
+        words = f"{what}: {missing / MICRO_PER_USD:.6f} USD"
+        report_note(instance, run, step, words, {OTHER_COST_USD: missing / MICRO_PER_USD, **common})
+        return 1
+    written = 0
+    for asset, part in zip(assets, equal_parts(due, len(assets)), strict=True):
+        rest = min(missing, part - reported.of_assets[asset])
+        if rest > 0:
+            missing -= rest
+            written += 1
+            metadata = {OTHER_COST_USD: rest / MICRO_PER_USD, **common}
+            observation = dg.AssetObservation(asset, metadata=metadata, partition=partition_of(newest))
+            report_observation(instance, run, step, observation, "the cost that is in no materialization")
+    return written
 
 
-def _metadata(rest: int, run: dg.DagsterRun, step: str, bill: _Bill) -> dict[str, Any]:
-    """Return the metadata of a difference, with the receipts of the pools that were opened for the step."""
-    pools = ", ".join(sorted({part.pool_id for part in (*bill.parts[step], *bill.parts.get("", ()))}))
-    opened = [
+def _assets_of(bill: Sequence[sky.CostPart]) -> list[dg.AssetKey]:
+    """The assets of a step: those that it should make or check."""
+    names = {name for part in bill for name in part.work.asset.split(", ") if name}
+    return [dg.AssetKey.from_user_string(name) for name in sorted(names)]
+
+
+def _receipts(run: dg.DagsterRun, step: str) -> dict[str, Any]:
+    """The receipts of the pools that belong to the step, or to the run, as metadata."""
+    found = [
         receipt
         for receipt in sky.receipts_of(sky.Work(system="dagster", run=run.run_id))
-        if receipt["work"].get("task", "") in (step, "")
+        if receipt["work"].get("task", "") == step
     ]
-    receipt = {RECEIPT: dg.MetadataValue.json(opened[0] if len(opened) == 1 else opened)} if opened else {}
-    return {OTHER_COST_USD: rest / MICRO_PER_USD, POOL_ID: pools, **names_of(bill.work_of(step)), **receipt}
+    return {RECEIPT: dg.MetadataValue.json(found[0] if len(found) == 1 else found)} if found else {}
 
 
 # ── turns ────────────────────────────────────────────────────────────────────────────────────────────────────────────

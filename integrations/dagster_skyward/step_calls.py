@@ -101,8 +101,6 @@ class StepPool:
         self._lock = threading.Lock()
         self._is_stopped = False
         self._pool: sky.ComputePool | None = None
-        self._used: list[tuple[sky.ComputePool, sky.Work, sky.CallFuture[None]]] = []
-        """The calls that were submitted, for their shares of the bill."""
 
     def start(self, pending: sky.PendingCompute[None], work: sky.Work) -> Started:
         """Submit the call of a step as soon as the pool is open."""
@@ -117,26 +115,13 @@ class StepPool:
             pool.terminate_now()
 
     def close(self) -> None:
-        """End the pool, or leave it if it has a name. Unconfirmed machines are reported and left to the reaper."""
-        self._thread.shutdown(cancel_futures=True)
-        try:
-            if self._pool is not None:
-                self._pool.hand_over()
-        finally:
-            self._share_out()
+        """End the pool, or leave it if it has a name, and so the uses of its steps.
 
-    def _share_out(self) -> None:
-        """Write each step's cost into the ledger. An error is only logged: the ledger has the run's whole bill."""
-        shares: dict[sky.ComputePool, dict[sky.Work, float]] = {}
-        for pool, work, call in self._used:
-            if call.done() and call.cost is not None:
-                its = shares.setdefault(pool, {})
-                its[work] = its.get(work, 0.0) + call.cost
-        for pool, its in shares.items():
-            try:
-                pool.share_cost(its)
-            except sky.SkywardError:
-                _log.exception("the costs of the steps could not all be recorded")
+        Unconfirmed machines are reported and left to the reaper.
+        """
+        self._thread.shutdown(cancel_futures=True)
+        if self._pool is not None:
+            self._pool.hand_over()
 
     def _started(self, pending: sky.PendingCompute[None], work: sky.Work) -> sky.CallFuture[None]:
         pool = self._pool
@@ -150,9 +135,7 @@ class StepPool:
             pool.open()
             if self._is_stopped:
                 raise sky.PoolClosed("the run has ended")
-        call = pool.submit(pending)
-        self._used.append((pool, work, call))
-        return call
+        return sky.PoolUse(pool, work, is_alone=False).open().submit(pending)
 
 
 class StepCalls(StepHandler):

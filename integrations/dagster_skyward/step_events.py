@@ -94,12 +94,12 @@ class StepEvents:
         if not report.is_span_late:
             self._move_span(report, step_key(context) or "")
 
-    def live(self, context: StepContext, pool: sky.ComputePool, seconds: float, cost: Callable[[], float]) -> None:
+    def live(self, context: StepContext, pool: sky.ComputePool, seconds: float, cost_usd: float) -> None:
         """While the step uses a pool: observe its assets with the cost so far, every LIVE_SECONDS."""
         if not is_due(self._live_at.get(context, 0.0), LIVE_SECONDS):
             return
         self._live_at[context] = time.monotonic()
-        self._do(lambda: self._observe(context, pool, seconds, cost()))
+        self._do(lambda: self._observe(context, pool, seconds, cost_usd))
 
     def of_step(self, context: StepContext) -> StepReport:
         """Return what was measured since the step's first use of a pool."""

@@ -1,14 +1,17 @@
-"""The pools of one process that runs steps: one for each set of settings that its steps ask for."""
+"""The pools of one process that runs steps, one for each set of settings that its steps ask for, and the steps' uses of
+them (`sky.PoolUse`).
+
+A step's cost is the bill of its uses. A pool that several steps use belongs to their run: what no call has held of it
+is for the run, and for no step.
+"""
 
 import logging
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import dagster as dg
 
@@ -16,16 +19,16 @@ import skyward_core as sky
 from dagster_skyward.backfills import OF_BACKFILL, group_of, runs_to_come
 from dagster_skyward.final_errors import refuse_retries
 from dagster_skyward.lifecycle import OF_RUNS, Lifecycle, spec_of_run, spec_of_step
-from dagster_skyward.metadata import StepContext, Usage, assets_of, is_alone, record, step_key, tags_of, work_of
+from dagster_skyward.metadata import StepContext, Usage, is_alone, record, step_key, tags_of, work_of
 from dagster_skyward.plain_values import PLAIN
 from dagster_skyward.run_steps import ended_steps, failed_steps, note_pool, release_pools, steps_to_come
-from dagster_skyward.settlement import made_by, note_open, settle
+from dagster_skyward.settlement import note_open, settle
 from dagster_skyward.step_events import Listener, StepEvents
 from dagster_skyward.step_log import Log
 from dagster_skyward.step_report import savings
 from dagster_skyward.watch import RunWatch, interrupt_step, step_of_process
 
-SHARE_SECONDS = 20.0
+SETTLE_SECONDS = 20.0
 """How long the end of a process waits until the costs of its steps are in events. The sensors of `upkeep` write what is
 missing then.
 """
@@ -48,11 +51,40 @@ class Terms:
 
 @dataclass(slots=True)
 class Use:
-    """One use of a pool by a step. When it has ended, `usage` is what it has cost."""
+    """One block in which a step uses a pool. When it has ended, `usage` is what it has cost."""
 
     pool: sky.ComputePool
     listeners: list[Listener]
     usage: Usage | None = None
+
+
+@dataclass(slots=True)
+class Step:
+    """A step, and its uses of pools so far. They end with the pools."""
+
+    work: sky.Work
+    uses: dict[sky.ComputePool, sky.PoolUse] = field(default_factory=dict[sky.ComputePool, sky.PoolUse])
+    began: float = field(default_factory=time.monotonic)
+
+    def use_of(self, pool: sky.ComputePool) -> sky.PoolUse:
+        """Return its use of a pool. The pool is for this step alone if it is opened for nothing else."""
+        if pool not in self.uses:
+            alone = pool.work == self.work and bool(pool.work.task or not pool.work.run)
+            self.uses[pool] = sky.PoolUse(pool, self.work, is_alone=alone)
+        return self.uses[pool]
+
+    @property
+    def pool(self) -> sky.ComputePool | None:
+        """The pool that it has begun to use last."""
+        return next(reversed(self.uses), None)
+
+    @property
+    def cost_usd(self) -> float:
+        return float(sum(use.cost for use in self.uses.values()))
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
 
 
 class StepPools:
@@ -75,53 +107,45 @@ class StepPools:
         self._lock = threading.RLock()
         self._current: list[tuple[sky.PoolSpec, sky.ComputePool]] = []
         """The newest pool of each spec."""
-        self._began: WeakKeyDictionary[StepContext, float] = WeakKeyDictionary()
-        """When each step began to use pools, on the monotonic clock."""
-        self._uses: dict[str, dict[StepContext, tuple[float, float]]] = {}
-        """The cost of each pool at a step's first use and at its last one, by the pools' ids."""
-        self._pools: dict[str, sky.ComputePool] = {}
-        """All pools that were opened, by their ids."""
+        self._steps: dict[object, Step] = {}
+        """By their works; those that are made by hand, by their contexts."""
         self._has_released = False
         """Whether this process has ended the pools of the run."""
         self._strangers: set[str] = set()
         """The steps of the run that are known not to use the resource."""
-        self._running: WeakKeyDictionary[StepContext, tuple[sky.ComputePool, float]] = WeakKeyDictionary()
-        """The pool that each step uses now, and its cost before this use."""
+        self._running: dict[StepContext, Step] = {}
+        """Those that use a pool now."""
         self._is_stopped = False
         self._has_failed = False
 
     def open_eagerly(self) -> None:
         """Open the pool of the resource's own settings before the first step."""
-        run = self._run
-        step = "" if run is None or self._instance is None else step_of_process(self._instance, run.run_id)
-        work = sky.Work("dagster", *(("", "") if run is None else (run.job_name, run.run_id)), task=step)
-        self._opened(self._of_run(self._terms.spec), work, None)
+        step = "" if self._run is None or self._instance is None else step_of_process(self._instance, self._run.run_id)
+        with self._lock:
+            spec = self._of_run(self._terms.spec)
+            self._open(spec, self._new_pool(spec, replace(self._run_work, task=step)))
 
     @contextmanager
     def used_by(self, context: StepContext | None) -> Generator[Use]:
-        """Open the step's pool if it is not open, and record the cost of this use.
+        """Open the step's pool if it is not open; let the step pay for the calls of the block, and record its cost.
 
         A step that is being stopped hands the machines' end to the pool's reaper, because its process may be killed
         before the provider has answered.
         """
-        began = time.monotonic()
+        began, step = time.monotonic(), self._step_of(context)
         if context is not None:
             self.events.begin(context)
-            self._began.setdefault(context, began)
         tags = {} if context is None else tags_of(context)
         spec = self._of_run(spec_of_step(self._terms.spec, tags))
-        known = self._pool_of(spec)
-        before = known.id if known is not None and known.is_active else ""
-        cost = self._cost(known) if known is not None and before else 0.0
-        use: Use | None = None
+        before, use = step.cost_usd, None
         try:
-            use = Use(self._opened(spec, self._work(spec, context), context), self.events.listeners)
-            if use.pool.id != before:  # the cost of an opening is that of the step that has opened it
-                cost = 0.0
+            its = self._joined(spec, step, context)
+            use = Use(its.pool, self.events.listeners)
             if context is not None:
-                self._running[context] = (use.pool, cost)
+                self._running[context] = step
                 self.events.opened()
-            yield use
+            with its.paying():
+                yield use
         except (dg.DagsterExecutionInterruptedError, KeyboardInterrupt) as error:
             self._is_stopped = True
             if (pool := self._pool_of(spec)) is not None:
@@ -136,22 +160,19 @@ class StepPools:
                 refuse_retries(error)
             raise
         finally:
-            if context is not None:
-                self._running.pop(context, None)
-            pool = self._pool_of(spec)
             try:
-                if pool is not None and pool.id:
-                    usage = self._note(context, pool, cost if use is not None else 0.0, began)
-                    if use is not None:
-                        use.usage = usage
+                usage = self._note(context, step, before, began)
+                if use is not None:
+                    use.usage = usage
                 if context is not None:
+                    self._running.pop(context, None)
                     self.events.used(context)
                 self.events.flush()
             except Exception:  # the step's result, or its own error, is more important
                 _log.exception("what the step has cost could not all be noted")
 
     def close(self) -> None:
-        """End or leave the pools, and divide the bill among the steps.
+        """End or leave the pools, and with them the uses; report what is in no metadata yet.
 
         Unconfirmed machines are in the run's log, and the reaper asks again: they fail no step.
         """
@@ -162,7 +183,7 @@ class StepPools:
             try:
                 self._end_all()
             finally:
-                sky.after_the_work("the costs of the steps", self._share_out, _log.warning, seconds=SHARE_SECONDS)
+                sky.after_the_work("the costs of the steps", self._settle, _log.warning, seconds=SETTLE_SECONDS)
                 self.events.close()
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -229,49 +250,21 @@ class StepPools:
         except Exception:
             _log.exception("it could not be read whether a step has failed")
             return False
-        return any(step_key(step) in failed for uses in self._uses.values() for step in uses)
+        return any(step.work.task in failed for step in self._steps.values())
 
-    def _share_out(self) -> None:
-        """Write the shares of the steps of this process into the ledger, and report what is in no metadata yet.
+    def _settle(self) -> None:
+        """Report what is in no metadata yet: the end of the machines, steps without outputs, the rest of the run.
 
         The machines are gone: an error here is only logged. The sensors of `upkeep` report what is missing then.
         """
         instance, run = self._instance, self._run
-        if instance is None or run is None or not self._uses:
+        if instance is None or run is None or not self._current:
             return
         try:
-            made = made_by(instance, run.run_id)
-            for pool in self._pools.values():
-                if shares := self._shares(pool, made):
-                    pool.share_cost(shares)
-            own = {key for uses in self._uses.values() for step in uses if (key := step_key(step)) is not None}
+            own = {step.work.task for step in self._steps.values() if step.work.task}
             settle(instance, run, own | ended_steps(instance, run.run_id) if self._has_released else own)
-        # Dagster's storage or the ledger fails; the ledger still has the whole bill
-        except Exception:
-            _log.exception("the shares of the bill could not all be recorded")
-
-    def _shares(self, pool: sky.ComputePool, made: Mapping[str, set[dg.AssetKey]]) -> dict[sky.Work, float]:
-        """Each step's part of a pool's bill, for the ledger: the growth of the cost while the step used the pool, and
-        of a pool without a name a proportional part of the rest. It goes equally to the assets of the step.
-
-        The one step of a process needs none for a pool with a name: it has joined the pool with its own work.
-        """
-        costs = {
-            step: last - first
-            for step, (first, last) in self._uses.get(pool.id, {}).items()
-            if step_key(step) is not None
-        }
-        if not costs or (pool.spec.name is not None and pool.work.task):
-            return {}
-        used = sum(costs.values())
-        rest = 0.0 if pool.spec.name is not None else max(0.0, pool.cost - used)
-        shares: defaultdict[sky.Work, float] = defaultdict(float)
-        for step, cost in costs.items():
-            due = cost + rest * (cost / used if used else 1 / len(costs))
-            assets = sorted(made.get(step_key(step) or "", ())) or assets_of(step)
-            for name in [asset.to_user_string() for asset in assets] or [""]:
-                shares[sky.Work.of({**work_of(step).labels(), "asset": name})] += due / (len(assets) or 1)
-        return dict(shares)
+        except Exception:  # Dagster's storage or the ledger fails; the ledger still has the whole bill
+            _log.exception("the costs of the steps could not all be reported")
 
     # ── use ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -295,87 +288,72 @@ class StepPools:
     def _pool_of(self, spec: sky.PoolSpec) -> sky.ComputePool | None:
         return next((pool for its, pool in tuple(self._current) if its == spec), None)
 
-    def _work(self, spec: sky.PoolSpec, context: StepContext | None) -> sky.Work:
-        """The work for which a pool is opened or joined.
+    @property
+    def _run_work(self) -> sky.Work:
+        run = self._run
+        return sky.Work("dagster") if run is None else sky.Work("dagster", run.job_name, run.run_id)
 
-        The ledger splits the cost of a pool with a name among processes. So one that runs several steps has the run as
-        its work, and writes the shares of the steps at the end.
-        """
+    def _step_of(self, context: StepContext | None) -> Step:
+        """The step of a context; None and contexts that were made by hand are no steps, and are for the run."""
+        if context is None or step_key(context) is None:
+            return self._steps.setdefault(context, Step(self._run_work))
         work = work_of(context)
-        if spec.name is None or (context is not None and is_alone(context)):
-            return work
-        return sky.Work(system=work.system, workflow=work.workflow, run=work.run)
+        return self._steps.setdefault(work, Step(work))
 
-    def _cost(self, pool: sky.ComputePool) -> float:
-        """Return what this process pays for a pool so far, in USD: of a pool with a name, its part by the ledger."""
-        if pool.spec.name is None:
-            return pool.cost
-        try:
-            if pool.is_active:
-                pool.note_cost()
-            own = [part for part in sky.cost_parts(pool.work) if (part.pool_id, part.work) == (pool.id, pool.work)]
-        except sky.SkywardError as error:
-            _log.warning("the cost of the pool %s could not be read: %s", pool.id, error)
-            return 0.0
-        return float(sum(part.cost_usd for part in own))
+    def _joined(self, spec: sky.PoolSpec, step: Step, context: StepContext | None) -> sky.PoolUse:
+        """The step's use of the open pool of a spec.
 
-    def _note(self, context: StepContext | None, pool: sky.ComputePool, cost_before: float, began: float) -> Usage:
-        spec = pool.spec
-        cost = sky.after_the_work("the cost of the step", lambda: self._cost(pool), _log.warning) or 0.0
-        accelerator = str(spec.accelerator or "none")
-        grown = max(0.0, cost - cost_before)
-        seconds = time.monotonic() - began
-        usage = Usage(grown, seconds, spec.most_nodes, accelerator, (pool.id,), savings(pool, grown))
-        if context is None:
-            return usage
-        report = self.events.of_step(context)
-        usage = replace(usage, measured=report.numbers())
-        self._pools[pool.id] = pool
-        its = self._uses.setdefault(pool.id, {})
-        its[context] = (its.get(context, (cost_before, 0.0))[0], max(cost, cost_before))
-        used = {
-            pool_id: last - first
-            for pool_id, uses in self._uses.items()
-            for step, (first, last) in uses.items()
-            if step is context
-        }
-        total = replace(
-            usage,
-            cost_usd=sum(used.values()),
-            seconds=time.monotonic() - self._began[context],
-            pool_ids=tuple(used),
-            savings_usd=savings(pool, sum(used.values())),
-            details=self.events.details(context, pool),
-        )
-        record(context, self, total)
-        return usage
-
-    def _opened(self, spec: sky.PoolSpec, work: sky.Work, context: StepContext | None) -> sky.ComputePool:
-        """The open pool of a spec.
-
-        If it has closed itself, idle between two steps, a new one is opened: new machines, a new bill.
+        If the pool has closed itself, idle between two steps, a new one is opened: new machines, a new bill. It is
+        opened or joined for the step if that is the only one of this process: then the calls of an earlier attempt end.
         """
         with self._lock:
             pool = self._pool_of(spec)
-            if pool is None or not pool.is_active:
+            if pool is not None and pool.is_active:
+                use = step.use_of(pool)
+            else:
                 if pool is not None:
                     pool.hand_over()
-                pool = sky.ComputePool.from_spec(
-                    spec,
-                    on_event=self.events.take,
-                    credentials=self._terms.credentials,
-                    replace_object=PLAIN.replace,
-                    work=work,
-                    belongs_to=self._belongs_to(spec),
-                )
-                self._current = [(its, one) for its, one in self._current if its != spec] + [(spec, pool)]
-                self._watch_run()
-                self._note_open()
-                pool.open()
-                self._tag_run(spec, pool)
+                work = step.work if context is not None and is_alone(context) else self._run_work
+                use = step.use_of(self._new_pool(spec, work))
+                self._open(spec, use.pool)
             if context is not None and not self._strangers:
                 self._strangers = _strangers(context)
-            return pool
+            return use.open()
+
+    def _new_pool(self, spec: sky.PoolSpec, work: sky.Work) -> sky.ComputePool:
+        pool = sky.ComputePool.from_spec(
+            spec,
+            on_event=self.events.take,
+            credentials=self._terms.credentials,
+            replace_object=PLAIN.replace,
+            work=work,
+            belongs_to=self._belongs_to(spec),
+        )
+        self._current = [(its, one) for its, one in self._current if its != spec] + [(spec, pool)]
+        return pool
+
+    def _open(self, spec: sky.PoolSpec, pool: sky.ComputePool) -> None:
+        self._watch_run()
+        self._note_open()
+        pool.open()
+        self._tag_run(spec, pool)
+
+    def _note(self, context: StepContext | None, step: Step, before: float, began: float) -> Usage | None:
+        """Set the step's metadata; return what this block has cost. None if nothing was rented."""
+        pool, cost = step.pool, step.cost_usd
+        if pool is None or not pool.id:
+            return None
+        block, seconds = cost - before, time.monotonic() - began
+        usage = Usage(
+            block, seconds, pool.spec.most_nodes, str(pool.spec.accelerator or "none"), (pool.id,), savings(pool, block)
+        )
+        if context is not None:
+            usage = replace(usage, measured=self.events.of_step(context).numbers())
+            details, ids = self.events.details(context, pool), tuple(one.id for one in step.uses if one.id)
+            saved = savings(pool, cost)
+            whole = {"cost_usd": cost, "seconds": step.seconds, "pool_ids": ids, "savings_usd": saved}
+            record(context, self, replace(usage, details=details, **whole))
+        return usage
 
     def _tag_run(self, spec: sky.PoolSpec, pool: sky.ComputePool) -> None:
         """Write on the run which pool its end releases."""
@@ -414,9 +392,9 @@ class StepPools:
 
     def _observe_running(self) -> None:
         """Called in the watch's thread, every second."""
-        for context, (pool, cost_before) in tuple(self._running.items()):
-            seconds = time.monotonic() - self._began[context]
-            self.events.live(context, pool, seconds, lambda pool=pool, before=cost_before: self._cost(pool) - before)
+        for context, step in tuple(self._running.items()):
+            if (pool := step.pool) is not None:
+                self.events.live(context, pool, step.seconds, step.cost_usd)
 
     def _stop(self, why: str) -> None:
         """Called in the watch's thread: hands the machines' end to the reaper first, in case this process is killed."""

@@ -150,14 +150,22 @@ class Bills:
     def cost_parts(self, work: Work) -> list[CostPart]:
         """Return the parts of the cost of pools that are for a work, one for each pool and exact work."""
         totals: dict[tuple[str, Work, str], list[int]] = defaultdict(lambda: [0, 0])
+        still_grow: set[tuple[str, Work, str]] = set()
         with self._database.read() as connection:
-            for pool_id, bearer, _, (_, cost, on_demand) in _parts(connection, [_pools_for(work)]):
+            for pool_id, bearer, resources, (_, cost, on_demand) in _parts(connection, [_pools_for(work)]):
+                key = pool_id, bearer.work, bearer.pool
                 if is_for(bearer.work, work):
-                    _add(totals[pool_id, bearer.work, bearer.pool], cost, on_demand)
-            closed = _closed(connection, sorted({pool_id for pool_id, *_ in totals}))
+                    _add(totals[key], cost, on_demand)
+                if resources:  # the rest of a pool, which grows until its end
+                    still_grow.add(key)
+                    # without a rest, the machines' time was noted before that of the calls
+                    still_grow |= {one for one in totals if one[0] == pool_id} if not cost else set()
+            pool_ids = sorted({pool_id for pool_id, *_ in totals})
+            closed = _closed(connection, pool_ids)
+            still_grow |= _with_open_calls(connection, pool_ids)
         return [
-            CostPart(pool_id, its, in_usd(cost), in_usd(on_demand), is_final=pool_id in closed, pool=pool)
-            for (pool_id, its, pool), (cost, on_demand) in totals.items()
+            CostPart(key[0], key[1], in_usd(cost), in_usd(on_demand), key[0] in closed or key not in still_grow, key[2])
+            for key, (cost, on_demand) in totals.items()
         ]
 
     def set_shares(self, pool_id: str, shares: Mapping[Work, Decimal], *, keeps_others: bool) -> None:
@@ -481,6 +489,19 @@ def _closed(connection: Connection, pool_ids: Sequence[str]) -> set[str]:
         wanted = select(POOLS.c.id).where(some, POOLS.c.ended_microseconds.is_not(None), POOLS.c.id.not_in(open_still))
         closed |= set(connection.execute(wanted).scalars())
     return closed
+
+
+def _with_open_calls(connection: Connection, pool_ids: Sequence[str]) -> set[tuple[str, Work, str]]:
+    """Return the ids of these pools with the works of their uses and detached calls that have not ended, and ""."""
+    found: set[tuple[str, Work, str]] = set()
+    for start in range(0, len(pool_ids), NUMBERS_PER_STATEMENT):
+        some = pool_ids[start : start + NUMBERS_PER_STATEMENT]
+        for table in (USES, CALLS):
+            works = (table.c[name] for name in WORK_COLUMNS)
+            its_open = table.c.pool_id.in_(some) & table.c.ended_microseconds.is_(None)
+            rows = connection.execute(select(table.c.pool_id, *works).where(its_open)).mappings()
+            found |= {(row["pool_id"], work_of(row), "") for row in rows}
+    return found
 
 
 def _add(total: list[int], *amounts: int) -> None:

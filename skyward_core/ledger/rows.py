@@ -380,8 +380,9 @@ class CostRow:
 class CostPart:
     """The part of a pool's cost that is for one work, in USD, real and on demand.
 
-    `is_final`: whether it does not change any more, because the pool and all that it rented have ended. `pool` is the
-    name of a pool that belongs to nobody, if this is what no call has used of it; else "".
+    `is_final`: whether it does not change any more: the pool and all that it rented have ended, or the uses and
+    detached calls of this work have, and the rest of the pool is not for this work. `pool` is the name of a pool that
+    belongs to nobody, if this is what no call has used of it; else "".
     """
 
     pool_id: str

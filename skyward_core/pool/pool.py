@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from decimal import Decimal
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, Unpack, cast, overload
@@ -413,25 +412,6 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
     def uses(self) -> UseBook:
         """The accounts of the steps that use the pool, for `PoolUse`. Raises PoolClosed and LedgerError."""
         return self._session.uses
-
-    def share_cost(self, shares: Mapping[Work, float]) -> None:
-        """Divide parts of the cost, in USD, among tasks that share the pool, for `skyward cost --by task`.
-
-        Replaces earlier shares, of a pool with a name only those of the same work: its processes write their own. The
-        rest of the cost belongs to the pool's own work. Allowed after the end. Raises LedgerError, and PoolClosed for a
-        pool that was never opened.
-        """
-        if not self._session.own_id:
-            raise PoolClosed(self._session.why_closed)
-        # programs that only describe pools do not load SQLAlchemy
-        from skyward_core.ledger.ledger import Ledger, default_url
-
-        with Ledger(default_url()) as ledger:
-            ledger.set_shares(
-                self._session.own_id,
-                {work: Decimal(repr(float(usd))) for work, usd in shares.items()},
-                keeps_others=self._prepared.spec.name is not None,
-            )
 
     @property
     def receipt(self) -> Mapping[str, Any] | None:

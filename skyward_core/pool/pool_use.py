@@ -15,8 +15,10 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
+from decimal import Decimal
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -24,6 +26,7 @@ from skyward_core.compute import PendingCompute
 from skyward_core.concurrency.item_stream import ItemStream
 from skyward_core.engine.futures import CallFuture
 from skyward_core.errors import InstancesLeft, PoolClosed
+from skyward_core.ledger.rows import MICRO_USD, micro_usd
 from skyward_core.pool.current_session import note_machines_left
 from skyward_core.pool.pool import ComputePool
 from skyward_core.work import Work, paid_by
@@ -180,9 +183,21 @@ class PoolUse:
         """Run one call and return its result."""
         return self.submit(call).result()
 
+    @contextmanager
+    def paying(self) -> Generator[ComputePool]:
+        """Yield the pool, and pay for all calls that the block makes on it, by any method of the pool.
+
+        Calls of other threads are the use's too if they run in a copy of the block's context, as `asyncio.to_thread`
+        makes one. `stop` and `close` do not end these calls, except with the pool.
+        """
+        self._must_be_open()
+        if self._book is not None:
+            self._book.has_calls(self.id)
+        with paid_by(self.id):
+            yield self.pool
+
     def _noted[R](self, submit: Callable[[], list[CallFuture[R]]]) -> list[CallFuture[R]]:
-        if not self._began or self._ended:
-            raise PoolClosed(f"the use of the pool {'has ended' if self._ended else 'is not open'}: open another one")
+        self._must_be_open()
         with paid_by(self.id):
             futures = submit()
         self._futures.update(futures)
@@ -193,6 +208,10 @@ class PoolUse:
         if self._is_stopped:  # `stop` may have missed these
             self._stop_calls()
         return futures
+
+    def _must_be_open(self) -> None:
+        if not self._began or self._ended:
+            raise PoolClosed(f"the use of the pool {'has ended' if self._ended else 'is not open'}: open another one")
 
     # ── money ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -206,7 +225,7 @@ class PoolUse:
         slot_seconds, cost_usd, is_final = 0.0, self.pool.cost, self.pool.cost_final is not None
         if not self._is_alone:
             count = None if self._book is None else self._book.count(self.id)
-            slot_seconds, cost_usd = (0.0, 0.0) if count is None else (count.slot_seconds, count.cost_usd)
+            slot_seconds, cost_usd = (0.0, 0.0) if count is None else (count.slot_seconds, _billed(count.cost_usd))
             is_final = self._book is not None and self._book.is_final(self.id)
         return UseBill(
             self.pool.id,
@@ -216,3 +235,8 @@ class PoolUse:
             slot_seconds,
             not self._is_alone,
         )
+
+
+def _billed(usd: float) -> float:
+    """Return USD as the ledger writes them: in whole micro-dollars."""
+    return float(micro_usd(Decimal(repr(usd))) * MICRO_USD)

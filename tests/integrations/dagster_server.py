@@ -180,16 +180,21 @@ def metadata_of(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def costs_in_events(instance: Any, run_id: str) -> dict[str, int]:
-    """Return the micro-dollars in the materializations and observations of a run, by step."""
+    """Return the micro-dollars in the materializations, observations and engine events of a run, by step; "" has what
+    is for the run.
+    """
     costs: dict[str, int] = {}
     for record in instance.get_records_for_run(run_id).records:
         event = record.event_log_entry.dagster_event
-        if event is None or event.event_type_value not in ("ASSET_MATERIALIZATION", "ASSET_OBSERVATION"):
-            continue
-        if event.event_type_value == "ASSET_MATERIALIZATION":
-            usd = event.step_materialization_data.materialization.metadata.get(COST_USD)
-        else:
-            usd = event.asset_observation_data.asset_observation.metadata.get(OTHER_COST_USD)
+        match event.event_type_value if event is not None else "":
+            case "ASSET_MATERIALIZATION":
+                usd = event.step_materialization_data.materialization.metadata.get(COST_USD)
+            case "ASSET_OBSERVATION":
+                usd = event.asset_observation_data.asset_observation.metadata.get(OTHER_COST_USD)
+            case "ENGINE_EVENT" if event.event_specific_data is not None:
+                usd = event.event_specific_data.metadata.get(OTHER_COST_USD)
+            case _:
+                usd = None
         if usd is not None:
-            costs[event.step_key] = costs.get(event.step_key, 0) + round(usd.value * 1_000_000)
+            costs[event.step_key or ""] = costs.get(event.step_key or "", 0) + round(usd.value * 1_000_000)
     return costs

@@ -18,6 +18,8 @@ def test_a_pool_records_its_work_before_anything_is_rented(capsys: pytest.Captur
     with pool:
         assert recorded[0] == sky.InfraCreating(pool.id, TRAIN)
         its_tags = tags() >> pool
+        with sky.PoolUse(pool, replace(TRAIN, task="a"), is_alone=False) as use:
+            use.run(tags())
         assert cli.main(["ps", "--json"]) == 0
         (row,) = (row for row in json.loads(capsys.readouterr().out) if row["pool"] == pool.id)
         assert row["work"] == TRAIN.labels()
@@ -27,8 +29,7 @@ def test_a_pool_records_its_work_before_anything_is_rented(capsys: pytest.Captur
     assert pool.receipt is not None
     assert pool.receipt["pool_id"] == pool.id
     assert pool.receipt["work"] == TRAIN.labels()
-    pool.share_cost({replace(TRAIN, task="a"): pool.cost / 2})
     assert cli.main(["cost", "--by", "task", "--json"]) == 0
     rows = {row["key"]: row["cost_usd"] for row in json.loads(capsys.readouterr().out)["rows"]}
-    assert rows["airflow:nightly/a"] == pytest.approx(pool.cost / 2, abs=1e-6)
+    assert rows["airflow:nightly/a"] == use.cost > 0
     assert rows["airflow:nightly/a"] + rows["airflow:nightly/train"] == pytest.approx(pool.cost, abs=1e-6)

@@ -2,12 +2,14 @@
 
 import json
 import pickletools
+from collections.abc import Iterator
+from contextvars import copy_context
 from dataclasses import replace
 
 import skyward_core as sky
 from skyward_core.engine.packed_functions import ArgumentPacker, surroundings_of_calls
 from skyward_core.providers.tagging import work_tags
-from skyward_core.work import WORK_CHARACTERS
+from skyward_core.work import WORK_CHARACTERS, paid_by, paying_use
 
 TRAIN = sky.Work(
     system="airflow", workflow="nightly", run="manual__2026-11-22T07:00:00+00:00", task="train", attempt="1"
@@ -53,3 +55,16 @@ def test_a_run_context_travels_as_plain_values() -> None:
     parcel = packer.arguments(sky.PendingCompute(len, ([1],)))
     names = [argument for code, argument, _ in pickletools.genops(parcel.data) if code.name.endswith("GLOBAL")]
     assert names == []
+
+
+def test_a_block_of_a_use_may_end_in_another_context() -> None:
+    """A generator that several tasks of asyncio drive, as Dagster does, has another context in each of them."""
+
+    def steps() -> Iterator[str]:
+        with paid_by("use"):
+            yield paying_use()
+
+    one = steps()
+    assert copy_context().run(next, one) == "use"
+    assert list(one) == []
+    assert paying_use() == ""

@@ -32,8 +32,10 @@ from dagster_skyward.configuration import spec_of  # noqa: E402
 from dagster_skyward.final_errors import FINAL, refuse_retries  # noqa: E402
 from dagster_skyward.lifecycle import CONFIG_TAG, spec_of_step  # noqa: E402
 from dagster_skyward.metadata import ACCELERATOR, COST_USD, NODES, POOL_ID, SECONDS  # noqa: E402
-from skyward_core.ledger.ledger import Ledger  # noqa: E402
+from skyward_core.ledger.ledger import Ledger, default_url  # noqa: E402
+from skyward_core.ledger.users import users_of  # noqa: E402
 from tests.integrations.bare_node import BARE  # noqa: E402
+from tests.integrations.dagster_server import costs_in_events  # noqa: E402
 from tests.unit.integrations.test_dagster import loaded, project, write  # noqa: E402, F401 - a fixture
 
 # Dagster's own: it uses its deprecated names for nested resources
@@ -173,15 +175,31 @@ def test_two_assets_share_one_pool_and_each_has_its_lines_cost_and_time(instance
             round(metadata[SECONDS].value, 3),
             round(metadata[COST_USD].value, 9),
         ), "for people to read"
-        # Machines are paid from their request on, by begun seconds: a step may cost less than its own time, and at most
-        # one second more.
-        assert metadata[COST_USD].value <= (metadata[SECONDS].value + 1) * 2 * PRICE / 3600
+        # the price of the two slots, for as long as the step's calls held them
+        assert 0 < metadata[COST_USD].value <= metadata[SECONDS].value * 2 * PRICE / 3600
         assert metadata[NODES] == dg.IntMetadataValue(2)
         assert metadata[ACCELERATOR] == dg.TextMetadataValue("none")
-    opened = metadata_of(result, "talkative")
-    assert opened[COST_USD].value >= 2 * PRICE / 3600, "a begun second of each machine"
-    bill = float(bills[0].partition(": ")[2].split()[0])
-    assert sum(metadata_of(result, key)[COST_USD].value for key in ("talkative", "spread")) <= bill
+    steps = {key: metadata_of(result, key)[COST_USD].value for key in ("talkative", "spread")}
+    costs = costs_in_events(instance, result.run_id)
+    assert {step: costs[step] for step in steps} == {step: round(usd * 1_000_000) for step, usd in steps.items()}
+    assert costs[""] > costs["talkative"], "start, idle time and end are for the run, and not for the first step"
+    bill = sum(sky.cost_of(sky.Work(system="dagster", run=result.run_id)).values())
+    assert sum(costs.values()) == round(bill * 1_000_000)
+
+
+def test_a_step_that_has_joined_a_pool_costs_what_its_calls_have_held(instance):
+    """The figure of its metadata is that of the ledger while the pool is open, and all that there is: nothing follows."""
+    compute = resource(name="of-all-runs", keep_warm=60)
+    with sky.ComputePool.from_spec(compute.spec) as pool, Ledger(default_url()) as ledger:
+        result = materialize([talkative], compute, instance)
+        cost = round(metadata_of(result, "talkative")[COST_USD].value * 1_000_000)
+        (part,) = sky.cost_parts(sky.Work(system="dagster", run=result.run_id))
+        assert part.is_final
+        assert cost == part.cost_usd * 1_000_000 > 0
+        (use,) = [user for user in users_of(ledger, pool.id) if user.work == part.work]
+        assert (use.cost_usd, use.left_at is None) == (part.cost_usd, False)
+        assert costs_in_events(instance, result.run_id) == {"talkative": cost}
+    sky.release("of-all-runs")
 
 
 @pytest.mark.parametrize("error", [dg.DagsterExecutionInterruptedError, LookupError])

@@ -24,14 +24,15 @@ from dagster_skyward.metadata import (  # noqa: E402
     RECEIPT,
     RUNNING_COST_USD,
     Usage,
+    equal_parts,
     plain,
-    split_micro,
 )
 from dagster_skyward.settlement import REPORTED, STATE_TAG, note_open, settle, settle_ended_runs  # noqa: E402
 from dagster_skyward.step_events import StepEvents  # noqa: E402
 from dagster_skyward.step_report import BOOTSTRAP, CHART, CONSOLE, NODES_TABLE, PROVISION, RUN, savings  # noqa: E402
 from skyward_core.ledger.ledger import Ledger  # noqa: E402
 from skyward_core.ledger.rows import Bucket, Price, ResourceKind, ResourceRequest  # noqa: E402
+from skyward_core.ledger.uses import NewUse, UseCount  # noqa: E402
 from skyward_core.machines.owner import Owner  # noqa: E402
 
 POOL = "sky-bill"
@@ -81,6 +82,10 @@ class Bill:
     def share(self, shares: dict[sky.Work, float]) -> None:
         self.ledger.set_shares(POOL, {work: Decimal(repr(usd)) for work, usd in shares.items()})
 
+    def use(self, work: sky.Work, usd: float) -> None:
+        it = NewUse(work.task, POOL, work)
+        self.ledger.uses.write([it], {}, {it.id: UseCount(1.0, usd)})
+
     def end(self) -> None:
         self.ledger.close_all([1], "it is gone")
         self.ledger.end_pool(POOL)
@@ -121,6 +126,16 @@ def observed(instance: Any, run: dg.DagsterRun) -> list[tuple[str, str, float]]:
     ]
 
 
+def rests(instance: Any, run: dg.DagsterRun) -> list[tuple[str | None, float]]:
+    """Step and USD of each event of a step without an asset, or of the run."""
+    return [
+        (entry.step_key, metadata[OTHER_COST_USD].value)
+        for entry in instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ENGINE_EVENT)
+        for metadata in [entry.dagster_event.engine_event_data.metadata]
+        if OTHER_COST_USD in metadata
+    ]
+
+
 def test_what_no_metadata_has_is_observed_once(bill: Bill, instance: Any) -> None:
     """The end of the machines, and a step without a materialization. Before the pool has ended nothing is reported."""
     run = run_of([made, failed], instance)
@@ -144,25 +159,70 @@ def test_what_no_metadata_has_is_observed_once(bill: Bill, instance: Any) -> Non
     assert (receipt["pool_id"], receipt["total_cost_usd"]) == (POOL, 1.0)
 
 
-def test_what_is_for_no_step_is_divided_among_the_steps_of_the_run(bill: Bill, instance: Any) -> None:
-    """A process that runs several steps opens a shared pool for the run, and writes the shares of its steps."""
+def test_what_no_step_has_used_is_for_the_run(bill: Bill, instance: Any) -> None:
+    """Start, idle time and end of a pool that several steps use are an event of the run, and in no step's cost."""
     run = run_of([made, failed], instance)
     bill.open(work(run))
-    bill.share({work(run, "made", "made"): 0.3, work(run, "failed", "failed"): 0.2})
+    bill.use(work(run, "made", "made"), 0.3)
+    bill.use(work(run, "failed", "failed"), 0.2)
     bill.end()
-    settle(instance, run)
-    assert sorted(observed(instance, run)) == [("failed", "failed", 0.4), ("made", "made", 0.35)]
+    settle(instance, run, ["made"])
+    assert settle(instance, run) is False
+    assert settle(instance, run)
+    assert sorted(observed(instance, run)) == [("failed", "failed", 0.2), ("made", "made", 0.05)]
+    assert rests(instance, run) == [(None, 0.5)]
+    (words,) = [
+        entry.dagster_event.message
+        for entry in instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ENGINE_EVENT)
+        if OTHER_COST_USD in entry.dagster_event.engine_event_data.metadata
+    ]
+    assert words == "what no step has used of the pools of the run: 0.500000 USD"
 
 
-def test_a_sum_that_is_too_large_is_mended(bill: Bill, instance: Any) -> None:
-    """Two settlers on different hosts may write the same difference, or a part has shrunk since its metadata."""
+def test_no_cost_is_negative(bill: Bill, instance: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Two settlers on different hosts may write the same difference. Then the log says how much is too much."""
     run = run_of([made], instance)
     bill.open(work(run, "made", "made"))
     bill.share({sky.Work(run="another"): 0.9})
     bill.end()
-    assert not settle(instance, run)
-    assert observed(instance, run) == [("made", "made", -0.15)]
     assert settle(instance, run)
+    assert observed(instance, run) == []
+    assert "the events of made have 0.150000 USD more than its bill" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("made_by_step", "usd", "expected"),
+    [
+        (["a", "b", "c"], 0.9, [("a", 0.3), ("b", 0.3), ("c", 0.3)]),
+        (["a", "b", "c"], 0.000005, [("a", 0.000002), ("b", 0.000002), ("c", 0.000001)]),
+        (["c"], 0.9, [("c", 0.9)]),
+    ],
+    ids=["three outputs", "a rest", "one of three was made"],
+)
+def test_outputs_of_one_step_divide_its_bill(
+    made_by_step: list[str], usd: float, expected: list[tuple[str, float]], bill: Bill, instance: Any
+) -> None:
+    """Equally among those that were made, to the micro-dollar. Each has a part of what the step knew at its end."""
+
+    @dg.multi_asset(specs=[dg.AssetSpec(name, skippable=True) for name in "abc"])
+    def three(context: dg.AssetExecutionContext) -> Any:
+        for name in made_by_step:
+            yield dg.MaterializeResult(name, metadata={COST_USD: equal_parts(4, 3)["abc".index(name)] / 1e6})
+
+    run = run_of([three], instance)
+    bill.open(work(run))
+    bill.use(work(run, "three", "a, b, c"), usd)
+    bill.end()
+    settle(instance, run)
+    assert all(usd > 0 for _, _, usd in observed(instance, run))
+    sums = {
+        event.asset_key.to_user_string(): event.step_materialization_data.materialization.metadata[COST_USD].value
+        for entry in instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION)
+        for event in [entry.dagster_event]
+    }
+    for _, asset, rest in observed(instance, run):
+        sums[asset] = round(sums[asset] + rest, 6)
+    assert sorted(sums.items()) == expected
 
 
 def test_an_op_has_the_rest_in_an_event_of_its_step(bill: Bill, instance: Any) -> None:
@@ -172,21 +232,12 @@ def test_an_op_has_the_rest_in_an_event_of_its_step(bill: Bill, instance: Any) -
     bill.end()
     settle(instance, run)
     assert settle(instance, run)
-
-    def rests(run: dg.DagsterRun) -> list[tuple[str | None, float]]:
-        return [
-            (entry.step_key, metadata[OTHER_COST_USD].value)
-            for entry in instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ENGINE_EVENT)
-            for metadata in [entry.dagster_event.engine_event_data.metadata]
-            if OTHER_COST_USD in metadata
-        ]
-
-    assert rests(run) == [("op", 0.9)]
+    assert rests(instance, run) == [("op", 0.9)]
     idle = ops.execute_in_process(instance=instance).dagster_run
     bill.share({work(idle): 0.25})
     settle(instance, idle)
     assert settle(instance, idle)
-    assert rests(idle) == [(None, 0.25)]
+    assert rests(instance, idle) == [(None, 0.25)]
 
 
 def test_two_settlers_at_once_report_each_part_once(bill: Bill, instance: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,12 +307,16 @@ def test_the_sensor_settles_ended_runs_until_their_bills_are_final(
     assert [its.get(STATE_TAG) for its in tags] == [REPORTED, None]
 
 
-@pytest.mark.parametrize(
-    ("amount", "weights", "parts"),
-    [(10, [1, 1, 1], [3, 3, 4]), (10, [0, 0], [5, 5]), (7, [2, 5], [2, 5]), (-3, [1, 1], [-2, -1]), (5, [], [])],
-)
-def test_parts_of_micro_dollars_add_up(amount: int, weights: list[int], parts: list[int]) -> None:
-    assert split_micro(amount, weights) == parts
+@pytest.mark.parametrize("count", range(1, 6))
+def test_equal_parts_add_up_and_grow_with_the_amount(count: int) -> None:
+    """So what was reported when a step ended is never more than its part at the end of the pool."""
+    before = [0] * count
+    for amount in range(20):
+        parts = equal_parts(amount, count)
+        assert sum(parts) == amount
+        assert max(parts) - min(parts) <= 1
+        assert all(one >= other for one, other in zip(parts, before, strict=True))
+        before = parts
 
 
 # ── the log of a run ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -400,7 +455,7 @@ def test_a_running_step_is_observed_every_fifteen_seconds(instance: Any, monkeyp
         events.take(metrics(50.0, 20.0))
         for _ in range(40):
             now[0] += 1.0
-            events.live(context, OpenPool(), now[0] - 1000.0, lambda: 0.25)  # type: ignore[arg-type]
+            events.live(context, OpenPool(), now[0] - 1000.0, 0.25)  # type: ignore[arg-type]
 
     observed = [
         entry.dagster_event.asset_observation_data.asset_observation

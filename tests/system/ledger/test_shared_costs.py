@@ -193,7 +193,9 @@ def test_a_use_without_a_work_is_no_rest(ledger: Ledger) -> None:
 
 
 def test_the_parts_of_the_cost_for_a_work_are_those_of_exact_works(ledger: Ledger) -> None:
-    """They add up to the bill, and are final once the pool and all that it rented have ended."""
+    """They add up to the bill. That of a use is final when it has ended, the rest when the pool and all that it rented
+    have.
+    """
     used(ledger)
     ledger.set_shares("sky-a", {FIT: USD("0.15")}, keeps_others=True)
     system = Work(system="prefect")
@@ -202,12 +204,28 @@ def test_the_parts_of_the_cost_for_a_work_are_those_of_exact_works(ledger: Ledge
     assert {work: part.cost_usd for work, part in parts.items()} == expected
     assert sum(part.cost_usd for part in parts.values()) == sum(cost(ledger, CostBy.POOL, system).values())
     assert [part.work for part in ledger.cost_parts(FIT)] == [FIT]
-    assert not any(part.is_final for part in parts.values())
+    assert [work for work, part in parts.items() if not part.is_final] == [OPENER]
+    ledger.uses.write([NewUse("later", "sky-a", JOINED, "b")])
+    assert {part.work for part in ledger.cost_parts(system) if not part.is_final} == {OPENER, JOINED}
     ledger.end_pool("sky-a")
-    assert not any(part.is_final for part in ledger.cost_parts(system)), "its machine may still cost"
+    (rest,) = [part for part in ledger.cost_parts(system) if not part.is_final]
+    assert rest.work == OPENER, "its machine may still cost"
     ledger.close_all([1], "it is gone")
     assert all(part.is_final for part in ledger.cost_parts(system))
     assert ledger.cost_parts(Work(run="another")) == []
+
+
+def test_a_part_is_not_final_while_the_time_of_the_machines_is_noted_late(ledger: Ledger) -> None:
+    """Parts are scaled down then, so that they are not more than the bill."""
+    opened(ledger, name_it=True)
+    intent = rented(ledger, "3.6")
+    ledger.note_all({intent: {Bucket.RUNNING_CALLS: 10}})
+    held(ledger, "1", FIT, "a", "0.02")
+    (part,) = ledger.cost_parts(FIT)
+    assert (part.cost_usd, part.is_final) == (USD("0.01"), False)
+    ledger.note_all({intent: {Bucket.RUNNING_CALLS: 30}})
+    (part,) = ledger.cost_parts(FIT)
+    assert (part.cost_usd, part.is_final) == (USD("0.02"), True)
 
 
 @pytest.mark.parametrize(

@@ -89,9 +89,17 @@ def test_two_uses_of_one_pool_have_what_their_calls_have_held(tmp_path: Path) ->
             bill = use.bill()
             assert bill.is_final
             assert entries[task].ended_at is not None
-            assert bill.cost_usd == pytest.approx(float(entries[task].cost_usd), abs=1e-6)
+            assert Decimal(repr(bill.cost_usd)) == entries[task].cost_usd
             assert bill.cost_usd == pytest.approx(bill.slot_seconds * per_slot_second, rel=1e-6)
         assert 1.5 <= bills["score"].bill().slot_seconds < 3 * 1.5
+        third = sky.PoolUse(pool, dataclasses.replace(FIRST, task="all"), is_alone=False).open()
+        with third.paying() as its_pool:
+            assert its_pool.map(abs, [-1, 2]) == [1, 2]
+            assert its_pool.broadcast(sky.PendingCompute(abs, (-1,))) == (1,)
+        assert third.cost > 0
+        assert third.cost == round(third.cost, 6), "whole micro-dollars, as in the ledger"
+        third.close()
+        assert uses_of(pool.id)["all"].cost_usd == Decimal(repr(third.cost))
     by_task = cost_by_task()
     assert by_task["test:fit"] == entries["fit"].cost_usd
     assert by_task["test:score"] == entries["score"].cost_usd
