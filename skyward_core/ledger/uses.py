@@ -19,7 +19,7 @@ from typing import Any
 from sqlalchemy import BigInteger, Connection, case, insert, literal, select, update
 
 from skyward_core.ledger.database import Database
-from skyward_core.ledger.rows import SECONDS_PER_HOUR, micro_usd
+from skyward_core.ledger.rows import SECONDS_PER_HOUR
 from skyward_core.ledger.tables import USES, Values, in_usd, moment, moment_or_none, stamp, work_of, work_values
 from skyward_core.work import Work
 
@@ -163,4 +163,5 @@ def settle_uses(connection: Connection, which: Any, until: int) -> None:
 
 
 def _micro(usd: float) -> int:
-    return micro_usd(Decimal(repr(usd)))
+    """Return the nearest micro-dollars, as all who show a use's cost round it."""
+    return round(usd * 1_000_000)
