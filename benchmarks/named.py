@@ -1,8 +1,10 @@
-"""Measure pools with a name: how soon another process has its first result, and what its heartbeats cost the ledger.
+"""Measure pools with a name: how soon another process has its first result, how soon another attempt begins after a kill,
+and what the heartbeats cost the ledger.
 
-Each way runs in a new interpreter: a pool of its own (cold), a pool that is warm, one that is in use, and a bare Dask
-client on a running cluster. The ways take turns in each round. Seconds are from the start of the interpreter, and from
-the end of its imports, to the first result. The heartbeats are those of 100 and 500 clients, each of them one after the other.
+Each way runs in a new interpreter: a pool of its own (cold), a pool that is warm, one that is in use, and bare Dask
+clients on running clusters, without TLS and with it, as ours. The ways take turns in each round. Seconds are from the start of
+the interpreter, and from the end of its imports, to the first result. A second attempt begins when the function's first line runs on
+the node. Ratios are medians of the ratios of each round. The heartbeats are those of 100 and 500 clients, each of them one after the other.
 
     python benchmarks/named.py --rounds 5 --ledger postgresql+psycopg://ada@/postgres?host=/tmp
 """
@@ -28,7 +30,7 @@ CLIENTS, BEAT_SECONDS = (100, 500), 5.0
 POOL = """
 import sys, time
 import skyward_core as sky
-import skyward_core.pool.pool
+sky.ComputePool, sky.Local  # are loaded when they are first used
 @sky.compute
 def answer():
     return 42
@@ -46,19 +48,48 @@ DASK = """
 import sys, time
 import distributed
 began = time.monotonic()
-with distributed.Client(sys.argv[1], set_as_default=False) as client:
+address, *pems = sys.argv[1:]
+files = dict(zip(("tls_ca_file", "tls_client_cert", "tls_client_key"), pems))
+security = distributed.Security(require_encryption=True, **files) if files else None
+with distributed.Client(address, security=security, set_as_default=False) as client:
     assert client.submit(lambda: 42).result() == 42
     print(time.monotonic() - began, flush=True)
 """
 CLUSTER = """
 import sys
+from pathlib import Path
 import distributed
 if __name__ == "__main__":
-    with distributed.LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=None) as cluster:
-        print(cluster.scheduler_address, flush=True)
+    folder, options = Path(sys.argv[1]), {}
+    names = ("tls_ca_file", "tls_client_cert", "tls_client_key")
+    if is_private := sys.argv[2] == "tls":
+        security = distributed.Security.temporary()
+        for name in names:
+            (folder / name).write_text(getattr(security, name))
+        options = dict(security=security, protocol="tls")
+    with distributed.LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=None, **options) as cluster:
+        print(cluster.scheduler_address, *((folder / name for name in names) if is_private else ()), flush=True)
         sys.stdin.read()
 """
-WAYS = ("cold", "warm", "in use", "dask")
+ATTEMPT = """
+import sys, time
+from pathlib import Path
+import skyward_core as sky
+@sky.compute
+def attempt(file, seconds):
+    import time
+    from pathlib import Path
+    Path(file + "-new").write_text(str(time.monotonic()))
+    Path(file + "-new").rename(file)
+    time.sleep(seconds)
+name, number, file = sys.argv[1:]
+work = sky.Work(system="bench", run="1", task="fit", attempt=number)
+pool = sky.ComputePool(name=name, keep_warm=300, provider=sky.Local(), display="quiet", work=work)
+with sky.PoolUse(pool) as use:
+    use.run(attempt(file, 600 if number == "1" else 0))
+"""
+WAYS = ("cold", "warm", "in use", "dask", "dask with TLS")
+RIVALS = ("dask", "dask with TLS")
 
 
 def main() -> int:
@@ -81,11 +112,12 @@ def main() -> int:
 
 
 def _first_results(folder: Path, rounds: int) -> list[str]:
-    for name, text in (("pool", POOL), ("dask", DASK), ("cluster", CLUSTER)):
+    for name, text in (("pool", POOL), ("dask", DASK), ("cluster", CLUSTER), ("attempt", ATTEMPT)):
         (folder / f"run_{name}.py").write_text(text)
-    cluster = _started(folder / "run_cluster.py")
-    address = _line(cluster)
+    clusters = {way: _started(folder / "run_cluster.py", folder, way.split()[-1].lower()) for way in RIVALS}
+    addresses = {way: _line(cluster).split() for way, cluster in clusters.items()}
     seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    begins: dict[str, list[float]] = {"after a killed one": [], "after one that ended": []}
     try:
         for _ in range(rounds):
             seconds["cold"].append(_timed(folder / "run_pool.py", "cold"))
@@ -95,20 +127,58 @@ def _first_results(folder: Path, rounds: int) -> list[str]:
             _line(holder)
             seconds["in use"].append(_timed(folder / "run_pool.py", "join"))
             holder.communicate("")
-            seconds["dask"].append(_timed(folder / "run_dask.py", address))
+            for way in RIVALS:
+                seconds[way].append(_timed(folder / "run_dask.py", *addresses[way]))
+            for way, its in begins.items():
+                its.append(_second_attempt(folder, is_killed="killed" in way))
     finally:
-        cluster.communicate("")
-        subprocess.run([sys.executable, "-m", "skyward_core.cli", "stop", "bench"], check=False, capture_output=True)
-    head = ["| to the first result | from the start, s | to dask | after the imports, s | to dask |"]
-    head.append("| --- | ---: | ---: | ---: | ---: |")
-    peer = [statistics.median(column) for column in zip(*seconds["dask"], strict=True)]
+        for cluster in clusters.values():
+            cluster.communicate("")
+        for name in ("bench", "bench-attempts"):
+            subprocess.run([sys.executable, "-m", "skyward_core.cli", "stop", name], check=False, capture_output=True)
+    heads = [
+        f"{what} | {' | '.join(f'to {way}' for way in RIVALS)}"
+        for what in ("from the start, s", "after the imports, s")
+    ]
+    lines = [f"| to the first result | {' | '.join(heads)} |", "| --- |" + " ---: |" * (2 * (1 + len(RIVALS)))]
     for way in WAYS:
         cells: list[str] = []
-        for column, rival in zip(zip(*seconds[way], strict=True), peer, strict=True):
-            middle = statistics.median(column)
-            cells += [f"{middle:.2f} [{min(column):.2f}, {max(column):.2f}]", f"{middle / rival:.2f}"]
-        head.append(f"| {way} | {' | '.join(cells)} |")
-    return head
+        for place, column in enumerate(zip(*seconds[way], strict=True)):
+            cells.append(_spread(column))
+            for rival in RIVALS:
+                pairs = zip(column, (its[place] for its in seconds[rival]), strict=True)
+                cells.append(f"{statistics.median(own / theirs for own, theirs in pairs):.2f}")
+        lines.append(f"| {way} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "| a second attempt | from the start of its process to its function's first line, s |",
+        "| --- | ---: |",
+    ]
+    return [*lines, *(f"| {way} | {_spread(its)} |" for way, its in begins.items())]
+
+
+def _spread(seconds: Sequence[float]) -> str:
+    return f"{statistics.median(seconds):.2f} [{min(seconds):.2f}, {max(seconds):.2f}]"
+
+
+def _second_attempt(folder: Path, *, is_killed: bool) -> float:
+    """Run two attempts of one work on the warm pool of a name; return the seconds from the start of the second process until
+    its function runs on the node. The first one is killed while its call holds the slot, or its call ends at once.
+    """
+    files = [folder / f"attempt-{number}" for number in (1, 2)]
+    for file in files:
+        file.unlink(missing_ok=True)
+    first = _started(folder / "run_attempt.py", "bench-attempts", 1 if is_killed else 0, files[0])
+    while not files[0].exists():
+        time.sleep(0.01)
+    if is_killed:
+        first.kill()
+    first.communicate("")
+    began = time.monotonic()
+    second = _started(folder / "run_attempt.py", "bench-attempts", 2, files[1])
+    second.communicate("")
+    assert second.returncode == 0
+    return float(files[1].read_text()) - began
 
 
 def _started(*command: object) -> subprocess.Popen[str]:

@@ -26,7 +26,7 @@ from typing import Any
 from urllib.request import urlopen
 
 RUNNERS = ("threads", "skyward", "threads-64", "skyward-64", "dask", "ray")
-CASES = ("tiny", "large", "first")
+CASES = ("tiny", "large", "first", "retry")
 TINY, LARGE, LARGE_BYTES = 1000, 200, 5_000_000
 SECONDS = 900
 
@@ -47,7 +47,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="skyward-bench-") as folder, server(Path(folder)) as environ:
         for _ in range(options.rounds):
             for case in options.cases.split(","):
-                for runner in runners if case != "first" else ["skyward"]:
+                for runner in runners if case not in ("first", "retry") else ["skyward"]:
                     result = in_a_process(runner, case, environ)
                     found.setdefault((runner, case), []).append(result)
                     print(runner, case, result, flush=True)
@@ -137,6 +137,8 @@ def measured(name: str, case: str) -> dict[str, float]:
 
     if case == "first":
         return first_result(flow, tiny)
+    if case == "retry":
+        return second_attempt()
     fn, count = (tiny, TINY) if case == "tiny" else (large, LARGE)
 
     @flow(task_runner=runner_of(name))
@@ -166,6 +168,65 @@ def first_result(flow: Any, task: Any) -> dict[str, float]:
     cold, warm = run(time.perf_counter()), run(time.perf_counter())
     sky.release(name)
     return {"cold": cold, "warm": warm}
+
+
+ATTEMPT = """
+import sys, time
+from pathlib import Path
+from uuid import UUID
+from prefect import flow, task
+from prefect.flow_engine import load_flow_run, run_flow
+from prefect.runtime import flow_run
+from prefect_skyward import SkywardTaskRunner
+import skyward_core as sky
+
+name, folder, *again = sys.argv[1:]
+
+@task
+def work(file: str, seconds: float) -> None:
+    Path(file + ".new").write_text(str(time.monotonic()))
+    Path(file + ".new").rename(file)
+    time.sleep(seconds)
+
+@flow(task_runner=SkywardTaskRunner(provider=sky.Local(), name=name, keep_warm=60))
+def run() -> None:
+    began = time.monotonic()
+    file = folder + ("/second" if again else "/first")
+    Path(file + "-run").write_text(f"{flow_run.id} {began}")
+    work.submit(file, 0.0 if again else 600.0).result()
+
+if __name__ == "__main__":
+    run_flow(run, flow_run=load_flow_run(UUID(again[0]))) if again else run()
+"""
+
+
+def second_attempt() -> dict[str, float]:
+    """Seconds until the task of a second attempt of a flow run runs on its node, after the process of the first one was
+    killed: from the start of its process, and from the first line of its flow.
+    """
+    from prefect.client.orchestration import get_client
+    from prefect.states import Pending
+
+    import skyward_core as sky
+
+    name = f"bench-{os.getpid()}"
+    with tempfile.TemporaryDirectory(prefix="skyward-bench-") as folder:
+        first, second = Path(folder, "first"), Path(folder, "second")
+        program = Path(folder, "attempt.py")
+        program.write_text(ATTEMPT)
+        command = [sys.executable, str(program), name, folder]
+        with subprocess.Popen(command) as process:
+            while not first.exists():
+                time.sleep(0.01)
+            process.kill()
+        run_id, _ = Path(f"{first}-run").read_text().split()
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(run_id, Pending(), force=True)
+        started = time.monotonic()
+        subprocess.run([*command, run_id], check=True)
+        (_, began), begun = Path(f"{second}-run").read_text().split(), float(second.read_text())
+    sky.release(name)
+    return {"from the process": begun - started, "from the flow": begun - float(began)}
 
 
 # ── the table ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -208,6 +269,15 @@ def report(
         lines += [
             "",
             f"From the call of the flow to its first result: {cold} s on a cold pool, {warm} s on a warm one.",
+        ]
+    if ("skyward", "retry") in found:
+        process, flow = (shown(median("skyward", "retry", f"from the {which}"), 2) for which in ("process", "flow"))
+        lines += [
+            "",
+            (
+                "A second attempt of a flow run, after its process was killed: from its start to the first line of its"
+                f" task on the node {process} s, of which {flow} s from the first line of the flow."
+            ),
         ]
     return "\n".join(lines)
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 # The one name loaded at once: it is a module's name too, and a later import of that module would put the module in its
 # place.
 from skyward_core.compute import compute as compute
+from skyward_core.concurrency.loading import load as _load
 
 if TYPE_CHECKING:
     from skyward_core import accelerators as accelerators
@@ -261,7 +262,7 @@ def __getattr__(name: str) -> Any:
     elif name in _MODULES:
         value = import_module(f"{__name__}.{name}")
     elif name in _HOME_OF:
-        value = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+        value = getattr(_load(f"{__name__}.{_HOME_OF[name]}"), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value

@@ -54,6 +54,8 @@ def without_prefect_s_api(spec: sky.PoolSpec) -> sky.PoolSpec:
 
 def raise_if_prefect_s_api_was_used(error: Exception) -> None:
     """Raise BadRequest, with what to write instead, if a function has used what nodes do not have."""
+    if isinstance(error, sky.BadRequest):  # of another kind: a pool that is joined may have another `env` than ours
+        return
     if NO_API_SCHEME in f"{error} {error.__cause__}":  # the cause is the traceback of the node
         raise sky.BadRequest(
             "the task's function asks Prefect's API (for a variable, a concurrency limit, an artifact, a block), which"

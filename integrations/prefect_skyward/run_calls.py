@@ -242,5 +242,5 @@ def facts_of(context: FlowRunContext | None, on_event: sky.Callback | None) -> F
     log = RunLog.of_flow()
     run = context.flow_run if context is not None else None
     work = work_of_flow(context)
-    report = RunReport(run.id, log, work) if run is not None else None
+    report = RunReport(run.id, log, work, run.flow_id) if run is not None else None
     return FlowFacts(work, log, RunLogs(log), report, MoneyEnd(run, log, report), on_event)

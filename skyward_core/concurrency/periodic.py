@@ -8,15 +8,22 @@ from collections.abc import Callable
 
 class PeriodicThread:
     """Calls `step` every so many seconds, from a daemon thread of that name, until `end` is called. The first call
-    comes after the first pause.
+    comes after the first pause, or at once.
 
     `step` must not wait for a callback or a display, and so it must not log either. What it raises goes to `on_error`,
     and it is called again.
     """
 
     def __init__(
-        self, name: str, seconds: float, step: Callable[[], object], on_error: Callable[[Exception], object]
+        self,
+        name: str,
+        seconds: float,
+        step: Callable[[], object],
+        on_error: Callable[[Exception], object],
+        *,
+        is_at_once: bool = False,
     ) -> None:
+        self._first_seconds = 0.0 if is_at_once else seconds
         self._seconds = seconds
         self._step = step
         self._on_error = on_error
@@ -40,7 +47,9 @@ class PeriodicThread:
             self._thread.join(timeout_seconds)
 
     def _run(self) -> None:
-        while not self._ended.wait(self._seconds):
+        pause = self._first_seconds
+        while not self._ended.wait(pause):
+            pause = self._seconds
             try:
                 self._step()
             except Exception as error:  # whatever it is: the next call may succeed

@@ -5,11 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
-
 LIFETIME = timedelta(days=365)
 CLOCK_SKEW = timedelta(days=1)  # the certificate must also be valid on nodes with a wrong clock
 
@@ -29,6 +24,12 @@ def make_certificate(pool_id: str) -> PoolCertificate:
     """Make a certificate for a pool. A P-256 key is made a thousand times faster than an RSA key of 3072 bits, and is
     as strong (NIST SP 800-57).
     """
+    # a process that joins a pool makes no certificate
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"skyward {pool_id}"[:64])])
     now = datetime.now(UTC)

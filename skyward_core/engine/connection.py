@@ -34,8 +34,14 @@ from skyward_core.worker import calls
 from skyward_core.worker.call_lists import CALLS_QUESTION, INTRODUCE
 from skyward_core.worker.calls import BusyTime
 from skyward_core.worker.detached_calls import BUSY_TIMES
-from skyward_core.worker.pool_scheduler import RUN_BATCH, STALLED_SECONDS
-from skyward_core.worker.scheduler_messages import LIST_CALLS, LISTING_SECONDS, POOL_TOPIC, Resumed
+from skyward_core.worker.scheduler_messages import (
+    LIST_CALLS,
+    LISTING_SECONDS,
+    POOL_TOPIC,
+    RUN_BATCH,
+    STALLED_SECONDS,
+    Resumed,
+)
 from skyward_core.worker.streams import ReportedOutcomes, send_at_once
 from skyward_core.worker.wire import Batch, Report
 

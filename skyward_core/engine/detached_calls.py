@@ -20,7 +20,7 @@ from skyward_core.errors import BadRequest, NodeLost, SkywardError
 from skyward_core.serialization import pickling
 from skyward_core.transport.transport import Transport, Transports
 from skyward_core.worker.detached_calls import IS_NAMED, NAME, OWNER, RESULT_TTL, RETRIES, RUN_ID, WORK, detached_key
-from skyward_core.worker.pool_scheduler import START_DETACHED
+from skyward_core.worker.scheduler_messages import START_DETACHED
 from skyward_core.worker.wire import Batch, Call, Outcome, Parcel
 
 # how long `start` waits for a scheduler that is out of reach: the connection may come back, or another head may start

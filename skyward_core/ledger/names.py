@@ -15,7 +15,6 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from sqlalchemy import Connection, case, func, insert, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 
 from skyward_core.errors import LeaseLost
 from skyward_core.ledger import warm_time
@@ -50,6 +49,7 @@ from skyward_core.ledger.tables import (
     POOLS,
     USES,
     client_seen,
+    insert_new,
     later_lease,
     name_seen,
     pool_seen,
@@ -442,5 +442,4 @@ def _clients(connection: Connection, pool_id: str, clock: LeaseClock) -> list[Cl
 
 def _insert_name(connection: Connection, name: str) -> None:
     """Make the row of a name, unless there is one: only a row can be locked."""
-    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-    connection.execute(dialect.insert(NAMES).values(name=name).on_conflict_do_nothing())
+    connection.execute(insert_new(connection, NAMES).values(name=name))

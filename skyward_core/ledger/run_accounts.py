@@ -11,11 +11,10 @@ from decimal import Decimal
 from typing import cast
 
 from sqlalchemy import Connection, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 
 from skyward_core.errors import BadRequest, BudgetExceeded
 from skyward_core.ledger.rows import Period, micro_usd
-from skyward_core.ledger.tables import ACCOUNTS, POOLS, in_usd
+from skyward_core.ledger.tables import ACCOUNTS, POOLS, in_usd, insert_new
 from skyward_core.work import Work
 
 SCOPE = "run"
@@ -37,9 +36,8 @@ def account_of_run(work: Work) -> str:
 def share_limit(connection: Connection, work: Work, limit_usd: Decimal) -> str:
     """Make the account of a run, or change its limit: the newest pool's counts. Return its name."""
     name, limit = account_of_run(work), micro_usd(limit_usd)
-    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
     values = {"name": name, "limit_micro_usd": limit, "period": Period.RUN.value, "is_of_run": True}
-    connection.execute(dialect.insert(ACCOUNTS).values(values).on_conflict_do_nothing())
+    connection.execute(insert_new(connection, ACCOUNTS).values(values))
     is_it = (ACCOUNTS.c.name == name) & ACCOUNTS.c.is_of_run
     connection.execute(update(ACCOUNTS).where(is_it, ACCOUNTS.c.limit_micro_usd != limit).values(limit_micro_usd=limit))
     return name

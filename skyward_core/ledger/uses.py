@@ -17,11 +17,20 @@ from decimal import Decimal
 from typing import Any
 
 from sqlalchemy import BigInteger, Connection, case, literal, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 
 from skyward_core.ledger.database import Database
-from skyward_core.ledger.rows import SECONDS_PER_HOUR, micro_usd
-from skyward_core.ledger.tables import USES, Values, in_usd, moment, moment_or_none, stamp, work_of, work_values
+from skyward_core.ledger.rows import SECONDS_PER_HOUR
+from skyward_core.ledger.tables import (
+    USES,
+    Values,
+    in_usd,
+    insert_new,
+    moment,
+    moment_or_none,
+    stamp,
+    work_of,
+    work_values,
+)
 from skyward_core.work import Work
 
 
@@ -125,10 +134,8 @@ def use_of(row: Values) -> UseEntry:
 
 def begin_use(connection: Connection, new: NewUse, now: int) -> None:
     """Record a use, before its first call. Recorded again, after an answer was lost, it stays as it is."""
-    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
     values = {"id": new.id, "pool_id": new.pool_id, "client_id": new.client_id, "began_microseconds": now}
-    wanted = dialect.insert(USES).values(**values, noted_microseconds=now, **work_values(new.work))
-    connection.execute(wanted.on_conflict_do_nothing())
+    connection.execute(insert_new(connection, USES).values(**values, noted_microseconds=now, **work_values(new.work)))
 
 
 def note_use(connection: Connection, use_id: str, count: UseCount, now: int, *, is_final: bool) -> None:
@@ -166,4 +173,5 @@ def settle_uses(connection: Connection, which: Any, until: int) -> None:
 
 
 def _micro(usd: float) -> int:
-    return micro_usd(Decimal(repr(usd)))
+    """Return the nearest micro-dollars, as all who show a use's cost round it."""
+    return round(usd * 1_000_000)

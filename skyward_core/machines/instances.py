@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from datetime import datetime
 from enum import StrEnum
 from typing import Any
@@ -129,3 +130,8 @@ class Lease(BaseModel):
     def with_key(self, key: str) -> Lease:
         """Return the lease with another path of the SSH key, for a process that has it elsewhere."""
         return self.model_copy(update={"nodes": tuple(node.with_key(key) for node in self.nodes)})
+
+
+def new_pool_id() -> str:
+    """Return an id for a pool that is to be opened."""
+    return f"sky-{uuid.uuid4().hex[:12]}"

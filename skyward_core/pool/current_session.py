@@ -20,7 +20,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from skyward_core.concurrency.greenlets import refuse_greenlets
 from skyward_core.errors import InstancesLeft, PoolClosed, SkywardError
@@ -33,16 +33,12 @@ from skyward_core.machines.sealing import secret_keys
 from skyward_core.machines.signing import signed
 from skyward_core.pool.named_sessions import leave_named, open_named
 from skyward_core.pool.preparation import Prepared
+from skyward_core.providers.base import Provider
 from skyward_core.session.attached import Attached
 from skyward_core.session.call_ledger import CallLedger
-from skyward_core.session.named_session import NamedSession
 from skyward_core.session.named_use import NamedUse
 from skyward_core.session.pool_uses import PoolUses
-from skyward_core.session.regained import regaining
 from skyward_core.session.sealed_lease import PoolKeys, find_lease
-from skyward_core.session.session import Session
-from skyward_core.session.size_here import size_here
-from skyward_core.session.stewardship import Stewardship
 from skyward_core.session.successor import Successor
 from skyward_core.session.use_book import UseBook
 from skyward_core.session.warm_pools import per_hour
@@ -55,6 +51,12 @@ ATTACH_SECONDS = 60.0
 if TYPE_CHECKING:
     from skyward_core.engine.cluster import Cluster
     from skyward_core.engine.user_client import UserClient
+    from skyward_core.ledger.ledger import Ledger
+
+    # what rents machines is loaded when some are rented: a process that joins a pool has its first result sooner
+    from skyward_core.session.named_session import NamedSession
+    from skyward_core.session.session import Session
+    from skyward_core.session.stewardship import Stewardship
     from skyward_core.worker.masking import SecretValues
 
 
@@ -129,13 +131,21 @@ class CurrentSession:
 
         def attach(lease: Lease, keys: PoolKeys) -> Attached:
             return _attach(
-                lease, None, keys, prepared.spec, prepared.on_event, ATTACH_SECONDS, log=use.log, work=prepared.work
+                lease,
+                None,
+                keys,
+                prepared.spec,
+                prepared.on_event,
+                ATTACH_SECONDS,
+                log=use.log,
+                work=prepared.work,
+                ledger=use.ledger,
             )
 
         try:
             opened = open_named(
                 use,
-                lambda pool_id: self._open_own(prepared, secrets, terminations, begun, pool_id, use),
+                lambda pool_id: self._open_first(prepared, secrets, terminations, begun, pool_id, use),
                 attach,
                 prepared.spec.provision_timeout,
             )
@@ -155,7 +165,7 @@ class CurrentSession:
             self._calls = _call_ledger(opened, self.own_id)
             use.succession = _successor(opened, use, prepared, secrets)
             opened.on_given_up = use.let_go  # a pool that it cannot reach must not be kept for it
-        elif isinstance(opened, NamedSession):
+        else:
             use.succession = _regaining(opened, use, prepared, secrets)
         if self._finalizer is not None:
             self._finalizer.detach()
@@ -163,27 +173,35 @@ class CurrentSession:
         self._finalizer.atexit = False
 
     def _open_own(
+        self, prepared: Prepared, secrets: SecretValues, terminations: int, begun: list[Session | Attached]
+    ) -> None:
+        """Rent the machines of a pool without a name. Its session is added to `begun` first."""
+        from skyward_core.session.session import Session
+
+        limit, owner = prepared.run_limit_usd, prepared.belongs_to
+        opened = Session(*_values(prepared), secrets, run_limit_usd=limit, belongs_to=owner)
+        begun.append(opened)
+        self._start(opened, prepared, terminations)
+
+    def _open_first(
         self,
         prepared: Prepared,
         secrets: SecretValues,
         terminations: int,
         begun: list[Session | Attached],
-        pool_id: str = "",
-        use: NamedUse | None = None,
-    ) -> Session:
-        """Rent the machines of a pool. Its session is added to `begun` first."""
-        values = prepared.spec, prepared.providers, prepared.on_event, prepared.work, secrets
-        self._opened = opened = (
-            Session(*values, run_limit_usd=prepared.run_limit_usd, belongs_to=prepared.belongs_to)
-            if use is None
-            else NamedSession(*values, pool_id, use, prepared.belongs_to)
-        )
+        pool_id: str,
+        use: NamedUse,
+    ) -> NamedSession:
+        """Rent the machines of a pool with a name. Its session is added to `begun` first."""
+        from skyward_core.session.named_session import NamedSession
+
+        opened = NamedSession(*_values(prepared), secrets, pool_id, use, prepared.belongs_to)
         begun.append(opened)
         self._start(opened, prepared, terminations)
         return opened
 
     def _start(self, opened: Session, prepared: Prepared, terminations: int) -> None:
-        self.own_id = opened.pool_id
+        self._opened, self.own_id = opened, opened.pool_id
         if self._terminations != terminations:  # by a signal handler, before there was a session
             opened.terminate_now()
         prepared.log_provider()
@@ -256,10 +274,10 @@ class CurrentSession:
                 opened.stop("the pool was closed")
                 opened.release()
             else:
-                leave_named(opened, self._use)
+                leave_named(cast("NamedSession | Attached", opened), self._use)
         finally:
             self.final, self.receipt, self._why_ended = opened.final, opened.receipt, opened.why_ended
-            self.unconfirmed = opened.unconfirmed if isinstance(opened, Session) else None
+            self.unconfirmed = None if isinstance(opened, Attached) else opened.unconfirmed
             if self._use is not None:
                 self.still_running = self._use.still_running
         self._forget()
@@ -287,7 +305,7 @@ class CurrentSession:
         try:
             close()
         except InstancesLeft as error:
-            if not isinstance(opened, Session):
+            if opened is None or isinstance(opened, Attached):
                 raise
             opened.hand_over(error)
             self.unconfirmed = error
@@ -301,7 +319,7 @@ class CurrentSession:
         """
         self._terminations += 1
         opened = self._opened
-        if isinstance(opened, Session) and self._use is None:
+        if opened is not None and not isinstance(opened, Attached) and self._use is None:
             opened.terminate_now()
 
     # ── detach ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -309,7 +327,7 @@ class CurrentSession:
     def live_by_lease(self) -> None:
         """Let the nodes of this machine outlive this process, until their lease ends; the others do anyway."""
         opened = self._opened
-        if isinstance(opened, Session):
+        if opened is not None and not isinstance(opened, Attached):
             opened.live_by_lease()
 
     def detach(self, lease_seconds: float) -> Lease:
@@ -317,7 +335,7 @@ class CurrentSession:
         self._raise_in_a_fork()
         with self._changing:
             opened = self._opened
-            if not isinstance(opened, Session):
+            if opened is None or isinstance(opened, Attached):
                 raise PoolClosed(self.why_closed if opened is None else "an attached pool is left by closing it")
             lease = signed(opened.detach(lease_seconds))
             self.final = opened.final
@@ -355,6 +373,8 @@ class CurrentSession:
 
     def scale(self, nodes: int | None, wait_seconds: float) -> int:
         """Set the number of nodes (`PoolSize.scale`). Raises BadRequest too, if another process keeps the machines."""
+        from skyward_core.session.size_here import size_here
+
         _, opened, use = self.cluster, self._opened, self._use
         size = None if opened is None else size_here(opened, use)
         if size is None:
@@ -405,7 +425,7 @@ class CurrentSession:
         if self.final is not None:
             return self.final.total_cost
         opened = self._opened
-        return opened.meter.update().accumulated_cost if isinstance(opened, Session) else 0.0
+        return 0.0 if opened is None or isinstance(opened, Attached) else opened.meter.update().accumulated_cost
 
     def note_cost(self) -> None:
         """Record the cost so far in the ledger. Raises LedgerError and LeaseLost."""
@@ -416,7 +436,7 @@ class CurrentSession:
             self._uses.note()
         if use is not None:
             use.note_cost()
-        if isinstance(opened, Session):
+        if not isinstance(opened, Attached):
             opened.note_cost()
 
     @property
@@ -452,12 +472,15 @@ def _attach(
     pays: bool = False,
     log: Callable[..., object],
     work: Work = NO_WORK,
+    ledger: Ledger | None = None,
 ) -> Attached:
     """Connect to the nodes of a lease; nothing stays open if that fails. `log` as in `EventQueue`."""
     show = console.display(spec.display, pool_id=claim.pool_id)
     callback = compose(*[sink for sink in (registered_callback(), on_event) if sink is not None], show)
     events = EventQueue(callback, show.close, log=log)
-    attached = Attached(claim, key, sealed, spec.lease_seconds, spec.retries, events, pays=pays, work=work)
+    attached = Attached(
+        claim, key, sealed, spec.lease_seconds, spec.retries, events, pays=pays, work=work, ledger=ledger
+    )
     attached.name = spec.name or claim.pool_id
     try:
         attached.start(timeout_seconds)
@@ -469,10 +492,16 @@ def _attach(
     return attached
 
 
+def _values(prepared: Prepared) -> tuple[PoolSpec, tuple[Provider, ...], Callback | None, Work]:
+    return prepared.spec, prepared.providers, prepared.on_event, prepared.work
+
+
 def _successor(attached: Attached, use: NamedUse, prepared: Prepared, secrets: SecretValues) -> Successor:
     """Return what makes this process the steward of a named pool, when it has none."""
 
     def new() -> Stewardship:
+        from skyward_core.session.stewardship import Stewardship
+
         return Stewardship(attached, prepared.spec, prepared.providers, secrets, use, use.ledger)
 
     return Successor(use, new, attached.events.log)
@@ -480,6 +509,9 @@ def _successor(attached: Attached, use: NamedUse, prepared: Prepared, secrets: S
 
 def _regaining(opened: NamedSession, use: NamedUse, prepared: Prepared, secrets: SecretValues) -> Successor:
     """Return what makes the process that has rented the steward again, if it was not for some time."""
+    from skyward_core.session.regained import regaining
+    from skyward_core.session.stewardship import Stewardship
+
     quiet, spec, pool_id = prepared.spec.with_(display="quiet"), prepared.spec, opened.pool_id
 
     def attach() -> Attached:
@@ -497,7 +529,7 @@ def note_machines_left(error: BaseException, left: InstancesLeft) -> None:
     error.add_note(f"besides, machines are not confirmed gone: {left}")
 
 
-def _left_named(opened: Session | Attached, use: NamedUse, uses: PoolUses, process: int) -> None:
+def _left_named(opened: NamedSession | Attached, use: NamedUse, uses: PoolUses, process: int) -> None:
     """Leave a pool with a name. Also called in forks of the process, when they end."""
     if process == os.getpid():
         uses.close()

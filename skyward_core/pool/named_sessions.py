@@ -13,17 +13,19 @@ import math
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
 
 from skyward_core.concurrency.backoff import Backoff
 from skyward_core.errors import BudgetExceeded, LeaseLost, LedgerError, NodeLost, SkywardError, Unreachable
 from skyward_core.ledger.names_policy import NameState, NotSteward, Rent
-from skyward_core.machines.instances import Lease
+from skyward_core.machines.instances import Lease, new_pool_id
 from skyward_core.session.attached import Attached
-from skyward_core.session.named_session import NamedSession
 from skyward_core.session.named_use import NamedUse
 from skyward_core.session.sealed_lease import PoolKeys, find_lease
-from skyward_core.session.session import Session, new_pool_id
 from skyward_core.session.warm_pools import end_in_time, keep_warm
+
+if TYPE_CHECKING:
+    from skyward_core.session.named_session import NamedSession
 
 RETRIES = Backoff(0.5, 10.0)
 """The pauses of a process that cannot reach a pool that others use: its head may be replaced just now. Also those of
@@ -32,10 +34,10 @@ one that cannot extend the leases of the pool that it has left.
 EXTEND_SECONDS = 30.0
 
 type Attach = Callable[[Lease, PoolKeys], Attached]
-type Open = Callable[[str], Session]
+type Open = Callable[[str], NamedSession]
 
 
-def open_named(use: NamedUse, open_own: Open, attach: Attach, timeout_seconds: float) -> Session | Attached:
+def open_named(use: NamedUse, open_own: Open, attach: Attach, timeout_seconds: float) -> NamedSession | Attached:
     """Open the pool of a name, and return what is open.
 
     Args:
@@ -55,7 +57,7 @@ def open_named(use: NamedUse, open_own: Open, attach: Attach, timeout_seconds: f
             return _shared(open_own(pool_id), use)
         row = claim.row
         try:
-            return attach(*find_lease(row.pool_id))
+            return attach(*find_lease(row.pool_id, ledger=use.ledger))
         except (NodeLost, LeaseLost, Unreachable) as error:
             words = "the pool %r (%s) is not there any more, and is opened anew: %s"
             if not use.give_up(row.pool_id):
@@ -67,7 +69,7 @@ def open_named(use: NamedUse, open_own: Open, attach: Attach, timeout_seconds: f
     raise AssertionError  # the pauses have no end
 
 
-def _shared(session: Session, use: NamedUse) -> Session:
+def _shared(session: NamedSession, use: NamedUse) -> NamedSession:
     """Let other processes use the pool that this one has opened. If that fails, the pool is closed."""
     try:
         session.share()
@@ -79,7 +81,7 @@ def _shared(session: Session, use: NamedUse) -> Session:
     return session
 
 
-def leave_named(opened: Session | Attached, use: NamedUse) -> None:
+def leave_named(opened: NamedSession | Attached, use: NamedUse) -> None:
     """Leave a pool: the last process keeps it warm or ends it, any other leaves it to those that stay.
 
     Raises InstancesLeft if the last process could not confirm that all machines are gone, and LedgerError if the ledger
@@ -91,10 +93,10 @@ def leave_named(opened: Session | Attached, use: NamedUse) -> None:
     try:
         if use.is_let_go:
             _leave_again(opened, use)
-        elif isinstance(opened, Session):
-            _leave_own(opened, use)
-        else:
+        elif isinstance(opened, Attached):
             _leave_attached(opened, use)
+        else:
+            _leave_own(opened, use)
     except BaseException as error:
         words = _let_go(opened, use, error)
         if type(error) is LedgerError:
@@ -105,15 +107,15 @@ def leave_named(opened: Session | Attached, use: NamedUse) -> None:
     _adopt_no_more(use)
 
 
-def _let_go(opened: Session | Attached, use: NamedUse, error: BaseException) -> str:
+def _let_go(opened: NamedSession | Attached, use: NamedUse, error: BaseException) -> str:
     """Keep neither the machines nor the row of this process; return what that means for the pool, as a sentence."""
     until = datetime.now(UTC) + timedelta(seconds=use.longest_seconds)
     reason = "the pool was left"
-    if isinstance(opened, Session):
-        opened.let_go(reason)
-    else:
+    if isinstance(opened, Attached):
         _adopt_no_more(use)
         opened.stop(reason)
+    else:
+        opened.let_go(reason)
     use.let_go(error)
     _adopt_no_more(use)
     return (
@@ -123,19 +125,19 @@ def _let_go(opened: Session | Attached, use: NamedUse, error: BaseException) -> 
     )
 
 
-def _leave_again(opened: Session | Attached, use: NamedUse) -> None:
+def _leave_again(opened: NamedSession | Attached, use: NamedUse) -> None:
     """Leave a pool that could not be left before, or whose nodes this process cannot reach any more."""
     if isinstance(opened, Attached):
         _adopt_no_more(use)
         opened.stop("the pool was left")
-    if isinstance(opened, Session) and not opened.is_left_to_lease:
+    if not isinstance(opened, Attached) and not opened.is_left_to_lease:
         _end(opened)
     else:
         _end_if_last(use, opened.lease.pool_id if isinstance(opened, Attached) else opened.pool_id, may_be_warm=False)
 
 
-def _leave_own(session: Session, use: NamedUse) -> None:
-    if isinstance(session, NamedSession) and session.is_running and not session.is_steward:
+def _leave_own(session: NamedSession, use: NamedUse) -> None:
+    if session.is_running and not session.is_steward:
         _leave_as_client(session, use)
         return
     is_last = session.is_running and use.is_last
@@ -164,14 +166,14 @@ def _leave_own(session: Session, use: NamedUse) -> None:
         _end_if_last(use, lease.pool_id, is_extended=is_last, warm_seconds=warm_seconds)
 
 
-def _mark(opened: Session | Attached, use: NamedUse) -> None:
+def _mark(opened: NamedSession | Attached, use: NamedUse) -> None:
     """Mark the nodes: if the mark is still there when this process has left, no other one has come."""
     transports = opened.transports if isinstance(opened, Attached) else opened.machines and opened.machines.transports
     if transports and use.keep_warm:
         transports.begin_to_leave(use.mark)
 
 
-def _leave_as_client(session: Session, use: NamedUse) -> None:
+def _leave_as_client(session: NamedSession, use: NamedUse) -> None:
     """Leave a pool that another process keeps, or this one beside its session until now (`regained`)."""
     _ = use.is_last  # after an outage of the ledger this waits, and the session renews the nodes
     _adopt_no_more(use)
@@ -186,7 +188,7 @@ def _adopt_no_more(use: NamedUse) -> None:
         use.succession.close()
 
 
-def _end(session: Session) -> None:
+def _end(session: NamedSession) -> None:
     session.stop("the pool was closed")
     session.release()
 

@@ -18,7 +18,6 @@ import uuid
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from decimal import Decimal
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -26,7 +25,6 @@ from skyward_core.compute import PendingCompute
 from skyward_core.concurrency.item_stream import ItemStream
 from skyward_core.engine.futures import CallFuture
 from skyward_core.errors import InstancesLeft, PoolClosed
-from skyward_core.ledger.rows import MICRO_USD, micro_usd
 from skyward_core.pool.current_session import note_machines_left
 from skyward_core.pool.pool import ComputePool
 from skyward_core.work import Work, paid_by
@@ -238,5 +236,5 @@ class PoolUse:
 
 
 def _billed(usd: float) -> float:
-    """Return USD as the ledger writes them: in whole micro-dollars."""
-    return float(micro_usd(Decimal(repr(usd))) * MICRO_USD)
+    """Return USD as the ledger writes them: the nearest micro-dollars."""
+    return round(usd * 1_000_000) / 1_000_000

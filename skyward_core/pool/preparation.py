@@ -14,7 +14,7 @@ from skyward_core.events import console
 from skyward_core.events.events import Callback
 from skyward_core.providers.base import Provider
 from skyward_core.providers.local import Local
-from skyward_core.provisioning import selection
+from skyward_core.provisioning.abilities import able
 from skyward_core.secret import read_values, too_short_to_mask
 from skyward_core.serialization import pickling
 from skyward_core.spec import PoolSpec
@@ -87,7 +87,7 @@ def prepare(
     spec, providers, why_provider = complete(spec, credentials)
     spec.refuse_what_cannot_be()
     spec.refuse_keep_warm_without_a_name()
-    selection.able(spec, providers)
+    able(spec, providers)
     limit = _run_limit(run_max_cost, spec, work)
     own = (work if spec.name is None else NO_WORK) if belongs_to is None else belongs_to
     given = SecretValues(secrets or {})

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from skyward_core.pool.preparation import Prepared
-from skyward_core.provisioning.quote import Quote, quote
+
+if TYPE_CHECKING:
+    from skyward_core.provisioning.quote import Quote
 
 
 class Quoting:
@@ -16,4 +20,6 @@ class Quoting:
 
         Queries the providers; rents nothing. Allowed whether the pool is open or not. Raises BadRequest, as `open`.
         """
+        from skyward_core.provisioning.quote import quote
+
         return quote(self._prepared.spec, self._prepared.providers)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from skyward_core.errors import Refusal
 from skyward_core.events.narrator import usd
 from skyward_core.providers.base import Provider
+from skyward_core.provisioning.abilities import able
 from skyward_core.provisioning.candidates import ask, candidates
-from skyward_core.provisioning.selection import able
 from skyward_core.spec import PoolSpec
 
 SECONDS_PER_HOUR = 3600

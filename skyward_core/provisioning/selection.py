@@ -19,7 +19,6 @@ from skyward_core.errors import (
     BudgetExceeded,
     CredentialsError,
     NoCapacity,
-    NotYetSupported,
     OfferGone,
     PoolClosed,
     ProviderFailed,
@@ -32,6 +31,7 @@ from skyward_core.machines import spot
 from skyward_core.machines.instances import Instance
 from skyward_core.machines.offers import Offer, matches
 from skyward_core.providers.base import Provider
+from skyward_core.provisioning.abilities import able
 from skyward_core.provisioning.candidates import (
     MEMORY_SECONDS,
     Candidate,
@@ -353,30 +353,6 @@ def _runs(ranks: Sequence[int], offers: Mapping[int, Offer]) -> list[tuple[int, 
         else:
             runs.append((rank, 1))
     return runs
-
-
-def able(spec: PoolSpec, providers: Sequence[Provider]) -> list[Provider]:
-    """Return the providers that can do what the spec asks for. Raises what `refuse` raises if none can."""
-    found: list[Provider] = []
-    reasons: list[NotYetSupported] = []
-    for provider in providers:
-        try:
-            refuse(spec, provider)
-            found.append(provider)
-        except NotYetSupported as error:
-            reasons.append(error)
-    if not found:
-        raise reasons[0]
-    return found
-
-
-def refuse(spec: PoolSpec, provider: Provider) -> None:
-    """Raise BadRequest for a feature that the provider never has, before any request to it."""
-    is_partitioned = spec.accelerator is not None and bool(spec.accelerator.mig)
-    needed = {"apt": bool(spec.image.apt), "volume": bool(spec.volume), "mig": is_partitioned}
-    for feature, reason in type(provider).refuses.items():
-        if needed.get(feature):
-            raise NotYetSupported(f"{provider.name} does not do {feature}: {reason}")
 
 
 def warn(spec: PoolSpec, providers: Sequence[Provider]) -> None:

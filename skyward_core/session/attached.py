@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from skyward_core.concurrency.loading import load
 from skyward_core.concurrency.periodic import PeriodicThread
 from skyward_core.concurrency.threads import side_by_side
 from skyward_core.engine.certificates import PoolCertificate
@@ -40,7 +41,6 @@ from skyward_core.events.queue import EventQueue
 from skyward_core.machines.instances import Lease, Node
 from skyward_core.session.follower import LOOK_SECONDS, Follower
 from skyward_core.session.keys_in_memory import KeysInMemory
-from skyward_core.session.lease_payments import LeasePayments
 from skyward_core.session.scheduler_search import SchedulerSearch
 from skyward_core.session.sealed_lease import PoolKeys, find_lease
 from skyward_core.transport.transport import Transport, Transports
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from skyward_core.engine.cluster import Cluster
     from skyward_core.engine.owner import Watcher
     from skyward_core.ledger.ledger import Ledger
+    from skyward_core.session.lease_payments import LeasePayments
 
 _log = logging.getLogger("skyward")
 KEY_BEGINS = "-----BEGIN "
@@ -88,8 +89,11 @@ class Attached:
         *,
         pays: bool = False,
         work: Work = NO_WORK,
+        ledger: Ledger | None = None,
     ) -> None:
-        """`pays`: this process reserves the money of a detached pool, as its opener did."""
+        """`pays`: this process reserves the money of a detached pool, as its opener did. `ledger` is that of this
+        process as a client of the pool's name, which closes it; None: one of its own.
+        """
         self.lease = lease
         self.name = lease.pool_id
         """What the pool is called in events: its name, or its id."""
@@ -119,7 +123,7 @@ class Attached:
         )
         self._away: dict[int, float] = {}
         """Since when nodes are absent, by rank."""
-        self._entry = KeptEntry(lease.pool_id, lease_seconds, events.log)
+        self._entry = KeptEntry(lease.pool_id, lease_seconds, events.log, ledger)
         self._follower = Follower(
             lambda: self.lease, self._reach_new, self._use, partial(find_lease, has_key=key is not None)
         )
@@ -128,14 +132,19 @@ class Attached:
             PeriodicThread(name, seconds, step, self._on_trouble)
             for name, seconds, step in (
                 ("skyward-node-lease", beat_seconds, self.transports.keep_here),
-                # hundreds of processes, or attachments of one triggerer, may write to one ledger
-                ("skyward-lease", max(beat_seconds, lease_seconds / LEDGER_BEATS), self._entry.renew),
                 ("skyward-clock", beat_seconds, self._look),
             )
         ]
+        # hundreds of processes, or attachments of one triggerer, may write to one ledger
+        seconds = max(beat_seconds, lease_seconds / LEDGER_BEATS)
+        renew = self._entry.renew
+        self._beats.append(PeriodicThread("skyward-lease", seconds, renew, self._on_trouble, is_at_once=True))
         self._beats.append(PeriodicThread("skyward-learn", LOOK_SECONDS, self._learn, self._on_trouble))
-        self._payments = LeasePayments(lease.pool_id, lease_seconds, self.emit) if pays else None
-        if (payments := self._payments) is not None:
+        self._payments: LeasePayments | None = None
+        if pays:
+            from skyward_core.session.lease_payments import LeasePayments
+
+            self._payments = payments = LeasePayments(lease.pool_id, lease_seconds, self.emit)
             self.paid_seconds = payments.paid_seconds
             self._beats.append(PeriodicThread("skyward-money", payments.beat_seconds, payments.renew, self._on_trouble))
         """One thread for each: a scheduler or a ledger that does not answer must not delay a sign of life to the nodes.
@@ -157,7 +166,7 @@ class Attached:
             self.lease = self._with_keys(self.lease)
             settings = self._reach_all(deadline)
             certificate = self._sealed.certificate if self._sealed is not None else _certificate_of(settings)
-            module = importlib.import_module("skyward_core.engine.cluster")
+            module = load("skyward_core.engine.cluster")
             self.cluster = cluster = cast(
                 "Cluster",
                 module.Cluster(
@@ -194,7 +203,6 @@ class Attached:
                     f" {error}"
                 ) from error
             raise
-        self._entry.renew()
         self._pay_at_once()
         for beat in self._beats:
             beat.start()
@@ -523,11 +531,19 @@ class KeptEntry:
     may not spend any more.
     """
 
-    def __init__(self, pool_id: str, lease_seconds: float, log: Callable[..., object] = _log.log) -> None:
+    def __init__(
+        self,
+        pool_id: str,
+        lease_seconds: float,
+        log: Callable[..., object] = _log.log,
+        ledger: Ledger | None = None,
+    ) -> None:
+        """`ledger`: this one, which stays open; None: one of its own."""
         self._log = log
         """Takes a level, a message and its arguments, and does not wait for a terminal."""
         self._pool_id = pool_id
         self._lease_seconds = lease_seconds
+        self._given = ledger
         self._ledger: Ledger | None = None
         self._is_known = False
         self._has_warned = False
@@ -565,6 +581,8 @@ class KeptEntry:
                 self._ledger.close()
 
     def _opened(self) -> Ledger:
+        if self._given is not None:
+            return self._given
         if self._ledger is None:
             module = importlib.import_module("skyward_core.ledger.ledger")
             self._ledger = cast("Ledger", module.Ledger(module.default_url()))

@@ -19,9 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from skyward_core.cleanup.release import release
-from skyward_core.cleanup.settlement import settle_here
 from skyward_core.concurrency.backoff import Backoff
+from skyward_core.concurrency.loading import load
 from skyward_core.concurrency.periodic import PeriodicThread
 from skyward_core.errors import BadRequest, LeaseLost, LedgerError, ProvisioningTimeout, SkywardError
 from skyward_core.events import console
@@ -114,6 +113,10 @@ class NamedUse:
         """What this process has left running, in words; "" before it has left, and if nothing is left."""
         self.is_let_go = False
         """Whether this process failed to leave. Then it renews nothing any more."""
+        self._may_settle = False
+        """Whether this process has not looked yet at pools of this computer that have ended themselves. One that rents
+        does it when it writes its pool into the ledger.
+        """
         self.guard = StewardGuard(spec.lease_seconds, self.renew)
         """Whether this process is the steward of the pool."""
         self.on_vacant: Callable[[], object] = lambda: None
@@ -122,7 +125,7 @@ class NamedUse:
         """Called by the renewal when another process has become the steward after this one."""
         self.succession: Succession | None = None
         """What makes this process the steward, if it is attached."""
-        module = importlib.import_module("skyward_core.ledger.ledger")
+        module = load("skyward_core.ledger.ledger")
         url = module.default_url(must_last=spec.budget is not None)
         self._ledger = cast("Ledger", module.Ledger(url, busy_timeout_seconds=LEDGER_BUSY_SECONDS))
         self._beat_seconds = min(MOST_BEAT_SECONDS, spec.lease_seconds / 6)
@@ -169,8 +172,7 @@ class NamedUse:
                 self._contact.answered(since)
                 self._renewal = self._new_renewal()
                 self._renewal.start()
-                if isinstance(claim, Join):  # a process that rents does it when it writes its pool into the ledger
-                    settle_here(self._ledger)
+                self._may_settle = isinstance(claim, Join)
                 return claim
             if time.monotonic() + pause > deadline:
                 reason = claim.reason if isinstance(claim, Wait) else CLOCK_WAS_SET
@@ -251,6 +253,8 @@ class NamedUse:
         entry = ledger.pool(pool_id)
         if entry is not None:  # else its opener has requested nothing
             same = [one for one in self._providers if one.name == entry.provider.get("name")]
+            from skyward_core.cleanup.release import release
+
             release(pool_id, ledger=ledger, credentials=same[0] if same else None, why=why)
 
     def opened(self) -> None:
@@ -424,6 +428,7 @@ class NamedUse:
         """
         self.guard.lose()
         self._renewal.end()
+        self._settle_others()
         try:
             if self._client_id:
                 self._ledger.names.closed(self._client_id, self._count())
@@ -449,6 +454,16 @@ class NamedUse:
         if self.succession is not None:
             self.succession.note_cost()
 
+    def _settle_others(self) -> None:
+        """Settle pools of this computer that have ended themselves, once: with the first renewal, or when this process
+        leaves, and not before its first call. Raises nothing.
+        """
+        may_settle, self._may_settle = self._may_settle, False
+        if may_settle:
+            from skyward_core.cleanup.settlement import settle_here
+
+            settle_here(self._ledger)
+
     def _new_renewal(self) -> PeriodicThread:
         return PeriodicThread("skyward-client", self._beat_seconds, self.renew, self._on_trouble)
 
@@ -466,6 +481,7 @@ class NamedUse:
             self._renewal.end()
             raise
         self._contact.answered(since)
+        self._settle_others()
         if self.guard.is_held and self._cluster is not None:
             self._end_others(self._cluster, RENEWAL_WAIT_SECONDS)
         found, epoch = self._ledger.stewards.look(self.name, self._client_id)

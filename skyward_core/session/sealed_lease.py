@@ -28,11 +28,11 @@ from skyward_core.errors import BadRequest, CredentialsError, LeaseLost, LeaseTa
 from skyward_core.ledger.rows import SealedLease, UnreadableRow
 from skyward_core.machines.instances import Lease
 from skyward_core.machines.sealing import CURE, KeyRing
-from skyward_core.session.bookkeeping import Bookkeeping
 from skyward_core.worker.masking import SecretValues
 
 if TYPE_CHECKING:
     from skyward_core.ledger.ledger import Ledger
+    from skyward_core.session.bookkeeping import Bookkeeping
 
 CLOCK_SKEW = timedelta(minutes=2)
 """How much the clocks of two clients may differ before a lease counts as run out."""

@@ -30,7 +30,6 @@ import logging
 import os
 import threading
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from decimal import Decimal
@@ -50,7 +49,7 @@ from skyward_core.events.events import (
 )
 from skyward_core.ledger.budgets import SpendingLimit
 from skyward_core.ledger.journal import Journal
-from skyward_core.machines.instances import Lease
+from skyward_core.machines.instances import Lease, new_pool_id
 from skyward_core.providers.base import Provider
 from skyward_core.provisioning import lifecycle
 from skyward_core.session.bookkeeping import Bookkeeping
@@ -71,11 +70,6 @@ from skyward_core.work import NO_WORK, Work
 if TYPE_CHECKING:
     from skyward_core.engine.cluster import Cluster
     from skyward_core.worker.masking import SecretValues
-
-
-def new_pool_id() -> str:
-    """Return an id for a pool that is to be opened."""
-    return f"sky-{uuid.uuid4().hex[:12]}"
 
 
 class _Undo(ExitStack[None]):

@@ -13,6 +13,8 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, cast
 
+from skyward_core.concurrency.loading import load
+from skyward_core.engine.certificates import PoolCertificate, make_certificate
 from skyward_core.engine.recovery import Recovery
 from skyward_core.engine.user_client import UserClient, user_client
 from skyward_core.errors import PoolClosed
@@ -25,7 +27,6 @@ from skyward_core.spec import PoolSpec
 from skyward_core.work import Work
 
 if TYPE_CHECKING:
-    from skyward_core.engine.certificates import PoolCertificate
     from skyward_core.engine.cluster import Cluster
     from skyward_core.worker.masking import SecretValues
 
@@ -58,12 +59,11 @@ class SessionEngine:
 
     def _import_all(self) -> None:
         try:
-            module = importlib.import_module("skyward_core.engine.certificates")
-            self.certificate.set_result(module.make_certificate(self._pool_id))
+            self.certificate.set_result(make_certificate(self._pool_id))
         except BaseException as error:
             self.certificate.set_exception(error)
             return
-        importlib.import_module("skyward_core.engine.cluster")
+        load("skyward_core.engine.cluster")
 
     def connect(self, undo: ExitStack, machines: PoolMachines, lease: Lease, deadline: float) -> Cluster:
         """Connect to the nodes of a lease; `deadline` is on time.monotonic's clock."""

@@ -10,11 +10,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from skyward_core.concurrency.backoff import Backoff
 from skyward_core.session.named_use import NamedUse
-from skyward_core.session.pool_size import PoolSize
+
+if TYPE_CHECKING:
+    from skyward_core.session.pool_size import PoolSize
 
 PAUSES = Backoff(5.0, 120.0)
 """How long a process that could not adopt the pool leaves it to others."""

@@ -23,9 +23,9 @@ from skyward_core.worker.call_lists import CallLists
 from skyward_core.worker.calls import CallMemory
 from skyward_core.worker.coordination import Coordination
 from skyward_core.worker.draining import NodeHolding
-from skyward_core.worker.pool_scheduler import SILENT_SECONDS, STALLED_SECONDS, PoolScheduler, PromptMessages
+from skyward_core.worker.pool_scheduler import SILENT_SECONDS, PoolScheduler, PromptMessages
 from skyward_core.worker.pool_worker import PoolWorker, Slots
-from skyward_core.worker.scheduler_messages import POOL_TOPIC
+from skyward_core.worker.scheduler_messages import POOL_TOPIC, STALLED_SECONDS
 from skyward_core.worker.secret_values import SecretStore
 from skyward_core.worker.settings import NodeSettings, write_atomically
 

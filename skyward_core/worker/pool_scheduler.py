@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, cast
 
-from dask.task_spec import Task  # noqa: TID253 - this module is imported on nodes, and on clients that use Dask
+from dask.task_spec import Task  # noqa: TID253 - this module is imported on nodes
 from distributed import Scheduler  # noqa: TID253
 from distributed.core import error_message  # noqa: TID253
 from distributed.diagnostics.plugin import SchedulerPlugin  # noqa: TID253
@@ -22,18 +22,18 @@ from distributed.versions import get_versions  # noqa: TID253
 from skyward_core.worker.calls import PREFIX, CallMemory, instance_of
 from skyward_core.worker.detached_calls import KEEP, RUN_ID
 from skyward_core.worker.pool_worker import run_batch
-from skyward_core.worker.scheduler_messages import POOL_TOPIC, WorkerJoined, WorkerLeft
+from skyward_core.worker.scheduler_messages import (
+    POOL_TOPIC,
+    RUN_BATCH,
+    STALLED_SECONDS,
+    START_DETACHED,
+    WorkerJoined,
+    WorkerLeft,
+)
 from skyward_core.worker.streams import send_at_once
 from skyward_core.worker.wire import Sealed
 
-RUN_BATCH = "skyward-run-batch"
-"""The operation of a client's stream that makes a batch a task; see `PoolScheduler.take_batch`."""
-START_DETACHED = "skyward_start_detached"
-"""The operation that makes a batch a detached call; see `PoolScheduler.start_detached`."""
-
 SILENT_SECONDS = 14.0  # a worker that is silent for longer is lost; after a cut of 12 s TCP sends again at 12.6 s
-# the same for a worker with tasks of Dask's own: its event loop imports the packages that they need
-STALLED_SECONDS = 120.0
 SILENCE_CHECK_SECONDS = 1.0
 
 

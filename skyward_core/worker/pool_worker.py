@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from distributed import Worker, get_worker  # noqa: TID253 - this module is imported on nodes, and with pool_scheduler.py
+from distributed import Worker, get_worker  # noqa: TID253 - this module is imported on nodes
 from distributed.core import Status  # noqa: TID253
 from distributed.diagnostics.plugin import WorkerPlugin  # noqa: TID253
 

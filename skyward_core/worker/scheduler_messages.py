@@ -18,6 +18,12 @@ END_CLIENT = "skyward_end_client"
 """The operation by which a client ends the calls of another one, whose process is dead or was replaced."""
 ENDING_SECONDS = 10.0
 """How long it waits for slots that such calls hold: longer than from SIGTERM to SIGKILL."""
+RUN_BATCH = "skyward-run-batch"
+"""The operation of a client's stream that makes a batch a task; see `PoolScheduler.take_batch`."""
+START_DETACHED = "skyward_start_detached"
+"""The operation that makes a batch a detached call; see `PoolScheduler.start_detached`."""
+STALLED_SECONDS = 120.0
+"""How long a worker with tasks of Dask's own may be silent: its event loop imports the packages that they need."""
 HELD = "paused"
 """Dask's name for the state of a worker that gets no more calls."""
 

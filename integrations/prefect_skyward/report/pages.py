@@ -220,8 +220,23 @@ def _utilization(state: RunState) -> str:
 
 
 def _receipts(state: RunState) -> str:
-    ids = [*state.earlier, *(pool.pool_id for pool in state.pools if pool.pool_id)]
-    return "Each machine, exactly: " + ", ".join(f"`skyward receipt {pool_id}`" for pool_id in ids) if ids else ""
+    return _receipt_words([*state.earlier, *(pool.pool_id for pool in state.pools if pool.pool_id)])
+
+
+def _receipt_words(pool_ids: Sequence[str]) -> str:
+    commands = ", ".join(f"`skyward receipt {pool_id}`" for pool_id in pool_ids)
+    return f"Each machine, exactly: {commands}" if commands else ""
+
+
+def settled_page(whole_usd: float, tasks: Sequence[Mapping[str, Any]], pool_ids: Sequence[str]) -> str:
+    """Return the markdown of the cost of a run whose process could not write it: by the ledger."""
+    rest = total([whole_usd, *(-row["USD"] for row in tasks)])
+    rows = [[_cell(row["task"]), usd(row["USD"])] for row in tasks[:MOST_TASK_LINES]]
+    others = total([rest, *(row["USD"] for row in tasks[MOST_TASK_LINES:])])
+    rows += [["other tasks, opening, idle time, the end", usd(others)]]
+    rows += [["**Total**", f"**{usd(whole_usd)}**"]]
+    words = "The process of this run was killed, or Prefect's API did not answer it: these figures are the ledger's."
+    return f"{words}\n\n{_table(['task', 'USD'], rows)}\n\n{_receipt_words(pool_ids)}"
 
 
 def node_rows(state: RunState, now: float) -> list[dict[str, Any]]:
@@ -252,7 +267,7 @@ def task_rows(runs: Iterable[TaskRunCost]) -> list[dict[str, Any]]:
         {
             "task": run.task,
             "task run": run.task_run_id,
-            "USD": round(run.usd, 8),
+            "USD": round(run.usd, 6),
             "calls": run.calls,
             **run.use.last_values(),
             **run.use.numbers(),

@@ -19,15 +19,11 @@ from prefect_skyward.report.notices import Notice, RunWarning, Sieve, exceeded, 
 from prefect_skyward.report.pages import RunState
 from prefect_skyward.report.pool_state import PoolState, SharedPool
 from prefect_skyward.report.prefect_api import RunApi
+from prefect_skyward.report.settlement import COST_KEY, COST_LABEL, FINAL_LABEL, TASKS_KEY, settle_earlier_runs
+from prefect_skyward.report.task_costs import with_the_ledger
 from prefect_skyward.ui import RunLog
 
-COST_KEY, NODES_KEY, TASKS_KEY, MACHINES_KEY, TASK_RUN_KEY = (
-    "skyward-cost",
-    "skyward-nodes",
-    "skyward-tasks",
-    "skyward-machines",
-    "skyward-task-run",
-)
+NODES_KEY, MACHINES_KEY, TASK_RUN_KEY = "skyward-nodes", "skyward-machines", "skyward-task-run"
 WRITE_SECONDS = 15.0
 """The least time between two updates. The start, the readiness and the end of a pool are written at once."""
 CLOSE_SECONDS = 10.0
@@ -48,8 +44,10 @@ class RunReport:
     comes last, and waits for the last requests.
     """
 
-    def __init__(self, flow_run_id: UUID, log: RunLog, work: sky.Work) -> None:
+    def __init__(self, flow_run_id: UUID, log: RunLog, work: sky.Work, flow_id: UUID | None = None) -> None:
+        """`flow_id`: of the flow whose earlier runs are settled; None: of none."""
         self._flow_run_id = flow_run_id
+        self._flow_id = flow_id
         self._log = log
         self._work = work
         self._api = RunApi(flow_run_id)
@@ -61,6 +59,8 @@ class RunReport:
         self._is_changed = self._is_urgent = self._has_warned = False
         self._is_left = False
         """Whether `close` has stopped waiting for the thread."""
+        self._has_written = threading.Event()
+        """Set when the last state was written."""
         self._inbox: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread = threading.Thread(target=log.run, args=(self._run,), name="skyward-report", daemon=True)
         self._thread.start()
@@ -125,7 +125,7 @@ class RunReport:
             return
         self._inbox.put(None)
         self._thread.join(CLOSE_SECONDS)
-        if self._thread.is_alive():
+        if not self._has_written.is_set():
             self._is_left = self._has_warned = True
             pools = " ".join(pool.pool_id for pool in list(self._state.pools) if pool.pool_id)
             self._log.say(
@@ -154,11 +154,15 @@ class RunReport:
                 written_at, self._is_changed, self._is_urgent = time.monotonic(), False, False
         self._state.is_final = True
         self._write()
+        self._has_written.set()
+        if self._flow_id is not None:
+            self._try(partial(settle_earlier_runs, self._flow_id, self._flow_run_id))
 
     def _noted(self) -> None:
         """The time for an update has come."""
 
-    def _try(self, do: Callable[[], object]) -> None:
+    def _try(self, do: Callable[[], object]) -> bool:
+        """Do something that may fail, with a warning for the first failure; return whether it has not failed."""
         try:
             do()
         except Exception as error:
@@ -167,6 +171,8 @@ class RunReport:
                 self._log.say(logging.WARNING, f"what the run's pages show of its machines is incomplete: {error!r}")
             else:
                 self._log.logger.debug("the run's pages could not be written: %r", error)
+            return False
+        return True
 
     def _take(self, pool: PoolState, event: sky.SkywardEvent, at: float) -> None:
         self._is_changed = True
@@ -249,23 +255,28 @@ class RunReport:
         if not any(pool.pool_id or pool.trouble for pool in self._state.pools):
             return
         self._try(self._ask_shares)
-        if self._state.is_final and self._state.earlier:
+        if self._state.is_final and self._work.run:
             self._try(self._ask_earlier_costs_again)
         self._try(self._write_progress)
         # Prefect's graph shows artifacts of one moment as a number: the circle of the opening is to stand alone
+        has_cost = True
         if self._state.is_final or any(pool.ready_seconds is not None or pool.trouble for pool in self._state.pools):
-            self._try(self._write_cost)
+            has_cost = self._try(self._write_cost)
             tables = (self._write_nodes, self._write_tasks, self._write_runs)
         else:
             tables = ()
         self._try(self._write_labels)  # before the tables: a slow API takes the cost first
-        for write in tables:
-            self._try(write)
+        written = [self._try(write) for write in tables]
+        if self._state.is_final and has_cost and all(written):
+            # last: without it the next run of the flow writes what is missing
+            self._try(lambda: self._api.label({FINAL_LABEL: True}))
 
     def _ask_earlier_costs_again(self) -> None:
-        """The machines of an earlier attempt may have ended after this one began."""
-        costs = sky.cost_of(self._own_work)
+        """The machines of an earlier attempt may have ended after this one began; its process may have been killed."""
+        costs, own = sky.cost_of(self._own_work), self._state.tasks.runs
         self._state.earlier = {pool_id: costs.get(pool_id, usd) for pool_id, usd in self._state.earlier.items()}
+        parts = [part for part in sky.cost_parts(self._own_work) if part.work.task_run not in own]
+        self._earlier_rows[TASKS_KEY] = with_the_ledger(self._earlier_rows.get(TASKS_KEY, []), parts)
 
     def _write_progress(self) -> None:
         for pool in self._state.pools:
@@ -322,12 +333,12 @@ class RunReport:
         machines = [machine for pool in pools for machine in pool.machines.values()]
         self._api.label(
             {
-                "skyward.cost_usd": self._state.usd,
+                COST_LABEL: self._state.usd,
                 "skyward.pool_id": ",".join(filter(None, (pool.pool_id for pool in pools))),
                 "skyward.provider": ",".join(sorted({machine.provider for machine in machines})),
                 "skyward.hardware": self._state.hardware,
                 "skyward.nodes": len(machines),
-                "skyward.is_final": self._state.is_final,
+                FINAL_LABEL: False,
             }
         )
 

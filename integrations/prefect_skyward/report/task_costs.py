@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import skyward_core as sky
 
@@ -104,6 +105,18 @@ class TaskCosts:
 
     def _run(self, task_run_id: str) -> TaskRunCost:
         return self.runs.setdefault(task_run_id, TaskRunCost(task_run_id))
+
+
+def with_the_ledger(rows: Iterable[dict[str, Any]], parts: Iterable[sky.CostPart]) -> list[dict[str, Any]]:
+    """Return the rows of task runs with their costs by the ledger; what it has of further task runs is added."""
+    usd: dict[str, float] = {}
+    task: dict[str, str] = {}
+    for part in parts:
+        if part.work.task_run:
+            usd[part.work.task_run] = usd.get(part.work.task_run, 0.0) + float(part.cost_usd)
+            task[part.work.task_run] = part.work.task
+    known = [{**row, "USD": round(usd.pop(row["task run"], row["USD"]), 6)} for row in rows]
+    return known + [{"task": task[one], "task run": one, "USD": round(its, 6)} for one, its in usd.items()]
 
 
 def total(amounts: Iterable[float]) -> float:

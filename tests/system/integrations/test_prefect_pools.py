@@ -23,6 +23,7 @@ import skyward_core as sky
 from prefect_skyward import SkywardTaskRunner, on_skyward, ui
 from prefect_skyward.flow_pools import FlowPools
 from prefect_skyward.money import MoneyEnd
+from prefect_skyward.node_objects import NO_API, raise_if_prefect_s_api_was_used
 from prefect_skyward.remote_call import state_of
 from prefect_skyward.report import run_report
 from prefect_skyward.report.run_report import RunReport
@@ -242,6 +243,14 @@ def test_a_line_is_in_the_log_of_its_task_run_however_early_or_late_it_comes(mon
     own = [("task", "early line of call-1"), ("task", "a line"), ("task", "a late line")]
     assert [one for one in said if one[0] == "task"] == own
     assert {line for name, line in said if name == "flow"} == {"early line of call-2", "early line of None"}
+
+
+def test_a_pool_with_another_env_is_not_taken_for_a_use_of_prefect_s_api() -> None:
+    """The refusal to join a pool that a plain program has opened shows the address that nodes get from us."""
+    refusal = sky.BadRequest(f"opened with other settings: env: it has {{}}, here {{'PREFECT_API_URL': '{NO_API}'}}")
+    raise_if_prefect_s_api_was_used(refusal)
+    with pytest.raises(sky.BadRequest, match="asks Prefect's API"):
+        raise_if_prefect_s_api_was_used(OSError(f"no server at {NO_API}"))
 
 
 def test_a_started_runner_can_be_compared_and_pickled() -> None:

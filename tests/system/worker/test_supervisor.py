@@ -26,10 +26,9 @@ from distributed import Client, Future, Security
 from skyward_core.engine.certificates import make_certificate
 from skyward_core.worker import supervisor
 from skyward_core.worker.calls import release, repeat_reports
-from skyward_core.worker.pool_scheduler import RUN_BATCH
 from skyward_core.worker.private_folders import NotPrivate
 from skyward_core.worker.retained_batches import WorkerKept
-from skyward_core.worker.scheduler_messages import POOL_TOPIC
+from skyward_core.worker.scheduler_messages import POOL_TOPIC, RUN_BATCH
 from skyward_core.worker.settings import NodeOwner, NodeSettings, memory_directory, this_process, write_atomically
 from skyward_core.worker.watchdog import write_lease
 from skyward_core.worker.wire import Batch, Call, Outcome, OutcomeKind, Output, Parcel, Report

@@ -17,8 +17,9 @@ from skyward_core.pool import named_sessions
 from skyward_core.pool.named_sessions import leave_named, open_named
 from skyward_core.providers.local import Local
 from skyward_core.session.attached import Attached
-from skyward_core.session.session import Session
+from skyward_core.session.named_session import NamedSession
 from skyward_core.spec import PoolSpec
+from skyward_core.work import NO_WORK
 
 ROW = NamedPool("nightly", "sky-1", {}, NameState.IN_USE, "a", 1, 0.0)
 
@@ -86,7 +87,7 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 @pytest.fixture
 def lease(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ledger has a lease of each pool."""
-    monkeypatch.setattr(named_sessions, "find_lease", lambda pool_id: (pool_id, None))
+    monkeypatch.setattr(named_sessions, "find_lease", lambda pool_id, **_: (pool_id, None))
 
 
 def open_it(use: Use, attach: Any) -> Any:
@@ -213,17 +214,20 @@ def test_a_process_that_has_given_the_pool_up_still_ends_its_attachment() -> Non
     assert use.steps == ["stop", "leave", "say", "left"]
 
 
-class Replaced(Session):
+class Replaced(NamedSession):
     """The session of an opener that is the steward when it looks, and is not when it leaves its machines."""
 
     def __init__(self, use: Use) -> None:
-        super().__init__(PoolSpec(name="nightly"), [Local()], None, pool_id="sky-1")
+        keeper: Any = SimpleNamespace(guard=None)
+        super().__init__(PoolSpec(name="nightly"), [Local()], None, NO_WORK, None, "sky-1", keeper)
         self._by = use
 
     @property
     def is_running(self) -> bool:
         """Always."""
         return True
+
+    is_steward = True
 
     def detach(self, lease_seconds: float) -> Lease:
         raise NotSteward("another process keeps the pool now")

@@ -13,7 +13,7 @@ from distributed.protocol.pickle import dumps
 
 from skyward_core.worker import streams
 from skyward_core.worker.calls import cancel
-from skyward_core.worker.pool_scheduler import RUN_BATCH
+from skyward_core.worker.scheduler_messages import RUN_BATCH
 from skyward_core.worker.streams import ReportedOutcomes, send_at_once
 from tests.worker.fake_scheduler import TOPIC
 from tests.worker.following import Following
