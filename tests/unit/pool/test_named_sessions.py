@@ -52,6 +52,8 @@ class Use:
 
     mark = "a"
 
+    def settle_the_dead(self) -> None: ...
+
     def say_what_stays(self, pool_id: str) -> None:
         self.steps.append("say")
 
@@ -219,7 +221,7 @@ class Replaced(NamedSession):
 
     def __init__(self, use: Use) -> None:
         keeper: Any = SimpleNamespace(guard=None)
-        super().__init__(PoolSpec(name="nightly"), [Local()], None, NO_WORK, None, "sky-1", keeper)
+        super().__init__(PoolSpec(name="nightly"), [Local()], None, NO_WORK, None, "sky-1", keeper, NO_WORK)
         self._by = use
 
     @property

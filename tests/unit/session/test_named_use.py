@@ -119,7 +119,7 @@ def test_the_calls_of_a_dead_client_end_with_a_renewal_that_does_not_wait_for_th
     dispatcher = SimpleNamespace(members=SimpleNamespace(nodes={}))
     cluster: Any = SimpleNamespace(topic="mine", dispatcher=dispatcher, end_client=end_client)
     with caplog.at_level(logging.WARNING, "skyward"):
-        use.measure(lambda: Usage(0.0, 0, 0.0), cluster)
+        use.measure(lambda: Usage(0, 0.0), cluster)
         assert use.take_stewardship()
         use.renew()
     assert ended == (["c", "c"] if answer == "free" else [])
