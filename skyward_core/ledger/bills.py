@@ -25,6 +25,7 @@ from sqlalchemy import (
     not_,
     or_,
     select,
+    true,
     update,
 )
 
@@ -492,15 +493,17 @@ def _closed(connection: Connection, pool_ids: Sequence[str]) -> set[str]:
 
 
 def _with_open_calls(connection: Connection, pool_ids: Sequence[str]) -> set[tuple[str, Work, str]]:
-    """Return the ids of these pools with the works of their uses and detached calls that have not ended, and ""."""
+    """Return the ids of these pools with the works of their uses and detached calls that have not ended, and of shares,
+    which may be recorded anew, and "".
+    """
+    has_not_ended = {table: table.c.ended_microseconds.is_(None) for table in (USES, CALLS)}
     found: set[tuple[str, Work, str]] = set()
     for start in range(0, len(pool_ids), NUMBERS_PER_STATEMENT):
         some = pool_ids[start : start + NUMBERS_PER_STATEMENT]
-        for table in (USES, CALLS):
+        for table, is_open in {**has_not_ended, SHARES: true()}.items():
             works = (table.c[name] for name in WORK_COLUMNS)
-            its_open = table.c.pool_id.in_(some) & table.c.ended_microseconds.is_(None)
-            rows = connection.execute(select(table.c.pool_id, *works).where(its_open)).mappings()
-            found |= {(row["pool_id"], work_of(row), "") for row in rows}
+            wanted = select(table.c.pool_id, *works).where(table.c.pool_id.in_(some), is_open)
+            found |= {(row["pool_id"], work_of(row), "") for row in connection.execute(wanted).mappings()}
     return found
 
 

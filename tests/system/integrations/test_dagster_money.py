@@ -82,9 +82,9 @@ class Bill:
     def share(self, shares: dict[sky.Work, float]) -> None:
         self.ledger.set_shares(POOL, {work: Decimal(repr(usd)) for work, usd in shares.items()})
 
-    def use(self, work: sky.Work, usd: float) -> None:
-        it = NewUse(work.task, POOL, work)
-        self.ledger.uses.write([it], {}, {it.id: UseCount(1.0, usd)})
+    def use(self, work: sky.Work, usd: float, *, has_ended: bool = True) -> None:
+        it, count = NewUse(work.task, POOL, work), {work.task: UseCount(1.0, usd)}
+        self.ledger.uses.write([it], {} if has_ended else count, count if has_ended else {})
 
     def end(self) -> None:
         self.ledger.close_all([1], "it is gone")
@@ -160,15 +160,17 @@ def test_what_no_metadata_has_is_observed_once(bill: Bill, instance: Any) -> Non
 
 
 def test_what_no_step_has_used_is_for_the_run(bill: Bill, instance: Any) -> None:
-    """Start, idle time and end of a pool that several steps use are an event of the run, and in no step's cost."""
+    """Start, idle time and end of a pool that several steps use are an event of the run, and in no step's cost. What a
+    step has cost is reported when its use has ended, also while the pool is open.
+    """
     run = run_of([made, failed], instance)
     bill.open(work(run))
-    bill.use(work(run, "made", "made"), 0.3)
+    bill.use(work(run, "made", "made"), 0.3, has_ended=False)
     bill.use(work(run, "failed", "failed"), 0.2)
+    assert not settle(instance, run)
+    assert observed(instance, run) == [("failed", "failed", 0.2)]
     bill.end()
-    settle(instance, run, ["made"])
-    assert settle(instance, run) is False
-    assert settle(instance, run)
+    assert [settle(instance, run), settle(instance, run)] == [False, True]
     assert sorted(observed(instance, run)) == [("failed", "failed", 0.2), ("made", "made", 0.05)]
     assert rests(instance, run) == [(None, 0.5)]
     (words,) = [
