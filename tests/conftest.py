@@ -61,6 +61,7 @@ LONGEST_FIRST = (
     # mostly of tests/nightly
     "kill/test_points.py",
     "integrations/test_prefect_kill.py",
+    "integrations/test_prefect_bills.py",
     "pool/test_named_crowd.py",
     "pool/test_named_hosts.py",
     "stack/test_stack.py",

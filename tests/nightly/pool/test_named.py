@@ -18,6 +18,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core import cli
+from skyward_core.cleanup import release
 from skyward_core.ledger import budgets
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.names import Names
@@ -458,7 +459,7 @@ def test_a_closer_that_gives_up_is_not_waited_for(name: str, monkeypatch: pytest
     pool = opened_by("joined", name)
     ids = machines_of(pool)
     with monkeypatch.context() as patch:
-        patch.setattr(named_use, "release", unconfirmed)
+        patch.setattr(release, "release", unconfirmed)
         with pytest.raises(sky.InstancesLeft):
             pool.close()
     assert row_of(name).state is NameState.CLOSING
