@@ -197,9 +197,8 @@ def test_each_process_pays_for_the_slots_of_its_calls(name: str, tmp_path: Path,
     assert opener.receipt is not None
     total = Decimal(repr(opener.receipt["total_cost_usd"]))
     assert {user["cost_usd"] for user in opener.receipt["users"]} == {float(user.cost_usd) for user in users(opener.id)}
-    assert opener.receipt["buckets"]["running calls"]["cost_usd"] >= sum(
-        float(one.cost_usd) for one in users(opener.id)
-    )
+    running = Decimal(repr(opener.receipt["buckets"]["running calls"]["cost_usd"]))
+    assert running >= sum(one.cost_usd for one in users(opener.id))
     rest = total - first.cost_usd - second.cost_usd - call.cost_usd
     costs = {part.work: part.cost_usd for part in sky.cost_parts(sky.Work()) if part.pool_id == opener.id}
     assert costs == {
