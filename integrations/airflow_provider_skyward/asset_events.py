@@ -33,19 +33,33 @@ def node_function() -> Callable[..., Any]:
 def write_events(outlets: Sequence[Any], accessors: Any, written: Mapping[str, Any], cost: Mapping[str, Any]) -> None:
     """Write the events of outlets: the function's extras, and the cost in those of assets, unless it has written one.
 
-    `cost` has the fields to add.
+    `cost` has the fields to add. Each asset has an equal part of `cost_usd`, in whole micro-dollars.
     """
-    for outlet in outlets:
-        events = [written[name] for name in _names(outlet) if name in written]
+    its_events = [[written[name] for name in _names(outlet) if name in written] for outlet in outlets]
+    assets = sum(
+        1 if isinstance(outlet, Asset) else sum(len(event["added"]) for event in events)
+        for outlet, events in zip(outlets, its_events, strict=True)
+        if isinstance(outlet, (Asset, AssetAlias))
+    )
+    costs = _divided(cost, assets)
+    for outlet, events in zip(outlets, its_events, strict=True):
         if isinstance(outlet, Asset):
-            extra = dict(cost)
+            extra = next(costs)
             for event in events:
                 extra |= event["extra"]
             accessors[outlet].extra.update(extra)
         elif isinstance(outlet, AssetAlias):
             for event in events:
                 for added in event["added"]:
-                    accessors[outlet].add(Asset(uri=added["uri"]), extra={**cost, **event["extra"], **added["extra"]})
+                    extra = {**next(costs), **event["extra"], **added["extra"]}
+                    accessors[outlet].add(Asset(uri=added["uri"]), extra=extra)
+
+
+def _divided(cost: Mapping[str, Any], assets: int) -> Iterator[dict[str, Any]]:
+    whole = round(cost.get("cost_usd", 0.0) * 1_000_000)
+    for place in range(assets):
+        part = (whole * (place + 1) // assets - whole * place // assets) / 1_000_000
+        yield {**cost, "cost_usd": part} if "cost_usd" in cost else dict(cost)
 
 
 def _names(outlet: Any) -> Iterator[str]:

@@ -35,6 +35,8 @@ class Progress:
         self.on_warning: Sequence[OnWarning] = ()
         """Called with the task's context and the warning in it, under `skyward_warning`."""
         self._facts: dict[str, Any] = {"pool_id": "", "provider": "", "cost_usd": 0.0, "usd_per_hour": 0.0, "nodes": 0}
+        self.live_cost: Callable[[], float] | None = None
+        """Returns what the task has cost so far on a pool that others use too; None: what the pool has cost."""
         self._use = sky.Utilisation()
         self._warnings: list[dict[str, Any]] = []
         self._written_at = 0.0
@@ -88,12 +90,15 @@ class Progress:
             self._warn(warning)
         self._facts |= {"pool_id": bill["pool_id"], "cost_usd": bill["cost_usd"], "seconds": bill["seconds"]}
         self._facts |= {"usd_per_hour": 0.0, "nodes": 0, "spot_nodes": 0}
+        self.live_cost = None
         self._write()
 
     def metrics(self) -> dict[str, Any]:
         """Return the facts as JSON data: percent are means over the nodes; those of `_mean` and `_max` are of the time
         in which calls ran.
         """
+        if self.live_cost is not None:
+            self._facts["cost_usd"] = self.live_cost()
         reported = self._use.last_values()
         known = self._use.now() | self._use.numbers() | ({"reported": reported} if reported else {})
         return self._facts | known | {"updated_at": datetime.now(UTC).isoformat(timespec="seconds")}

@@ -56,6 +56,8 @@ class TaskAttempt:
         self._is_main_waiting = False
         """Whether the main thread waits until the pool is open, or closed."""
         self._pool: sky.ComputePool | None = None
+        self._use: sky.PoolUse | None = None
+        """The use of the pool by the calls of this try; None for detached calls, which outlive it."""
         self.credentials: sky.Provider | None = None
         """The provider with the credentials of a connection; None if it finds them in the worker's environment."""
         self._calls = 0
@@ -97,20 +99,23 @@ class TaskAttempt:
             work=self._work,
             belongs_to=self.pool_work,
         )
+        self._use = use = sky.PoolUse(pool)
+        if not self._owns_pool:
+            self.progress.live_cost = lambda: use.cost
         try:
             with self._phases.phase("provision"), self._interruptible(), self._events_written_at_once():
-                pool.open()
+                use.open()
             self._note_open(pool)
             with self._phases.phase("call", pool_id=pool.id):
                 with self._interruptible():
-                    futures = pool.submit_all(calls)
+                    futures = use.submit_all(calls)
                 self._calls = len(futures)
                 return self._wait(futures)
         finally:
             with self._phases.phase("release", pool_id=pool.id), self._events_written_at_once():
                 # an unconfirmed machine is in the log and in `bill`, and fails no task that has done its work
                 try:
-                    pool.hand_over()
+                    use.close()
                 except sky.SkywardError as error:
                     self._log.warning("the pool was not left properly: %s", error)
 
@@ -140,12 +145,13 @@ class TaskAttempt:
     def bill(self) -> dict[str, Any] | None:
         """Return the bill as JSON data, None if no pool was opened.
 
-        Units: USD, seconds, USD per hour of all nodes together; the pool's id finds its receipt. For a pool that
-        another try or another task has opened, it has the part of this task by the ledger, and the time of this try.
+        Units: USD, seconds, USD per hour of all nodes together; the pool's id finds its receipt. Of a pool that others
+        may use, it has what the calls of this try have held. Detached calls outlive a try: of theirs it has what the
+        task has cost on this pool so far, by the ledger. `is_final` is false if that may still change, or is not known.
         """
         final = self._pool.cost_final if self._pool is not None and self._owns_pool else None
         if final is None:
-            return self._bill_by_the_ledger() if self._announced else None
+            return self._bill_of_a_part() if self._announced else None
         return {
             "is_final": True,
             "pool_id": self._pool.id if self._pool is not None else "",
@@ -162,10 +168,17 @@ class TaskAttempt:
             ),
         }
 
-    def _bill_by_the_ledger(self) -> dict[str, Any]:
+    def _bill_of_a_part(self) -> dict[str, Any]:
+        if self._use is not None:
+            bill = self._use.bill()
+            cost_usd, is_final = bill.cost_usd, bill.is_final
+        else:
+            parts = [part for part in self._parts_so_far() or [] if part.pool_id == self._announced]
+            cost_usd = float(sum(part.cost_usd for part in parts))
+            is_final = bool(parts) and all(part.is_final for part in parts)
         return self._placeholder(self._announced) | {
-            "is_final": True,
-            "cost_usd": self._costs_so_far().get(self._announced, 0.0),
+            "is_final": is_final,
+            "cost_usd": cost_usd,
             "seconds": round(time.monotonic() - self._opened_at, 3),
             "hourly_rate": sum(node.instance.price_per_hour for node in self._machines),
             "nodes": len(self._machines),
@@ -198,7 +211,9 @@ class TaskAttempt:
         bill = self.bill()
         if bill is None:
             return None
-        costs = self._costs_so_far() | {bill["pool_id"]: bill["cost_usd"]}
+        costs = self._costs_so_far()
+        # a ledger that is away knows less
+        costs[bill["pool_id"]] = max(bill["cost_usd"], costs.get(bill["pool_id"], 0.0))
         return bill | {"all_tries_usd": sum(costs.values()), "pools": sorted(costs), "tries": self._costs_by_try()}
 
     def _show_bill(self, bill: dict[str, Any]) -> None:
@@ -246,12 +261,19 @@ class TaskAttempt:
         earlier = {"all_tries_usd": sum(costs.values()), "pools": sorted({*costs, pool_id}), "tries": {}}
         self._push(COST_KEY, self._placeholder(pool_id) | earlier)
 
-    def _costs_so_far(self) -> dict[str, float]:
+    def _parts_so_far(self) -> list[sky.CostPart] | None:
+        """Return what all tries have cost so far, by the ledger; None if it does not answer."""
         try:
-            return sky.cost_of(replace(self._work, attempt=""))
+            return sky.cost_parts(replace(self._work, attempt=""))
         except sky.LedgerError as error:  # `skyward cost --by task` shows it when the ledger answers again
             self._log.warning("the cost of earlier tries is not known: %s", error)
-            return {}
+            return None
+
+    def _costs_so_far(self) -> dict[str, float]:
+        costs: dict[str, float] = {}
+        for part in self._parts_so_far() or []:
+            costs[part.pool_id] = costs.get(part.pool_id, 0.0) + float(part.cost_usd)
+        return costs
 
     def _costs_by_try(self) -> dict[str, float]:
         """Return the cost of each try so far, in USD: that of the pools that it has opened, by the ledger."""

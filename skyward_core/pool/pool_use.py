@@ -94,8 +94,8 @@ class PoolUse:
         self._began, self._process = time.monotonic(), os.getpid()
         try:
             if not self.pool.is_active:
+                self._has_opened = True  # before: a signal handler may raise as soon as the pool is open
                 self.pool.open()
-                self._has_opened = True
             if not self._is_alone:
                 book = self.pool.uses
                 book.begin(self.id, self.work)

@@ -229,12 +229,15 @@ def test_the_state_store_has_live_metrics(answer: dict[str, Any]) -> None:
 
 
 def test_asset_events_have_the_cost_and_what_the_function_has_written(answer: dict[str, Any]) -> None:
-    """`outlet_events` is recorded on the node, and written by the worker. The result is the function's own."""
+    """`outlet_events` is recorded on the node, and written by the worker. The result is the function's own. Each asset
+    has an equal part of the bill, to the micro-dollar.
+    """
     train, bill = answer["train"], answer["train"]["pushed"]["skyward_cost"]
-    cost = {name: bill[name] for name in ("cost_usd", "pool_id", "seconds")}
+    whole, same = round(bill["cost_usd"] * 1_000_000), {name: bill[name] for name in ("pool_id", "seconds")}
     assert (train["result"], train["error"]) == (22, None)
-    assert train["extra"] == {**cost, "rows": 40}
-    assert train["added"] == [{"uri": "s3://bucket/table", "extra": {**cost, "part": 1}}]
+    assert train["extra"] == {**same, "cost_usd": whole // 2 / 1_000_000, "rows": 40}
+    second = {**same, "cost_usd": (whole - whole // 2) / 1_000_000, "part": 1}
+    assert train["added"] == [{"uri": "s3://bucket/table", "extra": second}]
     assert "'nonesuch' is no outlet of this task; they are model, s3://bucket/model" in answer["wrong"]["error"]
 
 

@@ -39,7 +39,9 @@ shared()
 
 
 def test_tasks_of_a_run_share_one_rental_and_its_cost(airflow: Airflow) -> None:
-    """Mapped tasks and a durable one use one pool, and the teardown ends it."""
+    """Mapped tasks and a durable one use one pool, and the teardown ends it. The bill of each is that of the ledger, to
+    the micro-dollar, and final before the pool has ended.
+    """
     ran = airflow.run("shared", SHARED, POOLS_HEAD)
     assert ran.state == "success", ran.log
     assert ran.result("gpu.total") == 14
@@ -57,7 +59,10 @@ def test_tasks_of_a_run_share_one_rental_and_its_cost(airflow: Airflow) -> None:
     assert sum(bill["shares"].values()) == pytest.approx(bill["cost_usd"], abs=1e-9)
     tasks = [ran.bill("gpu.square", number) for number in range(3)] + [ran.bill("gpu.total")]
     assert all(one["share_of"] == handle["name"] and one["pool_id"] == pool["pool_id"] for one in tasks)
-    assert all(0 <= one["cost_usd"] < pool["total_cost_usd"] for one in tasks)
+    assert all(one["is_final"] and 0 < one["cost_usd"] < pool["total_cost_usd"] for one in tasks)
+    whole = {task: round(usd * 1_000_000) for task, usd in bill["shares"].items()}
+    assert whole["gpu.square"] == sum(round(one["cost_usd"] * 1_000_000) for one in tasks[:3])
+    assert whole["gpu.total"] == round(tasks[3]["cost_usd"] * 1_000_000)
     assert pool["buckets"]["warm"]["seconds"] > 0
     assert bill["shares"]["gpu.create_pool"] >= pool["buckets"]["warm"]["cost_usd"]
 

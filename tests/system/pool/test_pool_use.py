@@ -206,6 +206,21 @@ def test_machines_that_may_be_left_are_named_by_the_end_of_a_use(monkeypatch: py
     assert "i-1" in caught.value.__notes__[0]
 
 
+def test_a_signal_right_after_the_opening_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handler that raises, as Airflow's, between two lines."""
+    pool, opens = sky.ComputePool(provider=sky.Local(), display="quiet"), sky.ComputePool.open
+
+    def interrupted(its: sky.ComputePool) -> None:
+        opens(its)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sky.ComputePool, "open", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sky.PoolUse(pool, FIRST).open()
+    assert not pool.is_active
+    assert pool.receipt is not None
+
+
 def test_a_use_that_could_not_be_opened_may_be_opened_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "go").touch()
     use = sky.PoolUse(sky.ComputePool(provider=sky.Local(), display="quiet"), FIRST)

@@ -10,6 +10,7 @@ import time
 import tomllib
 from collections.abc import Callable
 from concurrent.futures import Future
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -361,6 +362,10 @@ class World:
         if self.why_not_released is not None:
             raise self.why_not_released
 
+    def parts(self, work: sky.Work) -> list[sky.CostPart]:
+        usd = {pool_id: Decimal(repr(cost)) for pool_id, cost in self.costs.items()}
+        return [sky.CostPart(pool_id, work, cost, cost, is_final=True) for pool_id, cost in usd.items()]
+
 
 class InThisThread:
     """In place of `Threads`, in a unit test."""
@@ -384,6 +389,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(sky.ComputePool, "from_spec", world.rent)
     monkeypatch.setattr(sky, "release", world.release)
     monkeypatch.setattr(sky, "cost_of", lambda work: world.costs)
+    monkeypatch.setattr(sky, "cost_parts", world.parts)
     monkeypatch.setattr(afterwards, "Threads", InThisThread)
     monkeypatch.setattr(durable_attempt, "LOOK_SECONDS", 0.0)
     return world
@@ -488,7 +494,7 @@ def test_bookkeeping_that_fails_after_the_work_raises_nothing(
     attempt._announced = "sky-old"  # pyright: ignore[reportPrivateUsage]
     attempt._generation = OLD  # pyright: ignore[reportPrivateUsage]
     if fault == "the ledger":
-        monkeypatch.setattr(sky, "cost_of", fails)
+        monkeypatch.setattr(sky, "cost_parts", fails)
     elif fault == "the store":
         monkeypatch.setattr(attempt._states, "set", fails)  # pyright: ignore[reportPrivateUsage]
     else:
