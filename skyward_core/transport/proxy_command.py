@@ -50,27 +50,36 @@ class Proxy(asyncio.SubprocessProtocol):
         """Start a command. Raises BadRequest if it cannot be started."""
         words = [sys.executable or "python3" if word == PYTHON else word for word in command]
         ours, theirs = socket.socketpair()
-        proxy = cls(ours)
-        try:
-            loop = asyncio.get_running_loop()
-            await loop.subprocess_exec(
-                lambda: proxy,
-                *words,
-                stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
-                stderr=PIPE,
-                start_new_session=True,
+        proxy, ends = cls(ours), theirs.fileno()
+        starting = asyncio.ensure_future(
+            asyncio.get_running_loop().subprocess_exec(
+                lambda: proxy, *words, stdin=ends, stdout=ends, stderr=PIPE, start_new_session=True
             )
-        except BaseException as error:
+        )
+        try:
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # asyncio would kill a command that is half started without its children, and wait for these
+            await asyncio.wait([starting])
+            await proxy._end_if_started(starting.exception())
+            raise
+        except OSError as error:
             ours.close()
-            if isinstance(error, OSError):
-                raise BadRequest(
-                    f"{words[0]}, the command that leads to the machine, cannot be started: {error}"
-                ) from error
+            raise BadRequest(
+                f"{words[0]}, the command that leads to the machine, cannot be started: {error}"
+            ) from error
+        except BaseException:
+            ours.close()
             raise
         finally:
             theirs.close()
         return proxy
+
+    async def _end_if_started(self, error: BaseException | None) -> None:
+        if error is None:
+            await self.end()
+        else:
+            self.socket.close()
 
     async def end(self) -> None:
         """Close the socket and wait until the command has exited; after a while kill it, with its children."""

@@ -5,6 +5,7 @@ A script replaces AWS's plugin and connects to the address in the fake's session
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -23,7 +24,7 @@ from skyward_core.machines.instances import Endpoint, InstanceState
 from skyward_core.providers.aws import session_manager
 from skyward_core.providers.base import LAUNCH_TAG, load
 from skyward_core.providers.ssh_keys import host_key, our_key
-from skyward_core.transport.proxy_command import PYTHON
+from skyward_core.transport.proxy_command import PYTHON, Proxy
 from skyward_core.transport.ssh_connection import SSHConnection
 from tests.conftest import processes_by_tag
 from tests.providers.aws import OFFER, SECRET, T4, as_us
@@ -332,6 +333,26 @@ def test_closing_during_a_login_leaves_no_process(server: Server, key: str, tmp_
     assert not arguments(pid)
     # a zombie process has no command line
     assert not [one for one in processes() if group(one) == pid and arguments(one)]
+
+
+def test_closing_while_a_proxy_starts_leaves_no_process(tmp_path: Path) -> None:
+    """It is a process, and asyncio has not connected its pipes yet. Its children hold them."""
+    before = {*processes()}
+    command = shell("trap '' TERM HUP PIPE; sleep 611 & sleep 611")
+
+    async def start_and_cancel() -> None:
+        starting = asyncio.ensure_future(Proxy.start(command))
+        for _ in range(100):  # turns of the loop
+            await asyncio.sleep(0)
+            if {*processes()} - before:
+                break
+        starting.cancel()
+        async with asyncio.timeout(60):
+            await asyncio.wait([starting])
+        assert starting.cancelled()
+
+    asyncio.run(start_and_cancel())
+    wait_until(lambda: not [one for one in processes() if b"611" in arguments(one)], "the end of its children")
 
 
 def group(pid: int) -> int | None:
