@@ -160,12 +160,13 @@ class StepPools:
                 refuse_retries(error)
             raise
         finally:
+            if context is not None:
+                self._running.pop(context, None)
             try:
                 usage = self._note(context, step, before, began)
                 if use is not None:
                     use.usage = usage
                 if context is not None:
-                    self._running.pop(context, None)
                     self.events.used(context)
                 self.events.flush()
             except Exception:  # the step's result, or its own error, is more important

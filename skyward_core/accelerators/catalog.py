@@ -76,7 +76,9 @@ _CUDA_CAPABILITIES: Mapping[str, frozenset[str]] = {
     "10.3": frozenset({"B300", "GB300"}),
     "12.0": frozenset({"RTX 5080", "RTX 5090", "RTX PRO 4500", "RTX PRO 6000"}),
 }
-"""NVIDIA's list of compute capabilities, developer.nvidia.com/cuda-gpus; B100 as B200, the same chip."""
+"""NVIDIA's list of compute capabilities, developer.nvidia.com/cuda-gpus; P100 and V100: cuda-legacy-gpus. A10G, T4g and
+the variants that are not listed have that of their architecture; B100 as B200.
+"""
 
 CHIPS: tuple[Chip, ...] = (
     Chip("T4", "NVIDIA", (16,), _EC2 + "g4dn"),

@@ -1,7 +1,7 @@
 """PyTorch's `DistributedSampler`, for this worker.
 
-The class is made from PyTorch's when it is first used, because a client may have no PyTorch: it can import the name
-all the same, for functions that run on nodes.
+The class is made from PyTorch's when it is first used, because a client may have no PyTorch. It can still import the
+name, for functions that run on nodes.
 """
 
 from __future__ import annotations

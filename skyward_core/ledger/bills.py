@@ -433,7 +433,8 @@ def _parts(
     recorded = _recorded_of(connection, select(RESOURCES.c.pool_id).where(*conditions))
     for pool_id, (resources, *amounts) in found.items():
         its = recorded.get(pool_id, Recorded())  # the row of the pool may be damaged: its cost still counts
-        bearers, costs = [bearer for bearer, _ in parts_of(its)], [part for _, part in parts_of(its)]
+        its_parts = parts_of(its)
+        bearers, costs = [bearer for bearer, _ in its_parts], [part for _, part in its_parts]
         # the parts may exceed the cost if the conditions leave out some of its resources
         whole = max(amounts[1], sum(costs))
         columns = [[amount * cost // whole if whole else 0 for cost in costs] for amount in amounts]
@@ -494,7 +495,7 @@ def _closed(connection: Connection, pool_ids: Sequence[str]) -> set[str]:
 
 def _with_open_calls(connection: Connection, pool_ids: Sequence[str]) -> set[tuple[str, Work, str]]:
     """Return the ids of these pools with the works of their uses and detached calls that have not ended, and of shares,
-    which may be recorded anew, and "".
+    which may be recorded again, and "".
     """
     has_not_ended = {table: table.c.ended_microseconds.is_(None) for table in (USES, CALLS)}
     found: set[tuple[str, Work, str]] = set()

@@ -82,8 +82,8 @@ class PoolUse:
     def open(self) -> Self:
         """Open the pool, or join it by its name, and record the use.
 
-        May be called again, from any thread. Raises what `ComputePool.open` raises. If the ledger does not answer, a
-        use of an open pool begins anyway: its row is written later.
+        May be called again, from any thread. Raises what `ComputePool.open` raises, and LedgerError if the first use
+        of a pool cannot connect to the ledger. If that stops to answer later, a use begins: its row is written later.
         """
         with self._opening:
             if not self._began:

@@ -1,7 +1,7 @@
 """The uses of one open pool in this process: their book, made when it is needed, and the use of calls that name none.
 
     none ──the first such call──▶ begun: in the ledger before that call ──the pool is left──▶ ended, its cost is final
-      └──the ledger does not answer──▶ counted all the same, and written with a later call, or at the end
+      └──the ledger does not answer──▶ counted, and written with a later call, or at the end
 
 A pool with a name may be shared, so all of its calls belong to a use: docs/decisions/0045.
 """
@@ -80,6 +80,13 @@ class PoolUses:
 
     def close(self) -> None:
         """End the uses that are open. Raises nothing. May be called twice."""
+        try:
+            self._close()
+        except Exception as error:  # machines are ended after this: no fault of the bookkeeping may keep them
+            self._is_closed = True
+            self._log(logging.WARNING, "what the calls of this process have cost is not all in the ledger: %r", error)
+
+    def _close(self) -> None:
         with self._lock:
             if self._has_calls and not self._has_begun and not self._is_closed:
                 self._begin()

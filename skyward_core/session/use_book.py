@@ -35,8 +35,8 @@ LEAST_SECONDS = 1.0
 STOP_SECONDS = 5.0
 """How long the end of a use waits for its last calls, which were stopped: the time that they hold slots is counted."""
 UNSEEN_SECONDS = 3.0
-"""If no worker has told of running calls for so long, they wait there for slots that others hold. It tells twice a
-second.
+"""If no worker has reported running calls for so long, they wait there for slots that others hold. Workers report twice
+a second.
 """
 LOOK_SECONDS = 0.02
 LEDGER_BUSY_SECONDS = 10.0
@@ -73,8 +73,8 @@ def use_count(
 
 
 def slots_held(at_workers: int, seen_at: float | None, submitted_at: float, now: float) -> int:
-    """Return how many slots a use holds, of the batches that are at workers. `seen_at`: when workers have told of its
-    running calls last. Times are those of one clock, in seconds.
+    """Return how many slots a use holds, of the batches that are at workers. `seen_at`: when workers have last
+    reported its running calls. Times are those of one clock, in seconds.
     """
     return at_workers if now - max(seen_at or submitted_at, submitted_at) <= UNSEEN_SECONDS else 0
 

@@ -33,8 +33,9 @@ RETRIES, NAME = "skyward_retries", "skyward_name"
 """Annotations (`dask.annotate`) of a detached call's task: how often it may run again after the loss of its worker (0),
 and its function's name.
 """
-RUN_ID, IS_NAMED, RESULT_TTL, OWNER = "skyward_run_id", "skyward_is_named", "skyward_result_ttl", "skyward_owner"
 WORK = "skyward_work"
+"""Another one: the fields of the work that has started the call; none by default."""
+RUN_ID, IS_NAMED, RESULT_TTL, OWNER = "skyward_run_id", "skyward_is_named", "skyward_result_ttl", "skyward_owner"
 """More of them, with their defaults: the id by which slots know the call (its own id); whether its id is kept when the
 call is forgotten (False); how many seconds after its end it is forgotten (never); a text that says for whom it is ("").
 """

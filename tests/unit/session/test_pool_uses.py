@@ -65,6 +65,23 @@ def test_a_use_begins_with_the_first_call(uses: PoolUses, books: list[Book]) -> 
         _ = uses.book
 
 
+@pytest.mark.parametrize("error", [PoolClosed("the pool has ended"), RuntimeError("can't start new thread")], ids=repr)
+def test_no_fault_of_the_book_keeps_the_end_of_the_pool(
+    uses: PoolUses, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """The machines are ended after it."""
+    monkeypatch.setattr(Book, "is_away", True)
+    uses.pays()
+
+    def fail() -> Book:
+        raise error
+
+    monkeypatch.setattr(uses, "_make_book", fail)
+    uses.close()
+    with pytest.raises(PoolClosed):
+        _ = uses.book
+
+
 def test_a_pool_without_such_calls_has_no_use(uses: PoolUses, books: list[Book]) -> None:
     assert uses.book is books[0]
     uses.close()
