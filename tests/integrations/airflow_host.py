@@ -157,7 +157,7 @@ class Workers:
     """Tasks that are processes, as below Airflow's supervisor. Their function waits for the file `go` or `go-MARK`.
 
     The folder has these files, the ledger, the state store, and `runs` with the mark of each run of the function. The
-    roles: "plain" (a task without retries), "hang" (the same, with a provider that does not answer), "durable" (NAME is
+    roles: "plain" (a task without retries; POOL names its pool, TASK is its id, SIGALRM times it out), "hang" (the same, with a provider that does not answer), "durable" (NAME is
     the number of the try), "shared" (NAME is a task of a DAG run with one pool).
     """
 
@@ -322,6 +322,8 @@ def _operator(role: str, folder: Path, name: str) -> Any:
     options: dict[str, Any] = {"provider": sky.Local(price_per_hour=36.0)}
     if role == "durable":
         options |= {"retries": 3, "deferrable": "DEFERRED" in os.environ}
+    elif "POOL" in os.environ:
+        options |= {"name": os.environ["POOL"], "keep_warm": 60.0, "concurrency": 2}
     else:
         options["nodes"] = 2
     if "KEEP_WARM" in os.environ:
@@ -385,13 +387,32 @@ def _resumed(task: Any, context: Any, deferred: Any) -> Any:
     return task.execute_complete(context, payload)
 
 
+def _executed(task: Any, context: Any) -> Any:
+    """As Airflow's task runner, with `execution_timeout`, whose time is over when SIGALRM comes.
+
+    Airflow's own handler writes into the log first. If the task was writing there, both wait for ever: the lock of
+    structlog can be taken once. The moment of a test is just that, so this handler raises only.
+    """
+    from airflow.sdk.exceptions import AirflowTaskTimeout
+
+    def time_out(number: int, frame: object) -> None:
+        raise AirflowTaskTimeout("the task has timed out")
+
+    signal.signal(signal.SIGALRM, time_out)
+    try:
+        return task.execute(context)
+    except AirflowTaskTimeout as error:
+        task.on_kill()
+        raise RuntimeError("the task has timed out") from error
+
+
 def _work(role: str, folder: Path, name: str) -> None:
     """Run one task, with the handler of SIGTERM that Airflow's task runner has (`_run_task_and_map_outcome`)."""
     from airflow.sdk.exceptions import TaskDeferred
 
     class TaskInstance:
         dag_id, run_id, map_index = "killed", "run", -1
-        task_id = name if role == "shared" else "work"
+        task_id = name if role == "shared" else os.environ.get("TASK", "work")
         try_number = 1 if role == "shared" else int(name)
         max_tries = int(os.environ.get("MAX_TRIES", "1000"))
 
@@ -407,7 +428,7 @@ def _work(role: str, folder: Path, name: str) -> None:
         context["task_state_store"] = _Store(folder / "state.json")
     try:
         try:
-            result = task.execute(context)
+            result = _executed(task, context)
         except TaskDeferred as deferred:
             result = _resumed(task, context, deferred)
     except Exception as error:
