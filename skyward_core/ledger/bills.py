@@ -6,7 +6,6 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from datetime import date, datetime, timedelta
-from decimal import Decimal
 from typing import Any, cast
 
 from sqlalchemy import (
@@ -25,16 +24,13 @@ from sqlalchemy import (
     not_,
     or_,
     select,
-    true,
     update,
 )
 
-from skyward_core.errors import BadRequest
 from skyward_core.ledger.database import NUMBERS_PER_STATEMENT, Database
-from skyward_core.ledger.pools import known_pool, select_pools
+from skyward_core.ledger.pools import select_pools
 from skyward_core.ledger.rows import (
     BILLING_ROUNDING,
-    MICRO_USD,
     PRUNED_SPEC,
     SECONDS_PER_HOUR,
     Bucket,
@@ -159,8 +155,6 @@ class Bills:
                     _add(totals[key], cost, on_demand)
                 if resources:  # the rest of a pool, which grows until its end
                     still_grow.add(key)
-                    # without a rest, the machines' time was noted before that of the calls
-                    still_grow |= {one for one in totals if one[0] == pool_id} if not cost else set()
             pool_ids = sorted({pool_id for pool_id, *_ in totals})
             closed = _closed(connection, pool_ids)
             still_grow |= _with_open_calls(connection, pool_ids)
@@ -168,37 +162,6 @@ class Bills:
             CostPart(key[0], key[1], in_usd(cost), in_usd(on_demand), key[0] in closed or key not in still_grow, key[2])
             for key, (cost, on_demand) in totals.items()
         ]
-
-    def set_shares(self, pool_id: str, shares: Mapping[Work, Decimal], *, keeps_others: bool) -> None:
-        """Record the parts of a pool's cost by work, in USD. They replace earlier shares, or only those of the same
-        work.
-
-        Allowed after the end of the pool.
-        """
-        if wrong := [usd for usd in shares.values() if usd < 0]:
-            raise BadRequest(f"A share of a cost is zero or more; given {wrong[0]} USD.")
-        rows = [
-            {"pool_id": pool_id, "micro_usd": round(usd / MICRO_USD), **work_values(work)}
-            for work, usd in shares.items()
-        ]
-        with self._database.write() as connection:
-            known_pool(connection, pool_id, is_alone=True)
-            earlier = delete(SHARES).where(SHARES.c.pool_id == pool_id)
-            for work in shares if keeps_others else ():
-                same = [SHARES.c[name] == value for name, value in work_values(work).items()]
-                connection.execute(earlier.where(*same))
-            if not keeps_others:
-                connection.execute(earlier)
-            if rows:
-                connection.execute(insert(SHARES), rows)
-
-    def shares(self, pool_id: str) -> dict[Work, Decimal]:
-        """Return the parts of a pool's cost by work, in USD."""
-        with self._database.read() as connection:
-            rows = connection.execute(
-                select(SHARES).where(SHARES.c.pool_id == pool_id).order_by(SHARES.c.id)
-            ).mappings()
-            return {work_of(row): in_usd(row["micro_usd"]) for row in rows}
 
     def prune(self, ended_before: datetime, *, is_dry_run: bool = True) -> Pruned:
         """Delete the details of pools that ended before `ended_before` and have no open entries. Idempotent."""
@@ -435,8 +398,10 @@ def _parts(
         its = recorded.get(pool_id, Recorded())  # the row of the pool may be damaged: its cost still counts
         its_parts = parts_of(its)
         bearers, costs = [bearer for bearer, _ in its_parts], [part for _, part in its_parts]
-        # the parts may exceed the cost if the conditions leave out some of its resources
         whole = max(amounts[1], sum(costs))
+        if whole > amounts[1] and _has_no_others(connection, pool_id, resources):
+            # calls have held slots of machines whose time is noted some seconds later: they count in full
+            amounts[1:] = whole, max(whole, amounts[2])
         columns = [[amount * cost // whole if whole else 0 for cost in costs] for amount in amounts]
         if split and its.own.pool and costs:
             columns = [_all_of(amount, column, costs) for amount, column in zip(amounts, columns, strict=True)]
@@ -444,6 +409,12 @@ def _parts(
             yield pool_id, bearer, 0, part
         left = [amount - sum(column) for amount, column in zip(amounts, columns, strict=True)]
         yield pool_id, its.own, resources, left
+
+
+def _has_no_others(connection: Connection, pool_id: str, resources: int) -> bool:
+    """Return whether these are all resources of a pool. Else what its calls have held is in part that of others."""
+    count = select(func.count()).where(RESOURCES.c.pool_id == pool_id)
+    return int(connection.execute(count).scalar_one()) == resources
 
 
 def _all_of(amount: int, parts: Sequence[int], costs: Sequence[int]) -> list[int]:
@@ -494,15 +465,13 @@ def _closed(connection: Connection, pool_ids: Sequence[str]) -> set[str]:
 
 
 def _with_open_calls(connection: Connection, pool_ids: Sequence[str]) -> set[tuple[str, Work, str]]:
-    """Return the ids of these pools with the works of their uses and detached calls that have not ended, and of shares,
-    which may be recorded again, and "".
-    """
-    has_not_ended = {table: table.c.ended_microseconds.is_(None) for table in (USES, CALLS)}
+    """Return the ids of these pools with the works of their uses and detached calls that have not ended, and ""."""
     found: set[tuple[str, Work, str]] = set()
     for start in range(0, len(pool_ids), NUMBERS_PER_STATEMENT):
         some = pool_ids[start : start + NUMBERS_PER_STATEMENT]
-        for table, is_open in {**has_not_ended, SHARES: true()}.items():
+        for table in (USES, CALLS):
             works = (table.c[name] for name in WORK_COLUMNS)
+            is_open = table.c.ended_microseconds.is_(None)
             wanted = select(table.c.pool_id, *works).where(table.c.pool_id.in_(some), is_open)
             found |= {(row["pool_id"], work_of(row), "") for row in connection.execute(wanted).mappings()}
     return found

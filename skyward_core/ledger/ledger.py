@@ -415,12 +415,13 @@ class Ledger:
         It is the bill of all pools, one pool, intents from `since` until before `until`, or pools for this work.
         A pool is for `work` if the work to which it belongs, of one of its uses, detached calls or shares, has the same
         text in each field that is not empty in `work`. By bucket there is one more row, `BILLING_ROUNDING`. By run,
-        task, asset, partition and owner, uses and detached calls count for their works (`work_costs`), and so do shares
-        of a pool's cost (`set_shares`). The rest of the cost, and the number of resources, count for the work to which
-        the pool belongs; of a pool that belongs to nobody they are a row of their own, `pool NAME`, unless `split`
-        divides the rest among the others in proportion to their costs. With `work`, only the parts for it count in
-        these bills, and by pool; otherwise the sum of the rows does not depend on `by`. With `unreadable`, rows with
-        values that are no numbers (SQLite stores any value) are left out and appended to it.
+        task, asset, partition and owner, uses and detached calls count for their works (`work_costs`), and so do the
+        shares that pruning and earlier releases have left. The rest of the cost, and the number of resources, count for
+        the work to which the pool belongs; of a pool that belongs to nobody they are a row of their own, `pool NAME`,
+        unless `split` divides the rest among the others in proportion to their costs. With `work`, only the parts for
+        it count in these bills, and by pool; otherwise the sum of the rows does not depend on `by`, but for what calls
+        have held in the last seconds, which counts before the time of their machines is noted. With `unreadable`, rows
+        with values that are no numbers (SQLite stores any value) are left out and appended to it.
         """
         return self._bills.cost_rows(
             by, pool_id=pool_id, since=since, until=until, work=work, split=split, unreadable=unreadable
@@ -431,19 +432,6 @@ class Ledger:
         text in all fields that are not empty in `work`. Their sum is that of `cost_rows(work=work)`.
         """
         return self._bills.cost_parts(work)
-
-    def set_shares(self, pool_id: str, shares: Mapping[Work, Decimal], *, keeps_others: bool = False) -> None:
-        """Record the parts of a pool's cost by work, in USD. They replace earlier shares; only those of the same work
-        if it keeps others.
-
-        Allowed after the end of the pool.
-        Raises BadRequest for a negative share, LedgerConflict if the pool is unknown.
-        """
-        self._bills.set_shares(pool_id, shares, keeps_others=keeps_others)
-
-    def shares(self, pool_id: str) -> dict[Work, Decimal]:
-        """Return the parts of a pool's cost by work, in USD."""
-        return self._bills.shares(pool_id)
 
     # ── accounts ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

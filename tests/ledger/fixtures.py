@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from itertools import count
@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, insert
 
 from skyward_core import Instance, InstanceState
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.names_policy import Claim, Rent
-from skyward_core.ledger.rows import Bucket, CostBy, Intent, PoolEntry, Price, ResourceKind, ResourceRequest
+from skyward_core.ledger.rows import MICRO_USD, Bucket, CostBy, Intent, PoolEntry, Price, ResourceKind, ResourceRequest
+from skyward_core.ledger.tables import SHARES, work_values
 from skyward_core.machines.owner import Owner
 from skyward_core.work import NO_WORK, Work
 from tests.waiting import wait_until
@@ -145,6 +146,21 @@ def run_on(url: str, statement: str) -> None:
     engine = create_engine(url, isolation_level="AUTOCOMMIT")
     with engine.connect() as connection:
         connection.exec_driver_sql(statement)
+    engine.dispose()
+
+
+def url_of(ledger: Ledger) -> str:
+    return ledger.url.render_as_string(hide_password=False)
+
+
+def record_shares(ledger: Ledger, pool_id: str, shares: Mapping[Work, Decimal]) -> None:
+    """Record parts of a pool's cost as pruning does, and as earlier releases did for steps that shared a pool."""
+    engine = create_engine(url_of(ledger))
+    rows = [
+        {"pool_id": pool_id, "micro_usd": int(usd / MICRO_USD), **work_values(work)} for work, usd in shares.items()
+    ]
+    with engine.begin() as connection:
+        connection.execute(insert(SHARES), rows)
     engine.dispose()
 
 

@@ -9,7 +9,7 @@ from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Account, Period
 from skyward_core.ledger.schema import MIGRATIONS
 from skyward_core.work import Work
-from tests.ledger.fixtures import TRAIN, Clock, intend, open_pool, pay
+from tests.ledger.fixtures import TRAIN, Clock, intend, open_pool, pay, record_shares
 
 WRITTEN = Path(__file__).parent / "written"
 
@@ -25,7 +25,7 @@ def write(path: Path) -> None:
             pay(ledger, "q", TRAIN, 2)
             pay(ledger, "shared", Work(system="dagster", workflow="job", run="r1"), 16)
             asset = Work(system="dagster", workflow="job", run="r1", task="a", asset="a")
-            ledger.set_shares("shared", {asset: Decimal("5.000001")})
+            record_shares(ledger, "shared", {asset: Decimal("5.000001")})
             ledger.reserve("team", "p", Decimal("0.37"))
         raw = sqlite3.connect(file)
         path.write_text("\n".join(raw.iterdump()) + "\n")

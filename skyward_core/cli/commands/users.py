@@ -36,8 +36,10 @@ def users(
         found = users_of(ledger, pool_id, split=split, unreadable=unreadable)
         if not found:
             raise BadRequest(f"the ledger has no pool with the name {name!r}, and no users of a pool of this id")
-        cost = sum((row.cost_usd for row in ledger.cost_rows(CostBy.POOL, pool_id=pool_id)), ZERO_USD)
+        noted = sum((row.cost_usd for row in ledger.cost_rows(CostBy.POOL, pool_id=pool_id)), ZERO_USD)
         pool = ledger.pool(pool_id)
+    # what calls have held is noted some seconds before the time of their machines
+    cost = max(noted, view.calls_cost_usd(found))
     if as_json:
         print_json(view.as_json(pool_id, found, cost))
     else:

@@ -18,8 +18,8 @@ def as_json(pool_id: str, users: Sequence[PoolUser], cost_usd: Decimal) -> dict[
     return {
         "pool": pool_id,
         "users": [_as_json(user, cost_usd) for user in users],
-        "calls_cost_usd": float(_sum(users)),
-        "rest_usd": float(cost_usd - _sum(users)),
+        "calls_cost_usd": float(calls_cost_usd(users)),
+        "rest_usd": float(cost_usd - calls_cost_usd(users)),
         "cost_usd": float(cost_usd),
     }
 
@@ -43,7 +43,16 @@ def table(pool: PoolEntry | None, users: Sequence[PoolUser], cost_usd: Decimal) 
     """Return heads and rows: the users, what no call has used with who bears it, and the total."""
     heads = ["USER", ">PID", "STATE", "SINCE", ">SLOT SECONDS", ">SHARE", ">COST USD", "WORK"]
     bearer = f"pool {pool.name}" if pool is not None and pool.belongs_to_nobody else "(no calls)"
-    rest = [bearer, "", "", "", "", "", money(float(cost_usd - _sum(users))), "" if pool is None else str(pool.work)]
+    rest = [
+        bearer,
+        "",
+        "",
+        "",
+        "",
+        "",
+        money(float(cost_usd - calls_cost_usd(users))),
+        "" if pool is None else str(pool.work),
+    ]
     seconds = sum(user.slot_seconds for user in users)
     total = ["total", "", "", "", f"{seconds:.1f}", "", money(float(cost_usd)), ""]
     return heads, [*(_row(user, cost_usd) for user in users), rest, total]
@@ -72,5 +81,6 @@ def _share(user: PoolUser, cost_usd: Decimal) -> float:
     return round(float(user.cost_usd / cost_usd), 6) if cost_usd else 0.0
 
 
-def _sum(users: Sequence[PoolUser]) -> Decimal:
+def calls_cost_usd(users: Sequence[PoolUser]) -> Decimal:
+    """Return what the calls of these users have cost."""
     return sum((user.cost_usd for user in users), ZERO_USD)

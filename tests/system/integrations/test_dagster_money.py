@@ -79,9 +79,6 @@ class Bill:
         self.ledger.bind(intent, "i-1")
         self.ledger.note_all({intent.id: {Bucket.IDLE: SECONDS}})
 
-    def share(self, shares: dict[sky.Work, float]) -> None:
-        self.ledger.set_shares(POOL, {work: Decimal(repr(usd)) for work, usd in shares.items()})
-
     def use(self, work: sky.Work, usd: float, *, has_ended: bool = True) -> None:
         it, count = NewUse(work.task, POOL, work), {work.task: UseCount(1.0, usd)}
         self.ledger.uses.write([it], {} if has_ended else count, count if has_ended else {})
@@ -140,7 +137,7 @@ def test_what_no_metadata_has_is_observed_once(bill: Bill, instance: Any) -> Non
     """The end of the machines, and a step without a materialization. Before the pool has ended nothing is reported."""
     run = run_of([made, failed], instance)
     bill.open(work(run, "made", "made"))
-    bill.share({work(run, "failed", "failed"): 0.3})
+    bill.use(work(run, "failed", "failed"), 0.3, has_ended=False)
     assert not settle(instance, run)
     assert observed(instance, run) == []
     bill.end()
@@ -185,7 +182,7 @@ def test_no_cost_is_negative(bill: Bill, instance: Any, caplog: pytest.LogCaptur
     """Two settlers on different hosts may write the same difference. Then the log says how much is too much."""
     run = run_of([made], instance)
     bill.open(work(run, "made", "made"))
-    bill.share({sky.Work(run="another"): 0.9})
+    bill.use(sky.Work(run="another"), 0.9)
     bill.end()
     assert settle(instance, run)
     assert observed(instance, run) == []
@@ -236,7 +233,7 @@ def test_an_op_has_the_rest_in_an_event_of_its_step(bill: Bill, instance: Any) -
     assert settle(instance, run)
     assert rests(instance, run) == [("op", 0.9)]
     idle = ops.execute_in_process(instance=instance).dagster_run
-    bill.share({work(idle): 0.25})
+    bill.use(work(idle), 0.25)
     settle(instance, idle)
     assert settle(instance, idle)
     assert rests(instance, idle) == [(None, 0.25)]
@@ -272,7 +269,7 @@ def test_a_settler_that_is_killed_leaves_the_rest_to_the_next(
     """The events are the state. An outage of the ledger is no end of the work either."""
     run = run_of([made, failed], instance)
     bill.open(work(run, "made", "made"))
-    bill.share({work(run, "failed", "failed"): 0.3})
+    bill.use(work(run, "failed", "failed"), 0.3)
     bill.end()
     report = settlement.report_observation
     with monkeypatch.context() as patch:

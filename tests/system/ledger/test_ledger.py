@@ -32,6 +32,7 @@ from tests.ledger.fixtures import (
     intend,
     open_pool,
     pay,
+    record_shares,
     resource_request,
     run_on,
     run_script,
@@ -559,9 +560,7 @@ def test_costs_add_up_by_run_task_and_asset(ledger: Ledger) -> None:
         replace(dagster, task="a", asset="a"): Decimal("5.000001"),
         replace(dagster, task="b", asset="b"): Decimal(3),
     }
-    ledger.set_shares("shared", {Work(task="before"): Decimal(1)})
-    ledger.set_shares("shared", shares)
-    assert ledger.shares("shared") == shares
+    record_shares(ledger, "shared", shares)
     assert bill(ledger, CostBy.RUN) == {
         "airflow:nightly/manual__2026-11-22T07:00:00+00:00": (4, Decimal(6)),
         "airflow:nightly/r2": (2, Decimal(8)),
@@ -580,17 +579,6 @@ def test_costs_add_up_by_run_task_and_asset(ledger: Ledger) -> None:
         "(no asset)": (10, Decimal("53.999999")),
     }
     assert sum(row.seconds for row in ledger.cost_rows(CostBy.ASSET)) == pytest.approx(10 * 3600)
-
-
-def test_shares_above_the_cost_are_reduced_in_proportion(ledger: Ledger) -> None:
-    pay(ledger, "q", TRAIN, 2)
-    ledger.set_shares("q", {Work(asset="a"): Decimal(3), Work(asset="b"): Decimal(1)})
-    parts = {"a": (0, Decimal("1.5")), "b": (0, Decimal("0.5")), "(no asset)": (2, Decimal(0))}
-    assert bill(ledger, CostBy.ASSET) == parts
-    with pytest.raises(BadRequest, match="zero or more"):
-        ledger.set_shares("p", {Work(): Decimal("-0.1")})
-    with pytest.raises(LedgerConflict):
-        ledger.set_shares("nonesuch", {})
 
 
 TRY_TO_OPEN = """

@@ -33,8 +33,10 @@ from tests.ledger.fixtures import (
     open_pool,
     opened,
     pay,
+    record_shares,
     resource_request,
     run_script,
+    url_of,
 )
 
 NEWEST = len(MIGRATIONS)
@@ -86,10 +88,6 @@ def make_old(ledger: Ledger, version: str) -> str:
             if each == version:
                 break
     return url_of(ledger)
-
-
-def url_of(ledger: Ledger) -> str:
-    return ledger.url.render_as_string(hide_password=False)
 
 
 def migration(number: int, upgrade: Callable[[Operations], None]) -> ModuleType:
@@ -152,7 +150,7 @@ def test_an_old_ledger_is_migrated(ledger: Ledger, version: str) -> None:
         newer.seal_lease("p", "lease", "keys")
         newer.note_calls("p", [CallState("c", "f", "", 1, "running", NOON)])
         pay(newer, "q", TRAIN, 2)
-        newer.set_shares("q", {TRAIN: USD(1)})
+        record_shares(newer, "q", {TRAIN: USD(1)})
         assert "airflow:nightly/train" in bill(newer, CostBy.TASK)
         open_pool(newer, "run", work=TRAIN, run_limit_usd=USD(5))
         assert newer.reserve(None, "run", USD(5)).reserved_usd == USD(5)

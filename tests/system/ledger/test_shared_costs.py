@@ -19,7 +19,7 @@ from skyward_core.ledger.warm_time import with_warm
 from skyward_core.ledger.work_costs import Bearer, Recorded, parts_of
 from skyward_core.machines.owner import Owner
 from skyward_core.work import NO_WORK, Work
-from tests.ledger.fixtures import NOON, USD, Clock, claim, open_pool, opened, resource_request
+from tests.ledger.fixtures import NOON, USD, Clock, claim, open_pool, opened, record_shares, resource_request
 
 OPENER, JOINED = (Work(system="prefect", workflow="train", run=run) for run in ("1", "2"))
 FIT = Work(system="prefect", workflow="train", run="2", task="fit")
@@ -130,7 +130,7 @@ def test_the_cost_of_a_work_is_its_part_of_the_pools_that_it_has_used(ledger: Le
     assert cost(ledger, CostBy.RUN, JOINED) == {"prefect:train/2": USD("0.2")}
     assert cost(ledger, CostBy.POOL, Work(run="another")) == {}
     assert cost(ledger, CostBy.RUN) == cost(ledger, CostBy.RUN, split=True) == by_run
-    ledger.set_shares("sky-a", {FIT: USD("0.15")}, keeps_others=True)
+    record_shares(ledger, "sky-a", {FIT: USD("0.15")})
     assert cost(ledger, CostBy.RUN) == by_run
     assert cost(ledger, CostBy.TASK) == {"prefect:train/fit": USD("0.15"), "(no task)": USD("0.85")}
     assert sum(row.resources for row in ledger.cost_rows(CostBy.RUN)) == 1
@@ -197,35 +197,40 @@ def test_the_parts_of_the_cost_for_a_work_are_those_of_exact_works(ledger: Ledge
     have.
     """
     used(ledger)
-    ledger.set_shares("sky-a", {FIT: USD("0.15")}, keeps_others=True)
+    record_shares(ledger, "sky-a", {FIT: USD("0.15")})
     system = Work(system="prefect")
     parts = {part.work: part for part in ledger.cost_parts(system)}
     expected = {FIT: USD("0.15"), JOINED: USD("0.05"), OPENER: USD("0.8")}
     assert {work: part.cost_usd for work, part in parts.items()} == expected
     assert sum(part.cost_usd for part in parts.values()) == sum(cost(ledger, CostBy.POOL, system).values())
     assert [part.work for part in ledger.cost_parts(FIT)] == [FIT]
-    assert {work for work, part in parts.items() if not part.is_final} == {OPENER, FIT}, "a share may be recorded anew"
+    assert {work for work, part in parts.items() if not part.is_final} == {OPENER}
     ledger.uses.write([NewUse("later", "sky-a", JOINED, "b")])
-    assert {part.work for part in ledger.cost_parts(system) if not part.is_final} == {OPENER, FIT, JOINED}
+    assert {part.work for part in ledger.cost_parts(system) if not part.is_final} == {OPENER, JOINED}
     ledger.end_pool("sky-a")
     not_final = {part.work for part in ledger.cost_parts(system) if not part.is_final}
-    assert not_final == {OPENER, FIT}, "its machine may still cost"
+    assert not_final == {OPENER}, "its machine may still cost"
     ledger.close_all([1], "it is gone")
     assert all(part.is_final for part in ledger.cost_parts(system))
     assert ledger.cost_parts(Work(run="another")) == []
 
 
-def test_a_part_is_not_final_while_the_time_of_the_machines_is_noted_late(ledger: Ledger) -> None:
-    """Parts are scaled down then, so that they are not more than the bill."""
+def test_a_part_counts_in_full_while_the_time_of_the_machines_is_noted_late(ledger: Ledger, clock: Clock) -> None:
+    """The rest of the pool is nothing then. A bill of other machines of the pool only has no more than these cost."""
     opened(ledger, name_it=True)
     intent = rented(ledger, "3.6")
     ledger.note_all({intent: {Bucket.RUNNING_CALLS: 10}})
     held(ledger, "1", FIT, "a", "0.02")
-    (part,) = ledger.cost_parts(FIT)
-    assert (part.cost_usd, part.is_final) == (USD("0.01"), False)
-    ledger.note_all({intent: {Bucket.RUNNING_CALLS: 30}})
-    (part,) = ledger.cost_parts(FIT)
-    assert (part.cost_usd, part.is_final) == (USD("0.02"), True)
+    for seconds, rest in ((10, "0"), (30, "0.01")):
+        ledger.note_all({intent: {Bucket.RUNNING_CALLS: seconds}})
+        (part,) = ledger.cost_parts(FIT)
+        assert (part.cost_usd, part.is_final) == (USD("0.02"), True)
+        assert cost(ledger, CostBy.TASK) == {"prefect:train/fit": USD("0.02"), "pool nightly": USD(rest)}
+    clock.go(3600)
+    later = rented(ledger, "3.6", token="2")
+    ledger.note_all({later: {Bucket.RUNNING_CALLS: 5}})
+    rows = ledger.cost_rows(CostBy.TASK, since=clock.time)
+    assert sum(row.cost_usd for row in rows) == USD("0.005")
 
 
 @pytest.mark.parametrize(
@@ -247,7 +252,7 @@ def test_a_detached_call_is_for_the_work_that_has_started_it(
 def test_the_bill_by_run_is_the_same_after_pruning(ledger: Ledger, clock: Clock) -> None:
     """The rows of the uses are deleted then; their parts stay as shares."""
     used(ledger)
-    ledger.set_shares("sky-a", {FIT: USD("0.15")})
+    record_shares(ledger, "sky-a", {FIT: USD("0.15")})
     before = cost(ledger, CostBy.RUN), cost(ledger, CostBy.TASK), cost(ledger, CostBy.POOL, JOINED)
     ledger.close_all([1], "it is gone")
     ledger.end_pool("sky-a")

@@ -123,6 +123,15 @@ def test_the_bill_of_each_task_is_that_of_its_uses(ledger: Ledger, clock: Clock)
     assert (cost(ledger), cost(ledger, CostBy.POOL, SCORE)) == before
 
 
+def test_what_calls_have_held_counts_before_the_time_of_their_machine_is_noted(ledger: Ledger) -> None:
+    """The process that keeps the pool writes that some seconds later, and writes nothing any more if it was killed."""
+    machine = begun(ledger)
+    ledger.note_all({machine: {Bucket.RUNNING_CALLS: 2}})
+    ledger.uses.write(counts={"1": UseCount(10.0, 0.01)}, ended={"2": UseCount(5.0, 0.005)})
+    assert cost(ledger) == {"prefect:train/fit": USD("0.01"), "prefect:train/score": USD("0.005"), "(no task)": USD(0)}
+    assert {part.work: part.cost_usd for part in ledger.cost_parts(SCORE)} == {SCORE: USD("0.005")}
+
+
 def test_the_users_of_a_pool_are_its_steps(ledger: Ledger) -> None:
     """Also without a name; the costs are those of the bills."""
     begun(ledger)

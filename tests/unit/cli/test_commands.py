@@ -14,6 +14,7 @@ import skyward_core as sky
 from skyward_core import cli
 from skyward_core.cli.app import command_tree
 from skyward_core.ledger.rows import BILLING_ROUNDING, Account, Attempt, Bucket, CallState, Period, SlotUse
+from skyward_core.ledger.uses import UseCount
 from skyward_core.machines.offers import Offer
 from skyward_core.providers.base import POOL_TAG, RANK_TAG
 from skyward_core.work import Work
@@ -68,6 +69,17 @@ def test_a_pool_with_a_name_shows_it_and_how_many_use_it(skyward: Skyward) -> No
     assert "warm until" in skyward("ps")
     skyward("stop nightly")
     assert [row["pool"] for row in skyward.json("ps")] == ["sky-plain"]
+
+
+def test_what_no_call_has_used_of_a_pool_is_never_negative(skyward: Skyward) -> None:
+    """What calls have held is noted some seconds before the time of their machines; it counts in full."""
+    skyward.open_named()
+    skyward.ledger.uses.write(counts={"a": UseCount(500.0, 5.0)})
+    found = skyward.json("users nightly")
+    assert (found["calls_cost_usd"], found["rest_usd"], found["cost_usd"]) == (5.1, 0.0, 5.1)
+    assert lines(skyward("users nightly"))[4] == ["pool nightly", "0.0000"]
+    by_run = {row["key"]: row["cost_usd"] for row in skyward.json("cost --by run")["rows"]}
+    assert (by_run["(no run)"], by_run["pool nightly"]) == (5.1, 0.0)
 
 
 def test_a_pool_in_use_is_kept_warm_when_it_is_left(skyward: Skyward) -> None:

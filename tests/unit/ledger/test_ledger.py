@@ -17,7 +17,6 @@ from skyward_core.ledger.database import Database
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.rows import Account, Bucket, CostBy, Period, Price, Pruned, Rented, ResourceKind, UnreadableRow
 from skyward_core.ledger.tables import POOLS
-from skyward_core.work import Work
 from tests.ledger.fixtures import (  # noqa: F401 - tests of other folders take their fixtures from here
     LATER,
     NOON,
@@ -312,18 +311,6 @@ def test_the_newest_pools_of_one_moment_are_chosen_by_their_ids(file_ledger: Led
         spend(file_ledger, pool_id, pool_id)
     assert [row.entry.id for row in file_ledger.pool_rows()] == ["a", "p", "z"]
     assert [(row.entry.id, row.cost_usd) for row in file_ledger.pool_rows(limit=2)] == [("p", 0), ("z", 1)]
-
-
-def test_shares_replace_earlier_shares_of_the_same_pool_only(file_ledger: Ledger) -> None:
-    """They are rounded to a micro-dollar. No shares delete the earlier ones."""
-    open_pool(file_ledger, "q")
-    one, other = Work(task="one"), Work(task="other")
-    file_ledger.set_shares("q", {one: USD(5)})
-    file_ledger.set_shares("p", {one: USD(1)})
-    file_ledger.set_shares("p", {other: USD("0.0000016"), one: USD(0)})
-    assert list(file_ledger.shares("p").items()) == [(other, USD("0.000002")), (one, USD(0))]
-    file_ledger.set_shares("p", {})
-    assert (file_ledger.shares("p"), file_ledger.shares("q")) == ({}, {one: USD(5)})
 
 
 def test_a_bill_has_the_intents_of_its_time_only(file_ledger: Ledger, clock: Clock) -> None:
