@@ -76,7 +76,7 @@ class Boundaries:
             phase = _next(self.phase, label)
             self._memory[:] = _SHAPE.pack(self.count + 1, PHASES.index(phase))
             self.passed.append((phase.value, label))
-            if self.count == self._kill_at:
+            if len(self.passed) == self._kill_at:  # other forks may count at the same time
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def install(self) -> None:

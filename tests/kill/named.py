@@ -308,6 +308,7 @@ def main(folder: Path, url: str, every: int, first: int = 0, end: int | None = N
         try:
             worker._prepare(service)
             __import__("skyward_core.session.attached")
+            __import__("skyward_core.engine.connection")  # with Dask, for all forks
             stage = Stage(service, folder, url)
             for scenario in SCENARIOS[first:end]:
                 for point in points(stage, scenario, every):
