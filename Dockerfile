@@ -1,5 +1,5 @@
 # Two images of docker-compose.yml, neither of which runs as root: `stack` has our packages and the orchestrators,
-# `node` is a plain machine with sshd. docs/stack.md describes them.
+# `node` is a plain machine with sshd. docs/compose.md describes them.
 
 FROM python:3.13.9-slim-bookworm AS base
 RUN useradd --uid 1000 --create-home --shell /bin/bash skyward && install -d -o skyward -g skyward /app /data
@@ -11,10 +11,12 @@ FROM base AS packages
 ENV UV_LINK_MODE=copy UV_COMPILE_BYTECODE=1 UV_PYTHON_DOWNLOADS=never UV_PYTHON=/usr/local/bin/python
 RUN pip install --no-cache-dir uv==0.13.8
 COPY pyproject.toml uv.lock README.md LICENSE ./
-RUN uv sync --locked --no-default-groups --group webserver --extra all --no-install-project --no-cache
+RUN uv sync --locked --no-default-groups --group stack --extra all --no-install-project --no-cache
 COPY skyward_core skyward_core
 COPY integrations integrations
-RUN uv sync --locked --no-default-groups --group webserver --extra all --no-editable --no-cache
+# the version comes from the git tag, and git is not in the image
+ARG VERSION=0.1.0
+RUN SETUPTOOLS_SCM_PRETEND_VERSION="$VERSION" uv sync --locked --no-default-groups --group stack --extra all --no-editable --no-cache
 
 # ── a node ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -24,7 +26,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_* \
     && install -d -o skyward -g skyward /data/node-keys /data/node-1 /data/node-2
 COPY stack/node.sh stack/node.sh
-USER skyward
+USER 1000:1000
 CMD ["bash", "stack/node.sh"]
 
 # ── our image ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -37,5 +39,5 @@ RUN apt-get update \
 COPY --from=packages /app/.venv .venv
 COPY stack stack
 ENV PATH=/app/.venv/bin:$PATH PYTHONUNBUFFERED=1
-USER skyward
+USER 1000:1000
 CMD ["skyward", "doctor"]

@@ -14,9 +14,9 @@ TESTS := $(RUN) pytest $(PARALLEL)
 # Most of the 18,000 modules of the frameworks are never imported: Python compiles the others when it imports them first.
 IN_FRAMEWORKS := UV_PROJECT_ENVIRONMENT=.frameworks/venv UV_COMPILE_BYTECODE=0 $(UV) run --locked --no-default-groups --group frameworks
 
-.PHONY: help demo test unit system nightly long frameworks check lint format kill soak mutate live gpu bench versions constraints screenshots site stack release clean
+.PHONY: help demo test unit system nightly long frameworks check lint format kill soak mutate live gpu bench versions constraints screenshots site stack stack-down release clean
 help: ## list these commands
-	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' Makefile
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' Makefile
 
 demo: .venv/ready ## run the same real job on Prefect, Airflow and Dagster, and print a table of the results
 	$(RUN) python tests/demo.py
@@ -41,11 +41,12 @@ frameworks: .uv-ready ## distributed training with PyTorch, JAX, TensorFlow and 
 
 check: lint unit ## run the checks that must pass before a commit
 
-lint: .venv/ready ## check format, lint, types and layers
+lint: .venv/ready ## check format, lint, types, layers and the Dockerfile
 	$(RUN) ruff format --check .
 	$(RUN) ruff check .
 	$(RUN) pyright
 	$(RUN) lint-imports --no-cache
+	$(RUN) hadolint Dockerfile
 
 format: .venv/ready ## format the code, and fix what ruff can fix
 	$(RUN) ruff format .
@@ -91,6 +92,9 @@ site: .venv/ready ## build the documentation site into build/site; a broken link
 
 stack: .venv/ready ## run PostgreSQL, Prefect, Airflow, Dagster and two nodes as docker-compose.yml describes them, until Ctrl-C; settings in ENV=development.env
 	$(RUN) python -m tests.stack $(ENV)
+
+stack-down: .venv/ready ## end the services of `make stack` from another shell, and what a killed one has left
+	$(RUN) python -m tests.stack down
 
 release: .uv-ready ## build HEAD into dist/: wheel, sdist, bill of materials, constraints, checked; the version is that of the git tag
 	UV_PROJECT_ENVIRONMENT=.release/venv UV_COMPILE_BYTECODE=0 $(UV) run --locked --exact --only-group release python -m tests.release

@@ -10,7 +10,7 @@ options=(
   "AuthorizedKeysFile=$KEYS/authorized_keys"
   "SetEnv=$VARIABLES"
   AuthenticationMethods=publickey
-  PermitRootLogin=prohibit-password
+  PermitRootLogin=no
   StrictModes=no
   UsePAM=no
   UseDNS=no
@@ -18,5 +18,4 @@ options=(
   MaxStartups=100
   PidFile=none
 )
-[ "$(id -u)" -ne 0 ] || mkdir -p -m 755 /run/sshd # sshd of root wants it
 exec /usr/sbin/sshd -D -e -f /dev/null "${options[@]/#/-o}"

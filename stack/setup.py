@@ -1,6 +1,10 @@
-"""Make what the services of the stack need before they start: databases, SSH keys, a bucket. What is there stays."""
+"""Make what the services of the stack need before they start: databases, SSH keys, a bucket, Dagster's configuration.
+
+Databases, keys and objects that are there stay.
+"""
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -10,6 +14,7 @@ from sqlalchemy import Connection, create_engine, text
 DATABASES = {
     "prefect": "PREFECT_DB_PASSWORD",
     "airflow": "AIRFLOW_DB_PASSWORD",
+    "dagster": "DAGSTER_DB_PASSWORD",
     "skyward": "LEDGER_DB_PASSWORD",
 }
 """Each database belongs to a user of the same name, whose password is in the variable."""
@@ -64,3 +69,4 @@ if __name__ == "__main__":
     make_databases(os.environ["POSTGRES_URL"])
     make_keys(Path(os.environ["CLIENT_KEYS"]), Path(os.environ["NODE_KEYS"]))
     make_bucket()
+    shutil.copy(Path(__file__).with_name("dagster") / "dagster.yaml", os.environ["DAGSTER_HOME"])

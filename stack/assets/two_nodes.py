@@ -1,5 +1,7 @@
 """The asset of the stack: calls on the two nodes, which the settings name (SKYWARD_PROVIDER)."""
 
+import time
+
 import dagster as dg
 
 import skyward_core as sky
@@ -8,6 +10,9 @@ from dagster_skyward import SkywardResource
 
 def square(number: int) -> int:
     print(f"{number} on node {sky.instance_info().node}")
+    until = time.monotonic() + 4  # for so long that the nodes' utilisation is measured
+    while time.monotonic() < until:
+        sum(range(10_000))
     return number * number
 
 

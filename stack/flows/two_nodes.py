@@ -1,5 +1,7 @@
 """The flow of the stack: tasks on the two nodes, which the settings name (SKYWARD_PROVIDER)."""
 
+import time
+
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
@@ -10,6 +12,9 @@ from prefect_skyward import SkywardTaskRunner
 @task(cache_policy=NO_CACHE)
 def square(number: int) -> int:
     print(f"{number} on node {sky.instance_info().node}")
+    until = time.monotonic() + 4  # for so long that the nodes' utilisation is measured
+    while time.monotonic() < until:
+        sum(range(10_000))
     return number * number
 
 

@@ -1,8 +1,8 @@
 """Run the services of docker-compose.yml as processes of this machine until Ctrl-C: `python -m tests.stack`.
 
-A variable of the compose file may be set in the environment: `PREFECT_PORT=4300`, or `STACK_DATA` for the folder. The
-others come from the file that is the argument, `development.env` by default. COMPOSE_FILE may name another compose
-file, as for docker compose.
+`python -m tests.stack down` ends them from another shell. A variable of the compose file may be set in the
+environment: `PREFECT_PORT=4300`, or `STACK_DATA` for the folder. The others come from the file that is the argument,
+`development.env` by default. COMPOSE_FILE may name another compose file, as for docker compose.
 """
 
 import os
@@ -13,16 +13,17 @@ import time
 from pathlib import Path
 
 from tests.stack.compose import DEVELOPMENT, FILE, read, read_env, services, variables_of
-from tests.stack.native import Stack, StackError, check_ports, native_variables
+from tests.stack.native import Stack, StackError, check_ports, claim, native_variables, take_down
 
 PAGES = {"PREFECT_PORT": "Prefect", "AIRFLOW_PORT": "Airflow", "DAGSTER_PORT": "Dagster"}
-READY = "The stack is ready. Ctrl-C ends it."
+READY = "The stack is ready. Ctrl-C, or `make stack-down`, ends it."
 
 
 def main(env_file: Path) -> None:
     started = time.monotonic()
     content = read(Path(os.environ.get("COMPOSE_FILE") or FILE))
-    folder = own_folder(Path(os.environ.get("STACK_DATA") or f"/var/tmp/skyward-stack-{os.getuid()}"))
+    folder = own_folder(folder_of_user())
+    claim(folder)
     variables = read_env(env_file) | native_variables(content, os.environ, folder)
     ports = {
         name: variables.get(name) or default or ""
@@ -43,6 +44,17 @@ def main(env_file: Path) -> None:
             signal.signal(number, signal.SIG_IGN)  # the end is not interrupted
         print("ending all services", flush=True)
         stack.stop()
+
+
+def down() -> None:
+    folder = folder_of_user()
+    if left := take_down(folder):
+        print(f"{left} processes were left by a stack that was killed")
+    print(f"Nothing of the stack in {folder} runs. Its data is kept: remove the folder to begin anew.")
+
+
+def folder_of_user() -> Path:
+    return Path(os.environ.get("STACK_DATA") or f"/var/tmp/skyward-stack-{os.getuid()}")
 
 
 def own_folder(folder: Path) -> Path:
@@ -66,7 +78,10 @@ if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupt)
     try:
-        main(Path(sys.argv[1]) if len(sys.argv) > 1 else DEVELOPMENT)
+        if sys.argv[1:] == ["down"]:
+            down()
+        else:
+            main(Path(sys.argv[1]) if len(sys.argv) > 1 else DEVELOPMENT)
     except KeyboardInterrupt:
         pass
     except (StackError, KeyError, FileNotFoundError) as error:

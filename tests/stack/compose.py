@@ -42,6 +42,8 @@ class Service:
     needs: Mapping[str, str]
     health: Health | None
     stop_signal: str
+    stop_seconds: float
+    """How long it may take to end; then it is killed."""
     user: str | None
     path: str | None
     """A folder of programs, before PATH."""
@@ -121,16 +123,17 @@ def service(name: str, body: Mapping[str, Any]) -> Service:
         environment={key: str(value) for key, value in body.get("environment", {}).items()},
         folder=body.get("working_dir", str(ROOT)),
         needs={other: need["condition"] for other, need in body.get("depends_on", {}).items()},
-        health=_health(body["healthcheck"]) if "healthcheck" in body else None,
+        health=_health(body["healthcheck"], native.get("healthcheck")) if "healthcheck" in body else None,
         stop_signal=native.get("stop_signal", body.get("stop_signal", "SIGTERM")),
+        stop_seconds=_seconds(body.get("stop_grace_period", "10s")),
         user=native.get("user"),
         volumes=tuple(volume.split(":")[1] for volume in body.get("volumes", [])),
         path=max(glob(native["path"]), default=native["path"]) if "path" in native else None,
     )
 
 
-def _health(body: Mapping[str, Any]) -> Health:
-    kind, *command = body["test"]
+def _health(body: Mapping[str, Any], native_test: list[str] | None) -> Health:
+    kind, *command = native_test or body["test"]
     if kind != "CMD":
         raise ValueError(f"a health check is a list that begins with CMD, not with {kind}")
     return Health(tuple(command), _seconds(body["interval"]), _seconds(body["timeout"]))

@@ -1,6 +1,7 @@
 """Starts the services of docker-compose.yml as processes of this machine, and ends them with all that they started."""
 
 import ctypes
+import fcntl
 import os
 import pwd
 import shlex
@@ -22,7 +23,8 @@ from tests.stack.compose import ROOT, Service, variables_of
 PR_SET_CHILD_SUBREAPER = 36
 START_SECONDS = 600.0
 """How long all services together may take; on an idle machine with two cores they take about one minute."""
-STOP_SECONDS = 20.0
+DOWN_SECONDS = 600.0
+"""How long `take_down` waits for the end of the program that runs the services."""
 POLL_SECONDS = 2.0
 LAST_LINES = 30
 KEPT = (
@@ -40,6 +42,8 @@ KEPT = (
 """What services get of the environment of this process, by the beginning of the names. A container gets nothing."""
 OF_NODES = ("UV_", "SSL_CERT_")
 """What commands on nodes get of it: with the cache of this machine's uv their environments are there in a second."""
+MARK = "STACK_FOLDER"
+"""A variable of each service: the folder of its stack. Processes that a service leaves have it too."""
 
 
 class StackError(Exception):
@@ -56,7 +60,6 @@ def native_variables(content: Mapping[str, Any], given: Mapping[str, str], folde
     ours |= {
         "STACK_CODE": str(ROOT),
         "STACK_DATA": str(folder),
-        "NODE_USER": pwd.getpwuid(os.getuid()).pw_name,
         "NODE_VARIABLES": " ".join(f"{name}={value}" for name, value in of_nodes().items()),
     }
     return ours | {name: given[name] for name in names if given.get(name)}
@@ -82,6 +85,72 @@ def check_ports(ports: Mapping[str, str]) -> None:
                 one.bind(("127.0.0.1", int(port)))
             except OSError as error:
                 raise StackError(f"port {port} is in use: set {name} to another one ({error.strerror})") from error
+
+
+def claim(folder: Path) -> int:
+    """Return the descriptor of a lock that says that this process runs the services of the folder.
+
+    The lock ends with this process. Raises StackError if another process has it.
+    """
+    lock = os.open(folder / "stack.pid", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise StackError(f"a stack runs already in {folder}: `make stack-down` ends it") from error
+    os.truncate(lock, 0)
+    os.write(lock, str(os.getpid()).encode())
+    return lock
+
+
+def take_down(folder: Path) -> int:
+    """End the services of the folder, and return how many processes they had left.
+
+    The program that runs the services is asked to end them. What it could not end, because it was killed, is killed.
+    Raises StackError if that program does not end.
+    """
+    deadline = time.monotonic() + DOWN_SECONDS
+    asked: int | None = None
+    while (runner := _runner(folder)) is not None:
+        if runner != asked:
+            os.kill(runner, signal.SIGINT)
+            asked = runner
+        if time.monotonic() > deadline:
+            raise StackError(f"process {runner} does not end the stack: see {folder / 'logs'}")
+        time.sleep(0.1)
+    killed = set[int]()
+    while left := _marked(folder):
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        killed |= {process.pid for process in left}
+        psutil.wait_procs(left, timeout=1)
+    return len(killed)
+
+
+def _runner(folder: Path) -> int | None:
+    """Return the process that runs the services of the folder; None if there is none."""
+    try:
+        lock = os.open(folder / "stack.pid", os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return int(os.read(lock, 20) or 0) or None
+    else:
+        return None
+    finally:
+        os.close(lock)
+
+
+def _marked(folder: Path) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(MARK) == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 class Stack:
@@ -131,10 +200,11 @@ class Stack:
             level = [name for name in self._processes if depth_of(self._services[name], self._services) == depth]
             for name in level:
                 self._processes[name].send_signal(getattr(signal, self._services[name].stop_signal))
-            deadline = time.monotonic() + STOP_SECONDS
+            asked_at = time.monotonic()
             for name in level:
+                left = asked_at + self._services[name].stop_seconds - time.monotonic()
                 with suppress(subprocess.TimeoutExpired):
-                    self._processes[name].wait(max(0.0, deadline - time.monotonic()))
+                    self._processes[name].wait(max(0.0, left))
         end_descendants()
 
     # ── one service ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -167,6 +237,7 @@ class Stack:
     def _environment(self, one: Service) -> dict[str, str]:
         programs = [os.path.dirname(sys.executable), *([one.path] if one.path else []), os.environ["PATH"]]
         own = {"PATH": os.pathsep.join(programs), "HOME": str(self._folder / "home"), "PYTHONUNBUFFERED": "1"}
+        own[MARK] = str(self._folder)
         return kept(KEPT) | own | dict(one.environment)
 
     def _log(self, one: Service) -> Path:

@@ -11,7 +11,7 @@ import pytest
 from tests import mutation
 
 ROOT = Path(__file__).parents[2]
-DOCS = "index getting-started errors questions performance architecture glossary stack decisions/README"
+DOCS = "index getting-started errors questions performance architecture glossary compose decisions/README"
 PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", *(f"docs/{name}.md" for name in DOCS.split())]
 NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 

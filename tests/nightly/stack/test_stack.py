@@ -23,11 +23,13 @@ from tests.waiting import wait_until
 pytestmark = [pytest.mark.timeout(900)]
 
 PORTS = [name for name in variables_of(read()) if name.endswith("_PORT")]
+MICRO_DOLLAR = 1e-6
 LAUNCH = """mutation ($params: ExecutionParams!) { launchRun(executionParams: $params) {
   __typename ... on LaunchRunSuccess { run { runId } } ... on PythonError { message } } }"""
 STATUS = """query ($run: ID!) { runOrError(runId: $run) { ... on Run { status } } }"""
-COST = """query { assetNodes { assetMaterializations(limit: 1) { runId metadataEntries {
-  label ... on FloatMetadataEntry { floatValue } } } } }"""
+COSTS = """query { assetNodes {
+  assetMaterializations { runId metadataEntries { label ... on FloatMetadataEntry { floatValue } } }
+  assetObservations { runId metadataEntries { label ... on FloatMetadataEntry { floatValue } } } } }"""
 
 
 @pytest.fixture
@@ -39,8 +41,7 @@ def folder() -> Iterator[Path]:
 
 
 def test_a_dag_a_flow_and_an_asset_use_the_nodes_and_nothing_is_left(folder: Path) -> None:
-    if os.getuid() != 0:
-        pytest.skip("nodes with their own processes need root")
+    """Each orchestrator shows the cost that the ledger has, and the ledger has the end of each machine."""
     ports = dict(zip(PORTS, map(str, free_ports(len(PORTS))), strict=True))
     process = started(folder, ports)
     try:
@@ -50,17 +51,20 @@ def test_a_dag_a_flow_and_an_asset_use_the_nodes_and_nothing_is_left(folder: Pat
             "prefect": cost_in_prefect(f"http://127.0.0.1:{ports['PREFECT_PORT']}/api"),
             "dagster": cost_in_dagster(f"http://127.0.0.1:{ports['DAGSTER_PORT']}"),
         }
-        pools = pools_by_system(ports["POSTGRES_PORT"])
+        receipts = receipts_by_system(ledger_at(ports["POSTGRES_PORT"]))
     finally:
         process.send_signal(signal.SIGINT)
-        output = process.communicate(timeout=120)[0]
+        output = process.communicate(timeout=300)[0]
     assert process.returncode == 0, output
-    assert {system: machines for system, (machines, _) in pools.items()} == dict.fromkeys(shown, 2)
-    assert {system: cost for system, cost in shown.items() if system != "dagster"} == {
-        system: pytest.approx(cost, abs=1e-4) for system, (_, cost) in pools.items() if system != "dagster"
+    assert shown == {
+        system: pytest.approx(receipt["total_cost_usd"], abs=MICRO_DOLLAR) for system, receipt in receipts.items()
     }
-    # the end of the machines is not in the metadata of the step
-    assert 0 < shown["dagster"] <= pools["dagster"][1]
+    assert min(shown.values()) > 0
+    for receipt in receipts.values():
+        assert receipt["left"] == []
+        assert [machine["price_per_hour_usd"] for machine in receipt["resources"]] == [1.2, 1.2]
+        for machine in receipt["resources"]:
+            assert machine["bound_at"] < machine["end_asked_at"] <= machine["gone_at"] <= receipt["ended_at"]
     assert processes_of(folder) == []
     check_ports(ports)
 
@@ -105,7 +109,13 @@ def cost_in_airflow(url: str) -> float:
         state = wait_until(end, "the task")
         assert state == "success", http.get(f"{task}/logs/1", headers={"Accept": "application/x-ndjson"}).text[-4000:]
         assert value(http, task, "return_value") == [1, 4, 9, 16]
-        return value(http, task, "skyward_cost")["cost_usd"]
+        cost = value(http, task, "skyward_cost")
+        assert cost["is_final"]
+        stored = http.get(f"{task}/state-store/skyward_metrics").raise_for_status().json()["value"]
+        metrics = json.loads(stored) if isinstance(stored, str) else stored
+        assert metrics["cost_usd"] == cost["cost_usd"]
+        assert 0 < metrics["cpu_percent"] <= 100
+        return cost["cost_usd"]
 
 
 def value(http: httpx.Client, task: str, key: str) -> Any:
@@ -141,7 +151,7 @@ def cost_in_dagster(url: str) -> float:
             return http.post("/graphql", json=body).raise_for_status().json()["data"]
 
         selector = {
-            "repositoryLocationName": "two_nodes.py",
+            "repositoryLocationName": "stack",
             "repositoryName": "__repository__",
             "jobName": "two_nodes",
         }
@@ -154,20 +164,37 @@ def cost_in_dagster(url: str) -> float:
             return status if status in {"SUCCESS", "FAILURE", "CANCELED"} else None
 
         assert wait_until(end, "the run") == "SUCCESS"
-        (made,) = ask(COST)["assetNodes"][0]["assetMaterializations"]
-        return {entry["label"]: entry.get("floatValue") for entry in made["metadataEntries"]}["skyward/cost_usd"]
+        (asset,) = ask(COSTS)["assetNodes"]
+        events = [*asset["assetMaterializations"], *asset["assetObservations"]]
+        figures = {entry["label"]: entry.get("floatValue") for entry in events[0]["metadataEntries"]}
+        assert 0 < figures["skyward/cpu_util_pct"] <= 100
+        parts = [
+            entry["floatValue"]
+            for event in events
+            for entry in event["metadataEntries"]
+            if event["runId"] == run and entry["label"] in {"skyward/cost_usd", "skyward/other_cost_usd"}
+        ]
+        assert len(parts) == 2, events  # the step, and the end of its machines
+        return sum(parts)
 
 
 # ── what is there, and what is left ──────────────────────────────────────────────────────────────────────────────────
 
 
-def pools_by_system(port: str) -> dict[str, tuple[int, float]]:
-    """Return the number of machines and the cost, in USD, of the one pool of each orchestrator, from PostgreSQL."""
-    url = f"postgresql+psycopg://skyward:{read_env()['LEDGER_DB_PASSWORD']}@127.0.0.1:{port}/skyward"
-    command = [sys.executable, "-m", "skyward_core.cli", "--ledger", url, "ps", "--all", "--json"]
-    pools = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    assert len(pools) == 3, pools
-    return {pool["work"]["system"]: (pool["resources"], pool["cost_usd"]) for pool in pools}
+def ledger_at(port: str) -> str:
+    return f"postgresql+psycopg://skyward:{read_env()['LEDGER_DB_PASSWORD']}@127.0.0.1:{port}/skyward"
+
+
+def receipts_by_system(ledger: str) -> dict[str, Any]:
+    """Return the receipt of the one pool of each orchestrator, from PostgreSQL."""
+
+    def ask(*arguments: str) -> Any:
+        command = [sys.executable, "-m", "skyward_core.cli", "--ledger", ledger, *arguments]
+        return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+    pools = {pool["work"]["system"]: pool["pool"] for pool in ask("ps", "--all", "--json")}
+    assert pools.keys() == {"airflow", "prefect", "dagster"}
+    return {system: ask("receipt", pool) for system, pool in pools.items()}
 
 
 def processes_of(folder: Path) -> list[str]:

@@ -1,6 +1,7 @@
-"""The program that runs a compose file without containers, on small services: shells that touch files."""
+"""docker-compose.yml as Docker Compose reads it; the program that runs such a file without containers, on small services."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ import yaml
 
 from tests.conftest import processes_by_tag
 from tests.stack.__main__ import READY
-from tests.stack.compose import ROOT
+from tests.stack.compose import DEVELOPMENT, FILE, ROOT, filled, read, read_env
 from tests.waiting import wait_until
 
 HEALTHY = "service_healthy"
@@ -109,3 +110,72 @@ def test_services_end_when_the_program_is_killed(tmp_path: Path) -> None:
         process.kill()
         wait_until(lambda: not living(tmp_path), "the end of the services")
     assert process.returncode == -signal.SIGKILL
+
+
+# ── from another shell ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def down(tmp_path: Path) -> str:
+    """Run `make stack-down`, and return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.stack", "down"],
+        cwd=ROOT,
+        env=os.environ | {"STACK_DATA": str(tmp_path / "data")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_another_shell_ends_a_stack(tmp_path: Path) -> None:
+    """A second stack of the same folder is refused. To end what does not run is no error."""
+    services = {"one": shell("exec sleep 1000", health="true")}
+    with running(tmp_path, services) as process:
+        lines_until_ready(process)
+        with running(tmp_path, services) as second:
+            assert "runs already" in second.communicate(timeout=60)[0]
+        assert second.returncode == 1
+        assert "Nothing of the stack" in down(tmp_path)
+        assert process.wait(timeout=60) == 0
+    assert living(tmp_path) == []
+    assert "were left" not in down(tmp_path)
+
+
+def test_what_a_killed_stack_leaves_is_ended(tmp_path: Path) -> None:
+    """An orphan of a service does not end with the program that ran the services; `stack-down` finds it."""
+    orphan = "setsid sleep 1000 & exec sleep 1000"
+    with running(tmp_path, {"one": shell(orphan, health="true")}) as process:
+        lines_until_ready(process)
+        process.kill()
+        wait_until(lambda: len(living(tmp_path)) == 1, "the end of the service without its orphan")
+        assert "1 processes were left by a stack that was killed" in down(tmp_path)
+    assert living(tmp_path) == []
+
+
+# ── Docker Compose ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_docker_compose_reads_the_file_as_this_program_does() -> None:
+    """Debian's docker-compose accepts the file; commands, environments and health checks are those that run here."""
+    if shutil.which("docker-compose") is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(
+            "docker-compose is not installed (Debian: docker-compose)"
+        )
+    done = subprocess.run(
+        ["docker-compose", "--file", FILE, "--env-file", DEVELOPMENT, "config"],
+        env={"PATH": os.environ["PATH"], "HOME": os.environ["HOME"]},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    theirs = filled(yaml.safe_load(done.stdout), {})["services"]  # it writes $$ for $
+    ours = filled(read(), read_env())["services"]
+    assert theirs.keys() == ours.keys()
+    for name, body in ours.items():
+        assert theirs[name]["command"] == body["command"]
+        assert theirs[name].get("environment", {}) == body.get("environment", {})
+        assert theirs[name].get("depends_on", {}) == body.get("depends_on", {})
+        assert theirs[name].get("healthcheck", {}).get("test") == body.get("healthcheck", {}).get("test")
