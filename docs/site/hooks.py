@@ -25,8 +25,8 @@ ROOT_PAGES = {
 }
 """Pages outside of `docs/`, and where they are on the site."""
 
-PROGRAMS = ("examples/*.py", "flows/*.py", "dags/*.py")
-"""Programs that pages link to: each is a page with its source."""
+PROGRAMS = ("examples", "flows", "dags")
+"""Folders of programs that pages link to: each program is a page with its source."""
 
 PACKAGES = {
     "skyward_core": "skyward_core",
@@ -67,7 +67,7 @@ OPERATORS = {
 """Airflow loads these modules by their names; its package exports nothing."""
 
 LINK = re.compile(
-    r"(?<!!)\[(?P<label>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>(?!https?://|mailto:|#)[^)#\s]+)(?P<anchor>#[^)\s]*)?\)"
+    r"\[(?P<label>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>(?!https?://|mailto:|#)[^)#\s]+)(?P<anchor>#[^)\s]*)?\)"
 )
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
@@ -105,7 +105,9 @@ def generated_pages() -> dict[str, str]:
     pages = {where: (ROOT / source).read_text() for source, where in ROOT_PAGES.items()}
     for path in _programs():
         name = path.relative_to(ROOT).as_posix()
-        pages[_program_page(name)] = f"# {name}\n\n```python\n{path.read_text()}```\n"
+        source = path.read_text()
+        about = ast.get_docstring(ast.parse(source)) or ""
+        pages[_program_page(name)] = f"# {name}\n\n{about}\n\n```python\n{source}```\n"
     return pages | reference_pages()
 
 
@@ -150,7 +152,7 @@ def _by_name(path: str) -> tuple[str, str]:
 
 
 def _programs() -> list[Path]:
-    return sorted(path for pattern in PROGRAMS for path in ROOT.glob(pattern))
+    return sorted(path for folder in PROGRAMS for path in (ROOT / folder).rglob("*.py"))
 
 
 def _program_page(name: str) -> str:
@@ -189,7 +191,7 @@ def place_on_site(target: str) -> str | None:
     """Return the page of a file or folder of the repository, or None if it has none (most source files)."""
     if target in ROOT_PAGES:
         return ROOT_PAGES[target]
-    if target.endswith(".py") and any(Path(target).match(pattern) for pattern in PROGRAMS):
+    if target.endswith(".py") and target.split("/", maxsplit=1)[0] in PROGRAMS:
         return _program_page(target)
     if target.startswith("docs/"):
         inner = target.removeprefix("docs/")

@@ -1,13 +1,19 @@
 """Every program of examples/ runs on this machine, as its users run it, and prints its result.
 
-Those that train with a framework run in `make frameworks`. (Flows and DAGs: `test_examples.py`.)
+Most run in tests/system. Those that train with a framework run in `make frameworks`. (Flows and DAGs: `test_examples.py`.)
 """
 
 from pathlib import Path
 
 import pytest
 
-from tests.system.test_example_programs import IN_STEPS, WITH_FRAMEWORKS, assert_printed, printed_by
+from tests.system.test_example_programs import GUIDES, IN_STEPS, WITH_FRAMEWORKS, assert_printed, printed_by
+
+
+@pytest.mark.timeout(450)
+@pytest.mark.parametrize("program", GUIDES)
+def test_a_guide_prints_its_result(program: str) -> None:
+    assert_printed(GUIDES[program], printed_by(program))
 
 
 @pytest.mark.frameworks

@@ -1,38 +1,49 @@
-"""The Python blocks of the README and the how-tos run.
+"""Each Python block of the pages runs alone, as a reader copies it.
 
-Those of docs/airflow.md run as a DAG file, in integrations/test_airflow.py.
+The blocks of docs/airflow.md are DAG files (integrations/test_airflow.py). Those that need a server, hosts or a framework run
+in tests/nightly.
 """
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from sybil import Sybil
-from sybil.parsers.markdown import PythonCodeBlockParser
 
-from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
+from tests.page_blocks import pages, programs
 
-ROOT = Path(__file__).parents[2]
-PAGES = [
-    "README.md",
-    "docs/getting-started.md",
-    "docs/errors.md",
-    "docs/pool.md",
-    pytest.param("docs/scikit-learn.md", marks=pytest.mark.nightly),  # each of its pools loads scikit-learn
-    "docs/async.md",
-    "docs/data.md",
-    "docs/shared-pools.md",
-    "docs/secrets.md",
-    "docs/accelerators.md",
-    "docs/commands.md",
-    *sorted(
-        f"docs/clouds/{page.name}" for page in (ROOT / "docs/clouds").glob("*.md") if "```python" in page.read_text()
-    ),
-]
+ELSEWHERE = {"docs/airflow.md", "docs/dagster.md", "docs/machines.md", "docs/prefect.md", "docs/training.md"}
+LONG = {"docs/scikit-learn.md"}  # each of its pools loads scikit-learn
+SERVED = "from prefect import flow"
+"""Blocks with this line need Prefect's server, and run in tests/nightly."""
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_python_block_of_the_page_runs(page: str) -> None:
-    examples = list(Sybil(parsers=[PythonCodeBlockParser()]).parse(ROOT / page).examples())
-    assert examples
-    for example in examples:
-        example.evaluate()
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.nightly] * (page in LONG)) for page in pages() if page not in ELSEWHERE],
+)
+def test_each_python_block_of_the_page_runs_alone(page: str) -> None:
+    for program in programs(page):
+        if SERVED not in program:
+            exec(compile(program, page, "exec", dont_inherit=True), {"__name__": "__main__"})
+
+
+def test_each_python_block_of_all_pages_imports_what_it_uses(tmp_path: Path) -> None:
+    """This is also true of blocks that run elsewhere, and of lines that no test reaches."""
+    for page in pages():
+        for number, program in enumerate(programs(page)):
+            (tmp_path / f"{page.replace('/', '_')}-{number}.py").write_text(program)
+    command = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "--isolated",
+        "--select",
+        "F",
+        "--output-format",
+        "concise",
+        ".",
+    ]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr

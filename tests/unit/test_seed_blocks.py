@@ -6,10 +6,12 @@ their reference, 002 and 004 the introductions, 003 the API) and its line. Signa
 blocks of accelerators alone are rows of test_seed_tables.py. The documents import `skyward`, which is `skyward_core`.
 """
 
+import ast
 import dataclasses
 import inspect
 import re
 import sys
+import textwrap
 import types
 import typing
 from collections.abc import Callable
@@ -126,3 +128,12 @@ def test_a_dataclass_has_the_fields_of_its_declaration(name: str) -> None:
     """In this order; ours may have more."""
     fields = [field.name for field in dataclasses.fields(getattr(sky, name))]
     assert fields[: len(FIELDS[name].split())] == FIELDS[name].split()
+
+
+def test_the_lines_of_the_guide_that_a_document_quotes_are_whole() -> None:
+    """000 quotes lines of examples/guides/04_gpu_accelerators.py: the detection, the benchmark and the pool."""
+    lines = (Path(__file__).parents[2] / "examples/guides/04_gpu_accelerators.py").read_text().splitlines()
+    quoted = [textwrap.dedent("\n".join(lines[first - 1 : last])) for first, last in ((6, 9), (12, 39), (43, 47))]
+    detection, benchmark = (ast.parse(block).body for block in quoted[:2])
+    pool = ast.parse(f"{quoted[2]}\n    pass").body
+    assert [type(one) for one in (*detection, *benchmark, *pool)] == [ast.FunctionDef, ast.FunctionDef, ast.With]

@@ -2,9 +2,6 @@
 
 import itertools
 import os
-import re
-import subprocess
-import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -12,6 +9,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
+from tests.page_blocks import run_in_a_process
 from tests.system.test_seed_blocks import on_this_machine
 from tests.unit.test_seed_blocks import WITH_TORCH, run, skyward  # noqa: F401 - fixtures
 
@@ -167,13 +165,8 @@ def test_the_sampler_has_pytorchs_order(pool_of_two: sky.ComputePool) -> None:
     assert sampled() @ pool_of_two == ([], [])
 
 
-def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[3] / "docs/training.md").read_text()
-    (tmp_path / "page.py").write_text("\n\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)))
-    done = subprocess.run(
-        [sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr
+def test_each_block_of_the_page_runs(tmp_path: Path) -> None:
+    run_in_a_process("docs/training.md", tmp_path, {})
 
 
 class Model:
