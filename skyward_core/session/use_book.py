@@ -82,8 +82,8 @@ def slots_held(at_workers: int, seen_at: float | None, submitted_at: float, now:
 class UseBook:
     """The uses of one open pool. `close` it with the pool; uses that are open then end.
 
-    If the ledger does not answer, steps go on, the first one too: their machines are paid for. What could not be written
-    is kept, and written when it answers.
+    If the ledger does not answer, steps go on, the first one too: their machines are paid for. What could not be
+    written is kept, and written when it answers.
     """
 
     def __init__(self, pool_id: str, client_id: str, cluster: Cluster, lease: Callable[[], Lease | None]) -> None:
