@@ -433,11 +433,14 @@ class Cluster:
         return futures
 
     def _future(self, call: Call) -> CallFuture[Any]:
-        if not call.ahead:
-            return CallFuture(call.call_id, self._cancel, self.owner.callbacks.put)
-        return ItemFuture(
-            call.call_id, call.ahead, self._cancel, self.owner.callbacks.put, self._give_credit, self.owner.post
+        own = (self._cancel, self.owner.callbacks.put)
+        future: CallFuture[Any] = (
+            ItemFuture(call.call_id, call.ahead, *own, self._give_credit, self.owner.post)
+            if call.ahead
+            else CallFuture(call.call_id, *own)
         )
+        future.use = call.use
+        return future
 
     def _give_credit(self, call_id: str, below: int) -> None:
         self.owner.post(lambda: self.dispatcher.give_credit(call_id, below))
@@ -463,6 +466,12 @@ class Cluster:
         """Put large arguments into a file in this machine's memory. Raises OSError if there is no room."""
         nodes = self.dispatcher.members.nodes
         return self._transports.to(nodes[min(nodes)].instance).put(parcel)
+
+    def cancel_for(self, use: str) -> None:
+        """Stop the calls for which a use pays. A signal handler may call it."""
+        for future in list(self.owner.futures.values()):  # callers add
+            if future.use == use:
+                future.cancel()
 
     def cancel_waiting(self, futures: Iterable[CallFuture[Any]]) -> None:
         """Cancel the calls that wait here; those that are on their way to a worker, or run, go on."""

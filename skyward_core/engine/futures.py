@@ -55,6 +55,8 @@ class CallFuture[R](Future[R]):
         super().__init__()
         self._condition: Any = SmallCondition()
         self.call_id = call_id
+        self.use = ""
+        """The id of the use that pays for the call; "" for none."""
         self.seconds: float | None = None
         """How long the call ran on its node, in its last run. None before its end, and if it was lost or cancelled."""
         self.cost: float | None = None

@@ -489,9 +489,11 @@ def _bucket_rows(connection: Connection, conditions: Sequence[ColumnElement[bool
     """
     columns = _bucket_columns()
     lines = _lines(connection.execute(select(*columns).where(*conditions)).one())
-    for pool_id, held in _held(connection, select(RESOURCES.c.pool_id).where(*conditions)).items():
-        of_pool = select(*columns).where(*conditions, RESOURCES.c.pool_id == pool_id)
-        for key, moved in _moved_to_calls(_lines(connection.execute(of_pool).one()), held).items():
+    held = _held(connection, select(RESOURCES.c.pool_id).where(*conditions))
+    has_held = or_(*(RESOURCES.c.pool_id.in_(select(table.c.pool_id)) for table in (USES, CALLS)))
+    by_pool = select(RESOURCES.c.pool_id, *columns).where(*conditions, has_held).group_by(RESOURCES.c.pool_id)
+    for pool_id, *numbers in connection.execute(by_pool):
+        for key, moved in _moved_to_calls(_lines(numbers), held.get(pool_id, 0)).items():
             _add(lines[key], 0, *moved)
     return [
         CostRow(key, resources, milliseconds / 1000, in_usd(cost), in_usd(on_demand))

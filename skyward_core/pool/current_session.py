@@ -389,9 +389,15 @@ class CurrentSession:
             raise PoolClosed(self.why_closed)
         return opened.user_client
 
+    def cancel_for(self, use: str) -> None:
+        """Stop the calls for which a use pays (`PoolUse`); without an open pool there are none. In a fork, nothing."""
+        opened = self._opened
+        if opened is not None and not self._is_in_a_fork and (cluster := opened.cluster) is not None:
+            cluster.cancel_for(use)
+
     @property
     def uses(self) -> UseBook:
-        """The uses of the pool that is open. Raises PoolClosed and LedgerError."""
+        """The uses of the pool that is open. Raises PoolClosed."""
         _, uses = self.cluster, self._uses
         if uses is None:
             raise PoolClosed(self.why_closed)

@@ -408,9 +408,13 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
         """
         self._session.note_cost()
 
+    def cancel_for(self, use: str) -> None:
+        """Stop the calls for which a use of the pool pays, by its id; for `PoolUse`. A signal handler may call it."""
+        self._session.cancel_for(use)
+
     @property
     def uses(self) -> UseBook:
-        """The accounts of the steps that use the pool, for `PoolUse`. Raises PoolClosed and LedgerError."""
+        """The accounts of the steps that use the pool, for `PoolUse`. Raises PoolClosed."""
         return self._session.uses
 
     @property

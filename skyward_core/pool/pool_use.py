@@ -72,7 +72,6 @@ class PoolUse:
         self._has_opened = False
         self._began = self._ended = 0.0
         self._book: UseBook | None = None
-        self._futures: set[CallFuture[Any]] = set()
         self._is_stopped = False
         self._process = os.getpid()
         self._opening, self._closing = threading.Lock(), threading.Lock()
@@ -82,8 +81,8 @@ class PoolUse:
     def open(self) -> Self:
         """Open the pool, or join it by its name, and record the use.
 
-        May be called again, from any thread. Raises what `ComputePool.open` raises, and LedgerError if the first use
-        of a pool cannot connect to the ledger. If that stops to answer later, a use begins: its row is written later.
+        May be called again, from any thread. Raises what `ComputePool.open` raises. If the ledger does not answer when
+        the pool is open, the use begins, and its row is written later.
         """
         with self._opening:
             if not self._began:
@@ -117,7 +116,7 @@ class PoolUse:
         if self._process != os.getpid():
             return None
         with self._closing:
-            self._stop_calls()
+            self.pool.cancel_for(self.id)
             try:
                 if self._book is not None and not self._ended:
                     self._book.end(self.id)
@@ -133,11 +132,7 @@ class PoolUse:
         self._is_stopped = True
         if self._is_alone:
             self.pool.terminate_now()
-        self._stop_calls()
-
-    def _stop_calls(self) -> None:
-        for future in tuple(self._futures):
-            future.cancel()
+        self.pool.cancel_for(self.id)
 
     def __enter__(self) -> Self:
         return self.open()
@@ -186,7 +181,7 @@ class PoolUse:
         """Yield the pool, and pay for all calls that the block makes on it, by any method of the pool.
 
         Calls of other threads are the use's too if they run in a copy of the block's context, as `asyncio.to_thread`
-        makes one. `stop` and `close` do not end these calls, except with the pool.
+        makes one. `stop` and `close` end those that were made before.
         """
         self._must_be_open()
         if self._book is not None:
@@ -198,13 +193,10 @@ class PoolUse:
         self._must_be_open()
         with paid_by(self.id):
             futures = submit()
-        self._futures.update(futures)
-        for future in futures:
-            future.add_done_callback(self._futures.discard)
         if self._book is not None:
             self._book.has_calls(self.id)
         if self._is_stopped:  # `stop` may have missed these
-            self._stop_calls()
+            self.pool.cancel_for(self.id)
         return futures
 
     def _must_be_open(self) -> None:

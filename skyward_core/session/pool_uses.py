@@ -1,7 +1,8 @@
 """The uses of one open pool in this process: their book, made when it is needed, and the use of calls that name none.
 
     none ──the first such call──▶ begun: in the ledger before that call ──the pool is left──▶ ended, its cost is final
-      └──the ledger does not answer──▶ counted, and written with a later call, or at the end
+
+If the ledger does not answer, the book keeps what it could not write.
 
 A pool with a name may be shared, so all of its calls belong to a use: docs/decisions/0045.
 """
@@ -10,25 +11,21 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from skyward_core.errors import LedgerError, PoolClosed
+from skyward_core.errors import PoolClosed
 
 if TYPE_CHECKING:
     from skyward_core.session.use_book import UseBook
     from skyward_core.work import Work
 
-AGAIN_SECONDS = 5.0
-"""The least time between two tries to write a use while the ledger does not answer: each makes a call wait."""
-
 
 class PoolUses:
     """The uses of one open pool. Knows nothing of the pool object, so that a forgotten pool can be collected.
 
-    `make_book` may raise LedgerError. `work` is that of calls that name no use. `log` takes a level, a message and its
+    `work` is that of calls that name no use. `log` takes a level, a message and its
     arguments.
     """
 
@@ -40,14 +37,13 @@ class PoolUses:
         """Of the use of calls that name none."""
         self._lock = threading.RLock()
         self._book: UseBook | None = None
-        self._has_calls = self._has_begun = self._is_closed = False
-        self._again_at = 0.0
+        self._has_begun = self._is_closed = False
         self._cost_usd = 0.0
         """What the calls that name no use have cost in all, after the end."""
 
     @property
     def book(self) -> UseBook:
-        """The book of the uses. Raises LedgerError, and PoolClosed after the end."""
+        """The book of the uses. Raises PoolClosed after the end."""
         with self._lock:
             if self._is_closed:
                 raise PoolClosed("the pool is being left: its uses have ended")
@@ -60,11 +56,10 @@ class PoolUses:
         with self._lock:
             if self._is_closed:
                 return self._id
-            self._has_calls = True
-            if not self._has_begun and time.monotonic() >= self._again_at:
-                self._begin()
-            if self._has_begun:
-                self.book.has_calls(self._id)
+            if not self._has_begun:
+                self.book.begin(self._id, self._work)
+                self._has_begun = True
+            self.book.has_calls(self._id)
         return self._id
 
     @property
@@ -88,18 +83,7 @@ class PoolUses:
 
     def _close(self) -> None:
         with self._lock:
-            if self._has_calls and not self._has_begun and not self._is_closed:
-                self._begin()
             self._is_closed = True
         if (book := self._book) is not None:
             book.close()
             self._cost_usd, self._book = self.cost_usd, None
-
-    def _begin(self) -> None:
-        try:
-            self.book.begin(self._id, self._work)
-        except LedgerError as error:
-            self._again_at = time.monotonic() + AGAIN_SECONDS
-            self._log(logging.WARNING, "what the calls of this process cost is not in the ledger yet: %s", error)
-        else:
-            self._has_begun = True

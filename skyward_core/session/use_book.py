@@ -82,11 +82,12 @@ def slots_held(at_workers: int, seen_at: float | None, submitted_at: float, now:
 class UseBook:
     """The uses of one open pool. `close` it with the pool; uses that are open then end.
 
-    If the ledger does not answer, steps go on: what could not be written is kept, and written when it answers again.
+    If the ledger does not answer, steps go on, the first one too: their machines are paid for. What could not be
+    written is kept, and written when it answers.
     """
 
     def __init__(self, pool_id: str, client_id: str, cluster: Cluster, lease: Callable[[], Lease | None]) -> None:
-        """Connect to the ledger. Raises LedgerError.
+        """Begin. The thread connects to the ledger when there is something to write.
 
         `client_id`: the row of this process in a pool with a name, else "". `lease` returns the present nodes.
         """
@@ -111,8 +112,8 @@ class UseBook:
         self._noted_at = 0.0
         self._is_away = self._is_closed = False
         """`_is_away`: the ledger has not answered last."""
-        module = importlib.import_module("skyward_core.ledger.ledger")
-        self._ledger = cast("Ledger", module.Ledger(module.default_url(), busy_timeout_seconds=LEDGER_BUSY_SECONDS))
+        self._ledger: Ledger | None = None
+        """None before the first connection. The thread makes it."""
         self._thread = threading.Thread(target=self._run, name="skyward-uses", daemon=True)
         self._thread.start()
 
@@ -176,7 +177,8 @@ class UseBook:
             self._is_closed = True
             self._turn.notify()
         self._thread.join(2 * LEDGER_BUSY_SECONDS)
-        self._ledger.close()
+        if self._ledger is not None:
+            self._ledger.close()
 
     def _end(self, use_ids: Iterable[str]) -> None:
         with self._turn:
@@ -222,7 +224,7 @@ class UseBook:
             counts = self._counts(begins) if is_due else {}
             if not begins and not counts and not ends:
                 return
-            self._ledger.uses.write(list(begins.values()), counts, ends)
+            self._connected().uses.write(list(begins.values()), counts, ends)
         except Exception as error:
             if not self._is_away:
                 known = isinstance(error, LedgerError)
@@ -237,6 +239,12 @@ class UseBook:
             for use_id in ends:
                 self._ends.pop(use_id, None)
             self._noted.update({use_id: count for use_id, count in counts.items() if use_id in self._since})
+
+    def _connected(self) -> Ledger:
+        if self._ledger is None:
+            module = importlib.import_module("skyward_core.ledger.ledger")
+            self._ledger = cast("Ledger", module.Ledger(module.default_url(), busy_timeout_seconds=LEDGER_BUSY_SECONDS))
+        return self._ledger
 
     def _counts(self, begins: Mapping[str, NewUse]) -> dict[str, UseCount]:
         """Return what uses have had that has changed since it was noted last."""

@@ -64,6 +64,27 @@ def test_the_only_node_of_a_pool_is_replaced(tmp_path: Path) -> None:
     assert pool.cost == final.total_cost
 
 
+def test_a_use_pays_for_a_slot_of_each_worker_and_for_an_attempt_that_is_lost(tmp_path: Path) -> None:
+    """A broadcast of a second has held a second of both workers. A call that was lost with its node has its time until
+    then, and that of its second attempt.
+    """
+    provider = sky.Local(price_per_hour=3600.0)
+    with open_pool(RecordedEvents(), provider=provider) as pool, sky.PoolUse(pool, is_alone=False) as use:
+        for future in use.submit_broadcast(sky.PendingCompute(time.sleep, (1.0,), {})):
+            future.result(WAIT_SECONDS)
+        both = use.bill().slot_seconds
+        assert both >= 2.0
+        call = use.submit(wait_for_go(str(tmp_path)))
+        wait_until(lambda: use.bill().slot_seconds > both + 1.0, "a second of the call to be counted")
+        before_the_loss = use.bill().slot_seconds
+        (node,) = tmp_path.glob("node-*")
+        kill(int(node.read_text()))
+        (tmp_path / "go").touch()
+        assert call.result(WAIT_SECONDS) in {0, 1}
+        assert use.bill().slot_seconds >= before_the_loss
+    assert use.bill().cost_usd == pytest.approx(use.bill().slot_seconds, rel=1e-6), "a second of a slot is a dollar"
+
+
 class Scarce(sky.Local):
     """This machine as two types; the cheaper type is sold only once."""
 

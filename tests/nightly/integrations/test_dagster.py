@@ -15,7 +15,14 @@ import pytest
 dg = pytest.importorskip("dagster")
 
 import skyward_core as sky  # noqa: E402
-from dagster_skyward import AWSCredentials, Lifecycle, PoolResult, RunPodCredentials, SkywardResource  # noqa: E402
+from dagster_skyward import (  # noqa: E402
+    AWSCredentials,
+    Lifecycle,
+    PoolResult,
+    RunPodCredentials,
+    SkywardResource,
+    step_events,
+)
 from dagster_skyward.backfills import BACKFILL_TAG  # noqa: E402
 from dagster_skyward.metadata import COST_USD, NODES, OTHER_COST_USD, POOL_ID, SECONDS  # noqa: E402
 from dagster_skyward.settlement import settle  # noqa: E402
@@ -26,6 +33,7 @@ from tests.integrations.dagster_server import costs_in_events  # noqa: E402
 from tests.system.integrations.test_dagster import (  # noqa: E402, F401 - fixtures
     PRICE,
     instance,
+    live_usd,
     materialize,
     messages,
     metadata_of,
@@ -33,6 +41,7 @@ from tests.system.integrations.test_dagster import (  # noqa: E402, F401 - fixtu
     owned_processes,
     resource,
     square,
+    watched,
     where,
 )
 from tests.system.integrations.test_dagster_executor import DAYS, days, is_ended, made  # noqa: E402, F401 - fixtures
@@ -515,3 +524,18 @@ def test_a_run_that_is_tried_again_from_its_failure_uses_the_pool_of_the_first_o
             settle(instance, instance.get_run_by_id(run_id))
             assert sum(costs_in_events(instance, run_id).values()) == sum(parts_of(run_id).values())
         assert sum(sum(parts_of(run).values()) for run in (first.run_id, second.run_id)) == micro_usd_of(pool)
+
+
+@pytest.mark.parametrize("name", [None, "that-the-step-opens"])
+def test_a_running_step_shows_what_the_ledger_has(name, instance, new_processes, monkeypatch):
+    """Of a pool that it opens: of one with a name the price of its slots, of its own the whole bill, which grows."""
+    monkeypatch.setattr(step_events, "LIVE_SECONDS", 0.0)
+    result = materialize([watched], resource(name=name), instance)
+    before, after = result.output_for_node("watched")
+    shown = Decimal(repr(live_usd(instance, result, "watched")))
+    if name is not None:
+        assert before == after == shown > 0
+    else:
+        assert 0 < before <= shown <= after
+    (bill,) = sky.cost_of(sky.Work(system="dagster", run=result.run_id, task="watched")).values()
+    assert after <= Decimal(repr(bill))

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+from decimal import Decimal
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -26,13 +27,15 @@ from dagster_pipes import PipesContext  # noqa: E402
 from dagster_skyward import (  # noqa: E402  # noqa: E402
     PipesSkywardClient,
     SkywardResource,
+    step_events,
     step_pools,
 )
 from dagster_skyward.configuration import spec_of  # noqa: E402
 from dagster_skyward.final_errors import FINAL, refuse_retries  # noqa: E402
 from dagster_skyward.lifecycle import CONFIG_TAG, spec_of_step  # noqa: E402
-from dagster_skyward.metadata import ACCELERATOR, COST_USD, NODES, POOL_ID, SECONDS  # noqa: E402
+from dagster_skyward.metadata import ACCELERATOR, COST_USD, NODES, POOL_ID, RUNNING_COST_USD, SECONDS  # noqa: E402
 from skyward_core.ledger.ledger import Ledger, default_url  # noqa: E402
+from skyward_core.ledger.rows import CostBy  # noqa: E402
 from skyward_core.ledger.users import users_of  # noqa: E402
 from tests.integrations.bare_node import BARE  # noqa: E402
 from tests.integrations.dagster_server import costs_in_events  # noqa: E402
@@ -187,18 +190,55 @@ def test_two_assets_share_one_pool_and_each_has_its_lines_cost_and_time(instance
     assert sum(costs.values()) == round(bill * 1_000_000)
 
 
-def test_a_step_that_has_joined_a_pool_costs_what_its_calls_have_held(instance):
-    """The figure of its metadata is that of the ledger while the pool is open, and all that there is: nothing follows."""
+@dg.asset
+def watched(context: dg.AssetExecutionContext, compute: SkywardResource):
+    """Let the page of the run have what the step has cost so far; return what the ledger has before and after that."""
+    with compute.pool(context) as pool, Ledger(default_url()) as ledger:
+        pool.run(sky.PendingCompute(time.sleep, (0.3,), {}))  # it costs thousands of micro-dollars
+
+        def noted():
+            pool.note_cost()
+            work = sky.Work(system="dagster", run=context.run.run_id, task="watched")
+            return sum(row.cost_usd for row in ledger.cost_rows(CostBy.TASK, work=work))
+
+        def look():
+            before = noted()
+            compute._live._observe_running()  # as every second; an ephemeral instance is not watched
+            compute._live.events.flush()
+            return before, noted()
+
+        before, after = look()
+        while pool.spec.name and before != after:  # the node may still report the last moments of the call
+            before, after = look()
+    return before, after
+
+
+def live_usd(instance, result, step):
+    """The cost of the last observation of a step that runs."""
+    entries = instance.all_logs(result.run_id, of_type=dg.DagsterEventType.ASSET_OBSERVATION)
+    observed = [
+        one.dagster_event.asset_observation_data.asset_observation.metadata for one in entries if one.step_key == step
+    ]
+    return [metadata[RUNNING_COST_USD].value for metadata in observed if RUNNING_COST_USD in metadata][-1]
+
+
+def test_a_step_that_has_joined_a_pool_costs_what_its_calls_have_held(instance, monkeypatch):
+    """The figure of its metadata is that of the ledger while the pool is open, and all that there is: nothing follows.
+    While it runs, the page of the run has what the ledger has at the same moment.
+    """
+    monkeypatch.setattr(step_events, "LIVE_SECONDS", 0.0)
     compute = resource(name="of-all-runs", keep_warm=60)
     with sky.ComputePool.from_spec(compute.spec) as pool, Ledger(default_url()) as ledger:
-        result = materialize([talkative], compute, instance)
-        cost = round(metadata_of(result, "talkative")[COST_USD].value * 1_000_000)
+        result = materialize([watched], compute, instance)
+        cost = round(metadata_of(result, "watched")[COST_USD].value * 1_000_000)
         (part,) = sky.cost_parts(sky.Work(system="dagster", run=result.run_id))
         assert part.is_final
         assert cost == part.cost_usd * 1_000_000 > 0
         (use,) = [user for user in users_of(ledger, pool.id) if user.work == part.work]
         assert (use.cost_usd, use.left_at is None) == (part.cost_usd, False)
-        assert costs_in_events(instance, result.run_id) == {"talkative": cost}
+        before, after = result.output_for_node("watched")
+        assert before == after == Decimal(repr(live_usd(instance, result, "watched"))) > 0
+        assert costs_in_events(instance, result.run_id) == {"watched": cost}
     sky.release("of-all-runs")
 
 

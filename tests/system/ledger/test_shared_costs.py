@@ -5,6 +5,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
+from sqlalchemy import Engine, event
 
 from skyward_core.cleanup.ends import Ends
 from skyward_core.cleanup.pool_record import close_entries
@@ -104,6 +105,36 @@ def test_the_time_of_running_calls_is_not_less_than_that_of_the_uses(
     assert costs == expected
     assert rows[Bucket.RUNNING_CALLS].seconds == pytest.approx(expected[0] * 1000)
     adds_up(ledger)
+
+
+def statements_of(ledger: Ledger) -> int:
+    """How many statements it takes to add up the buckets."""
+    seen: list[str] = []
+
+    def see(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        seen.append(statement)
+
+    event.listen(Engine, "before_cursor_execute", see)
+    try:
+        ledger.cost_rows(CostBy.BUCKET)
+    finally:
+        event.remove(Engine, "before_cursor_execute", see)
+    return len(seen)
+
+
+def test_the_buckets_of_many_pools_take_as_many_statements_as_those_of_one(ledger: Ledger) -> None:
+    """Each pool gives up its own idle time for what its own calls have held, and no other pool's."""
+    found = []
+    for number in range(3):
+        pool_id = f"sky-{number}"
+        open_pool(ledger, pool_id)
+        times = {Bucket.IDLE: 10} if number else {Bucket.RUNNING_CALLS: 50, Bucket.IDLE: 10}
+        ledger.note_all({rented(ledger, "3.6", f"{number}", pool_id): times})
+        ledger.uses.write([NewUse(pool_id, pool_id, NO_WORK)], ended={pool_id: UseCount(4.0, 0.004)})
+        found.append(statements_of(ledger))
+    assert found[0] == found[1] == found[2]
+    costs = cost(ledger, CostBy.BUCKET)
+    assert (costs[Bucket.RUNNING_CALLS], costs[Bucket.IDLE]) == (USD("0.058"), USD("0.022"))
 
 
 def used(ledger: Ledger, work: Work = OPENER, **changes: Any) -> None:

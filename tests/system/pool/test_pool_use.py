@@ -59,7 +59,9 @@ def cost_by_task(work: sky.Work = sky.Work(run="1")) -> dict[str, Decimal]:
 
 
 def test_two_uses_of_one_pool_have_what_their_calls_have_held(tmp_path: Path) -> None:
-    """Calls that return, raise, time out and are cancelled: all have held a slot. The rest is for the pool's work."""
+    """Calls that return, raise, time out and are cancelled: all have held a slot. The rest is for the pool's work. The
+    end of a use stops all calls for which it pays, and no others.
+    """
     opener = sky.Work(system="test", run="1")
     with sky.ComputePool(provider=sky.Local(price_per_hour=PRICE), concurrency=4, display="quiet", work=opener) as pool:
         first, second = (sky.PoolUse(pool, work, is_alone=False).open() for work in (FIRST, SECOND))
@@ -96,9 +98,18 @@ def test_two_uses_of_one_pool_have_what_their_calls_have_held(tmp_path: Path) ->
         with third.paying() as its_pool:
             assert its_pool.map(abs, [-1, 2]) == [1, 2]
             assert its_pool.broadcast(sky.PendingCompute(abs, (-1,))) == (1,)
+            stopped = its_pool.submit(hold(str(tmp_path / "stopped")))
+            begun(tmp_path / "stopped")
+            third.stop()
+            left = its_pool.submit(hold(str(tmp_path / "left")))
+        beside = pool.submit(hold(str(tmp_path / "beside")))
+        for go in ("left", "beside"):
+            begun(tmp_path / go)
+        third.close()
+        assert (stopped.cancelled(), left.cancelled(), beside.done()) == (True, True, False)
+        beside.cancel()
         assert third.cost > 0
         assert third.cost == round(third.cost, 6), "whole micro-dollars, as in the ledger"
-        third.close()
         assert uses_of(pool.id)["all"].cost_usd == Decimal(repr(third.cost))
     by_task = cost_by_task()
     assert by_task["test:fit"] == entries["fit"].cost_usd
@@ -127,16 +138,22 @@ def test_a_pool_that_costs_nothing_has_a_final_bill_of_zero(name: str, tmp_path:
 
 
 def test_a_ledger_that_does_not_answer_stops_no_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What it could not take is written when it answers again; bills are final then."""
+    """The first use cannot connect, and the second one cannot write. All is written when the ledger answers again; bills
+    are final then.
+    """
     (tmp_path / "go").touch()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise sky.LedgerError("the server is being restarted")
+
     with sky.ComputePool(provider=sky.Local(price_per_hour=PRICE), display="quiet") as pool:
         first, second = (sky.PoolUse(pool, work, is_alone=False) for work in (FIRST, SECOND))
-        first.open()
         with monkeypatch.context() as patched:
-
-            def refuse(*_: object) -> None:
-                raise sky.LedgerError("the server is being restarted")
-
+            patched.setattr(Ledger, "__init__", refuse)
+            first.open()
+            assert first.run(hold(str(tmp_path / "go"))) == "return"
+            assert first.cost > 0, "what its calls hold is counted all the same"
+        with monkeypatch.context() as patched:
             patched.setattr(Uses, "write", refuse)
             with second:
                 assert second.run(hold(str(tmp_path / "go"))) == "return"
@@ -144,7 +161,10 @@ def test_a_ledger_that_does_not_answer_stops_no_step(monkeypatch: pytest.MonkeyP
             assert not first.bill().is_final
             assert not second.bill().is_final
         wait_until(lambda: first.bill().is_final and second.bill().is_final, "the ledger to have the ends")
-        assert {task: use.ended_at is None for task, use in uses_of(pool.id).items()} == {"fit": False, "score": False}
+        entries = uses_of(pool.id)
+        for task, use in {"fit": first, "score": second}.items():
+            assert entries[task].ended_at is not None
+            assert Decimal(repr(use.cost)) == entries[task].cost_usd > 0
 
 
 def test_a_lost_answer_of_the_ledger_and_a_fault_of_a_count_end_no_use(

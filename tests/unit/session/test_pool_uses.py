@@ -1,11 +1,11 @@
-"""The use of calls that name none: begun with the first of them, whether the ledger answers or not."""
+"""The use of calls that name none: begun with the first of them."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from skyward_core.errors import LedgerError, PoolClosed
+from skyward_core.errors import PoolClosed
 from skyward_core.session.pool_uses import PoolUses
 from skyward_core.work import Work
 
@@ -13,14 +13,10 @@ WORK = Work(run="1")
 
 
 class Book:
-    """A book that notes what it is told. While `is_away`, nothing can be written."""
-
-    is_away = False
+    """A book that notes what it is told."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
-        if Book.is_away:
-            raise LedgerError("the server is being restarted")
 
     def begin(self, use_id: str, work: Work) -> None:
         assert work == WORK
@@ -66,17 +62,22 @@ def test_a_use_begins_with_the_first_call(uses: PoolUses, books: list[Book]) -> 
 
 
 @pytest.mark.parametrize("error", [PoolClosed("the pool has ended"), RuntimeError("can't start new thread")], ids=repr)
+@pytest.mark.parametrize("has_book", [True, False])
 def test_no_fault_of_the_book_keeps_the_end_of_the_pool(
-    uses: PoolUses, monkeypatch: pytest.MonkeyPatch, error: Exception
+    uses: PoolUses, monkeypatch: pytest.MonkeyPatch, error: Exception, has_book: bool
 ) -> None:
     """The machines are ended after it."""
-    monkeypatch.setattr(Book, "is_away", True)
-    uses.pays()
 
-    def fail() -> Book:
+    def fail(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(uses, "_make_book", fail)
+    if has_book:
+        uses.pays()
+        monkeypatch.setattr(Book, "close", fail)
+    else:
+        monkeypatch.setattr(uses, "_make_book", fail)
+        with pytest.raises(type(error)):
+            uses.pays()
     uses.close()
     with pytest.raises(PoolClosed):
         _ = uses.book
@@ -86,20 +87,3 @@ def test_a_pool_without_such_calls_has_no_use(uses: PoolUses, books: list[Book])
     assert uses.book is books[0]
     uses.close()
     assert (books[0].told, uses.cost_usd) == (["close"], 0.0)
-
-
-@pytest.mark.parametrize("is_back", [True, False])
-def test_a_ledger_that_is_away_stops_no_call(
-    uses: PoolUses, books: list[Book], monkeypatch: pytest.MonkeyPatch, is_back: bool
-) -> None:
-    """It is tried again, but not with each call; at last at the end."""
-    monkeypatch.setattr(Book, "is_away", True)
-    first = uses.pays()
-    monkeypatch.setattr(Book, "is_away", False)
-    assert (uses.pays(), books) == (first, [])
-    if is_back:
-        uses._again_at = 0.0
-        assert uses.pays() == first
-        assert books[0].told == ["begin", "calls"]
-    uses.close()
-    assert books[0].told == (["begin", "calls", "close"] if is_back else ["begin", "close"])
