@@ -232,6 +232,11 @@ def pushed(output: str, key: str = "skyward_cost") -> dict[str, Any]:
     return json.loads(output.rpartition(f"pushed {key} ")[2].splitlines()[0])
 
 
+def micro(usd: float) -> int:
+    """Return USD as whole micro-dollars, in which bills are compared."""
+    return round(usd * 1_000_000)
+
+
 def returned(output: str) -> Any:
     assert "\nreturned " in output, output
     return json.loads(output.rpartition("\nreturned ")[2].splitlines()[0])

@@ -18,7 +18,7 @@ import pytest
 if importlib.util.find_spec("airflow") is None:
     pytest.skip("Airflow is not installed", allow_module_level=True)
 
-from tests.integrations.airflow_host import Workers, pushed, read_until
+from tests.integrations.airflow_host import Workers, micro, pushed, read_until
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(600)
@@ -54,10 +54,6 @@ def workers(tmp_path: Path) -> Iterator[Workers]:
     found = Workers(tmp_path, "plain")
     yield found
     found.end()
-
-
-def micro(usd: float) -> int:
-    return round(usd * 1_000_000)
 
 
 def figures(workers: Workers, kind: str, first: str, second: str) -> dict[str, int]:

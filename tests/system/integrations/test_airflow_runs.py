@@ -13,7 +13,7 @@ if importlib.util.find_spec("airflow") is None:
     pytest.skip("Airflow is not installed", allow_module_level=True)
 
 from tests.integrations import airflow_host
-from tests.integrations.airflow_host import Airflow
+from tests.integrations.airflow_host import Airflow, micro
 
 airflow = pytest.fixture(scope="session")(airflow_host.served)
 
@@ -220,7 +220,7 @@ def test_a_task_that_is_tried_again_adds_up_its_cost(airflow: Airflow) -> None:
     assert pool["pool_id"] == twice["pool_id"]
     assert pool["receipt"] == f"skyward receipt {pool['pool_id']}"
     assert pool["earlier_pools"] == [one for one in twice["pools"] if one != pool["pool_id"]]
-    assert pool["earlier_tries_usd"] == pytest.approx(twice["all_tries_usd"] - twice["cost_usd"])
+    assert micro(pool["earlier_tries_usd"]) == micro(twice["all_tries_usd"]) - micro(twice["cost_usd"])
     work = pool["work"]
     assert (work["system"], work["workflow"], work["task"], work["task_run"], work["attempt"]) == (
         "airflow",
