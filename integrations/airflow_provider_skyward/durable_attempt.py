@@ -38,6 +38,8 @@ LONGEST_LEASE_SECONDS = 3600.0
 HEARTBEAT_SECONDS = 300.0
 """Airflow's `task_instance_heartbeat_timeout`, after which it counts a silent worker as dead."""
 ORPHAN_SECONDS = 0.5
+CANCEL_SECONDS = 3.0
+"""Less than the five seconds that Airflow gives a task between SIGTERM and SIGKILL."""
 _ENDED = frozenset({"ended", "cancelled", "lost", "forgotten"})
 
 
@@ -67,7 +69,7 @@ class DurableAttempt(TaskAttempt):
         spec = spec.with_(name=name, lease_seconds=self._lease_seconds(spec))
         if not self._owns_pool:
             self.progress.live_cost = self._cost_so_far
-        is_to_stay_warm = False
+        is_to_stay_warm = has_results = False
         try:
             self._open_or_adopt(spec, adopted)
             if adopted is None or self._pool_id() != adopted.pool_id:
@@ -76,7 +78,9 @@ class DurableAttempt(TaskAttempt):
                 adopted = None
                 self._generation = replace(mine, pool_id=self._pool_id())
             with self._phases.phase("call", pool_id=self._pool_id()):
-                return self._results(self._started(calls, adopted))
+                results = self._results(self._started(calls, adopted))
+                has_results = True
+                return results
         except Exception as error:
             self._note_orphaned(error)
             is_final = isinstance(error, sky.SkywardError) and error.is_final
@@ -85,7 +89,7 @@ class DurableAttempt(TaskAttempt):
         finally:
             # an orphan leaves the pool to its lease, as a process that is killed, and the next try adopts it
             if not self.is_orphan or self._retry_seconds is None:
-                self._leave(is_to_stay_warm=is_to_stay_warm)
+                self._leave(is_to_stay_warm=is_to_stay_warm, has_results=has_results)
 
     def _begin(self, pool_name: str) -> tuple[Generation, Generation | None]:
         """Return the generation that this try would begin, and the one of an earlier try whose call may be adopted."""
@@ -248,15 +252,15 @@ class DurableAttempt(TaskAttempt):
             except Exception:  # the pool is closed, so no later try can adopt the call
                 self._log.exception("the end of the generation could not be stored")
 
-    def _leave(self, *, is_to_stay_warm: bool) -> None:
+    def _leave(self, *, is_to_stay_warm: bool, has_results: bool) -> None:
         pool = self._pool
         if pool is None:
             return
-        if self._is_killed and not self._owns_pool:
+        goes_on = not self._owns_pool or bool(is_to_stay_warm and pool.spec.keep_warm)
+        if goes_on and not has_results:  # the next try begins its own call
             self._cancel(pool)
-        is_over = not (is_to_stay_warm and pool.spec.keep_warm)
-        is_ours = self._owns_pool and (pool.spec.keep_warm or self._has_adopted or self._is_killed)
-        self._end(pool.hand_over, pool.id if is_ours and is_over else "")
+        is_left = pool.spec.keep_warm or self._has_adopted or self._is_killed
+        self._end(pool.hand_over, pool.id if is_left and not goes_on else "")
 
     def _note_orphaned(self, error: BaseException) -> None:
         """Note whether the supervisor of this process is dead. Then Airflow starts the next try, which adopts the call:
@@ -281,11 +285,18 @@ class DurableAttempt(TaskAttempt):
         return None if costs is None else self._bill(costs)["cost_usd"]
 
     def _cancel(self, pool: sky.ComputePool) -> None:
+        """End the calls, and wait for a moment until they have ended: then the ledger has what they have cost."""
         generation = self._generation
+        calls: list[sky.DetachedCall[Any]] = []
         if generation is not None and generation.phase in {Phase.STARTING, Phase.STARTED}:
             for call_id in generation.call_ids(len(generation.cursors)):
                 with suppress(sky.SkywardError):
-                    pool.detached_call(call_id).cancel()
+                    calls.append(pool.detached_call(call_id))
+                    calls[-1].cancel()
+        deadline = time.monotonic() + CANCEL_SECONDS
+        with suppress(sky.SkywardError):
+            while any(call.state not in _ENDED for call in calls) and time.monotonic() < deadline:
+                time.sleep(0.05)
 
     def _pool_id(self) -> str:
         return "" if self._pool is None else self._pool.id

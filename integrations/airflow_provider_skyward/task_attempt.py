@@ -24,6 +24,7 @@ from airflow_provider_skyward.plain_values import PLAIN
 from airflow_provider_skyward.pool_keywords import PLACEHOLDER
 from airflow_provider_skyward.progress import Progress
 from airflow_provider_skyward.secrets import values_of
+from airflow_provider_skyward.task_log import TaskLog
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -48,7 +49,7 @@ class TaskAttempt:
     """
 
     def __init__(self, log: Any, context: Context) -> None:
-        self._log = log
+        self._log = TaskLog(log)
         self._task_instance = context["ti"]  # pyright: ignore[reportTypedDictNotRequiredAccess]
         self._work = work_of(self._task_instance)
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -79,8 +80,8 @@ class TaskAttempt:
         """That of the setup task, if the pool is its pool: it bears what no task has used."""
         self._machines: tuple[sky.Node, ...] = ()
         self._opened_at = time.monotonic()
-        self.progress = Progress(log, context, self._work)
-        self._phases = Phases(log)
+        self.progress = Progress(self._log, context, self._work)
+        self._phases = Phases(self._log)
         self._last_bill: dict[str, Any] = {}
 
     def run(self, spec: sky.PoolSpec, calls: Sequence[sky.PendingCompute[Any]]) -> list[Any]:

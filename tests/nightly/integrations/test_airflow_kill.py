@@ -1,6 +1,7 @@
 """Airflow's tasks that are killed, below a supervisor that is a test: phases, random moments, shared pools, triggers."""
 
 import importlib.util
+import json
 import os
 import random
 import signal
@@ -132,6 +133,26 @@ def test_a_retry_finds_the_machines_warm_and_the_last_failure_releases_them(work
     bill = pushed(outputs[-1])
     assert sorted(bill["tries"]) == ["1", "2", "3"]
     assert sum(map(micro, bill["tries"].values())) == micro(bill["all_tries_usd"]) == micro(pool["cost_usd"])
+
+
+@pytest.mark.parametrize("pool", ["", "cell"], ids=["its own pool", "a pool with a name"])
+def test_a_durable_task_whose_time_is_over_while_it_writes_a_line_ends_its_call(pool: str, workers: Workers) -> None:
+    """Airflow's handler writes into the log too. The call ends with the task, also where the pool goes on."""
+    named = {"POOL": pool} if pool else {}
+    said = workers.start(1, ALARM_AT="] line 1", **named).communicate(timeout=120)[0]
+    assert "Process timed out" in said
+    assert "raised RuntimeError: the task has timed out" in said
+    (its,) = workers.pools()
+    assert bool(its["ended_at"]) == (not pool)
+    if pool:
+        assert json.loads(workers.cli("calls", pool, "--json"))["calls"] == []
+        workers.cli("stop", pool)
+        users = json.loads(workers.cli("users", "--json", its["pool"]))["users"]
+        (user,) = [user for user in users if user["is_detached"]]
+        assert micro(user["cost_usd"]) == micro(pushed(said)["cost_usd"]) > 0
+    else:
+        assert micro(its["cost_usd"]) == micro(pushed(said)["cost_usd"]) > 0
+        assert pushed(said)["is_final"]
 
 
 @pytest.mark.timeout(300 + 30 * KILLS)

@@ -30,14 +30,14 @@ ENDS: Mapping[str, Callable[[Workers, int], object]] = MappingProxyType(
     {
         "ends": lambda workers, _: (workers.folder / "go-1").touch(),
         "fails": lambda workers, _: (workers.folder / "go-1").touch(),
-        "times out": lambda _, pid: os.kill(pid, signal.SIGALRM),
+        "times out": lambda *_: None,
         "cancelled": lambda _, pid: os.killpg(pid, signal.SIGTERM),
         "SIGKILL": lambda _, pid: os.killpg(pid, signal.SIGKILL),
         "SIGTERM": lambda _, pid: os.kill(pid, signal.SIGTERM),
     }
 )
 """How each end begins, while the call runs. A task that a user marks gets SIGTERM with its process group."""
-ENVIRON = {"fails": {"FAIL": "1"}}
+ENVIRON = {"fails": {"FAIL": "1"}, "times out": {"ALARM_AT": "] line 1"}}
 
 
 @pytest.fixture(scope="module")
