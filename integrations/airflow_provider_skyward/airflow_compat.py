@@ -5,6 +5,7 @@ Raises ImportError on an Airflow before 3.3, which lacks names of the Task SDK a
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from airflow.sdk import __version__ as SDK_VERSION  # noqa: N812 - a constant, which has this name there
@@ -27,6 +28,11 @@ def refuse_older(version: str) -> None:
 
 
 refuse_older(SDK_VERSION)
+
+
+def known_level(level: int) -> int:
+    """Return the next level down that Airflow's loggers know: they raise KeyError for another one, such as 25."""
+    return max(logging.DEBUG, min(level // 10 * 10, logging.CRITICAL))
 
 
 def xcom_class() -> type[BaseXCom]:

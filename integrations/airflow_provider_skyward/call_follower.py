@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,14 @@ _attaching = threading.BoundedSemaphore(ATTACH_AT_ONCE)
 """For the whole process: a triggerer that is restarted gets hundreds of deferred tasks at once. Each attachment takes
 processor time and the ledger, so all together would take so long that each of them fails.
 """
+
+
+def lines_for_log(news: sky.CallNews) -> list[tuple[int, str]]:
+    """Return the new lines of a call for the task log, with their levels: those of its log records, or INFO."""
+    return [
+        (level or logging.INFO, f"[node {news.node or 0}] {line}")
+        for line, level in zip(news.lines, news.levels, strict=True)
+    ]
 
 
 class _Gone(Exception):
@@ -58,6 +67,9 @@ class CallFollower:
         self.cursors = list(cursors)
         self.last_warning = ""
         """Why the money of the pool ends just now; "" while it does not."""
+        self._narrator = sky.Narrator()
+        self._said: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        """What the pool says of calls that wait, with levels, from its own thread."""
         self._following: dict[int, sky.DetachedCall[object]] = {}
         """The calls that have not ended, by their number; only `look` uses it."""
         self._ended: set[int] = set()
@@ -66,23 +78,25 @@ class CallFollower:
         self._pool: sky.ComputePool | None = None
         self._is_left = False
 
-    def look(self) -> tuple[list[str], bool]:
-        """Return the new lines, and whether all calls have ended.
+    def look(self) -> tuple[list[tuple[int, str]], bool]:
+        """Return the new lines with their levels, and whether all calls have ended.
 
         Raises NodeLost, LeaseLost, BadRequest, CredentialsError: then the pool or its calls cannot be followed any
         more. While nodes, scheduler or ledger do not answer there is nothing new, but not for longer than a lease.
         """
-        lines = list[str]()
+        lines = list[tuple[int, str]]()
         try:
             if not self._attach():
                 return [], False
             for number, call in list(self._following.items()):
                 news = call.follow(self.cursors[number])
-                lines.extend(f"[node {news.node or 0}] {line}" for line in news.lines)
+                lines.extend(lines_for_log(news))
                 self.cursors[number] = news.cursor
                 if news.has_ended:
                     self._ended.add(number)
                     del self._following[number]
+            while not self._said.empty():
+                lines.append(self._said.get())
             self._heard_at = self._clock()
         except _Gone as gone:
             raise gone.error from gone.error.__cause__
@@ -164,3 +178,5 @@ class CallFollower:
     def _receive(self, event: sky.SkywardEvent) -> None:
         if isinstance(event, sky.BudgetWarning):
             self.last_warning = event.reason
+        elif isinstance(event, sky.CallsWaiting) and (record := self._narrator.tell(event)):
+            self._said.put(record)

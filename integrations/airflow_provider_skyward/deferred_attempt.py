@@ -12,10 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 import skyward_core as sky
+from airflow_provider_skyward.bills import costs_of, usd
 from airflow_provider_skyward.durable_attempt import DurableAttempt
-from airflow_provider_skyward.generations import STATE_KEY, Generation, begun, may_adopt, pool_name_of
-from airflow_provider_skyward.plain_values import PLAIN
-from airflow_provider_skyward.secrets import values_of
+from airflow_provider_skyward.generations import STATE_KEY, Generation, pool_name_of
 
 UNATTENDED_SECONDS = 600.0
 """For how long nodes live without a trigger: while a triggerer is restarted, or the task waits for a worker."""
@@ -35,18 +34,13 @@ class DeferredAttempt(DurableAttempt):
 
         A pool that cannot be adopted is ended before another one is rented. After an exception the pool is ended.
         """
-        name = pool_name_of(self._work)
-        before = Generation.of(self._states.get(STATE_KEY))
-        mine = begun(self._work, int(self._task_instance.try_number), name)
-        adopted = before if may_adopt(before, self._work, name) else None
-        self._remember(adopted or mine)
-        self._log.info("call %s", (adopted or mine).call_id)
+        mine, adopted = self._begin(pool_name_of(self._work))
         try:
             if adopted is not None and not self._attach(adopted.pool_id):
                 self._end_lost(adopted)
                 adopted = None
             if adopted is None:
-                self._rent(spec)
+                self._open(self._pool_of(spec.with_(name=None, keep_warm=0.0)).open)
                 self._generation = replace(mine, pool_id=self._pool_id())
             self._started(calls, adopted)
             self._leave_to_trigger()
@@ -72,7 +66,7 @@ class DeferredAttempt(DurableAttempt):
         except BaseException as error:
             self._end_after(error)
             raise
-        self._end()
+        self._end_pool()
         return results
 
     def _calls_of(
@@ -95,7 +89,7 @@ class DeferredAttempt(DurableAttempt):
         generation = self._generation = Generation.of(self._states.get(STATE_KEY))
         if generation is not None:
             self._announced = generation.pool_id
-        self._end()
+        self._end_pool()
         self.push_bill()
         self.end_generation()
 
@@ -106,7 +100,12 @@ class DeferredAttempt(DurableAttempt):
             try:
                 with self._interruptible(), self._events_written_at_once():
                     self._pool = sky.ComputePool.attach(
-                        pool_id, on_event=self._receive, retries=0, lease_seconds=UNATTENDED_SECONDS, pays=True
+                        pool_id,
+                        on_event=self._receive,
+                        retries=0,
+                        lease_seconds=UNATTENDED_SECONDS,
+                        pays=True,
+                        work=self._work,
                     )
             except (sky.Unreachable, sky.LedgerError) as error:
                 self._log.warning("the pool %s is out of reach: %s", pool_id, error)
@@ -132,31 +131,20 @@ class DeferredAttempt(DurableAttempt):
             with self._interruptible():
                 sky.release(adopted.pool_id, credentials=self.credentials)
         except sky.BadRequest as error:
-            if adopted.pool_id in sky.cost_of(replace(self._work, attempt="")):  # its machines are at another computer
+            costs = costs_of(self._work, self._log)
+            if costs is None or adopted.pool_id in {one.pool_id for one in costs}:  # its machines are elsewhere
                 raise
             self._log.warning("nothing is known of the pool of try %d: %s", adopted.number, error)
         self._log.warning("the pool of try %d is ended, and so is its call: it begins again", adopted.number)
 
     def _why_gone(self, pool_id: str, max_cost: float | None, why_unpaid: str) -> sky.SkywardError:
-        cost = self._costs_so_far().get(pool_id, 0.0)
+        costs = costs_of(self._work, self._log) or ()
+        cost = usd(one for one in costs if one.pool_id == pool_id)
         if max_cost is not None and cost >= NEARLY_ALL * max_cost:
             return sky.BudgetExceeded(f"the pool {pool_id} has cost {cost:.6f} USD of max_cost={max_cost:g}, and ended")
         if why_unpaid:
             return sky.BudgetExceeded(why_unpaid)
         return sky.NodeLost(f"the pool {pool_id} is gone, and so is the call: it begins again")
-
-    def _rent(self, spec: sky.PoolSpec) -> None:
-        self._pool = sky.ComputePool.from_spec(
-            spec.with_(name=None, keep_warm=0.0, display="quiet"),
-            on_event=self._receive,
-            credentials=self.credentials,
-            secrets=values_of(spec),
-            replace_object=PLAIN.replace,
-            work=self._work,
-        )
-        with self._phases.phase("provision"), self._interruptible(), self._events_written_at_once():
-            self._pool.open()
-        self._is_attached = False
 
     def _leave_to_trigger(self) -> None:
         assert self._pool is not None
@@ -170,22 +158,11 @@ class DeferredAttempt(DurableAttempt):
         """End the machines, unless the next try adopts the call: then they live by their lease."""
         self._note_orphaned(error)
         if not self.is_orphan:
-            self._end()
+            self._end_pool()
 
-    def _end(self) -> None:
+    def _end_pool(self) -> None:
         """End the machines, from whichever process has rented them."""
-        pool_id = self._stop_order()
-        with self._phases.phase("release", pool_id=pool_id), self._events_written_at_once():
-            if self._pool is not None:
-                try:
-                    self._pool.hand_over()
-                except sky.SkywardError as error:
-                    self._log.warning("the pool was not left properly: %s", error)
-            if pool_id:
-                try:
-                    sky.release(pool_id, credentials=self.credentials)
-                except sky.SkywardError as error:
-                    self._log.warning("the pool %s ends with its lease: %s", pool_id, error)
+        self._end(None if self._pool is None else self._pool.hand_over, self._stop_order())
 
     def _stop_order(self) -> str:
         """Return what `skyward stop` is to end: also a pool to which this process has not attached yet."""

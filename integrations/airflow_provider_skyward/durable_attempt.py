@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 from airflow.sdk.exceptions import AirflowRuntimeError
 
 import skyward_core as sky
+from airflow_provider_skyward.airflow_compat import known_level
+from airflow_provider_skyward.bills import costs_of
+from airflow_provider_skyward.call_follower import lines_for_log
 from airflow_provider_skyward.generations import STATE_KEY, Generation, Phase, begun, may_adopt, pool_name_of
-from airflow_provider_skyward.plain_values import PLAIN
 from airflow_provider_skyward.pool_keywords import PLACEHOLDER
-from airflow_provider_skyward.secrets import values_of
 from airflow_provider_skyward.stop_order import order_stop
 from airflow_provider_skyward.task_attempt import Killed, TaskAttempt
 
@@ -37,6 +38,8 @@ LONGEST_LEASE_SECONDS = 3600.0
 HEARTBEAT_SECONDS = 300.0
 """Airflow's `task_instance_heartbeat_timeout`, after which it counts a silent worker as dead."""
 ORPHAN_SECONDS = 0.5
+CANCEL_SECONDS = 3.0
+"""Less than the five seconds that Airflow gives a task between SIGTERM and SIGKILL."""
 _ENDED = frozenset({"ended", "cancelled", "lost", "forgotten"})
 
 
@@ -62,22 +65,22 @@ class DurableAttempt(TaskAttempt):
             return []
         self._owns_pool = spec.name is None or spec.name == PLACEHOLDER
         name = pool_name_of(self._work) if self._owns_pool else str(spec.name)
-        before = Generation.of(self._states.get(STATE_KEY))
-        mine = begun(self._work, int(self._task_instance.try_number), name)
-        adopted = before if may_adopt(before, self._work, name) else None
-        self._remember(adopted or mine)
-        self._log.info("pool %s, call %s", name, (adopted or mine).call_id)
-        spec = spec.with_(name=name, display="quiet", lease_seconds=self._lease_seconds(spec))
-        is_to_stay_warm = False
+        mine, adopted = self._begin(name)
+        spec = spec.with_(name=name, lease_seconds=self._lease_seconds(spec))
+        if not self._owns_pool:
+            self.progress.live_cost = self._cost_so_far
+        is_to_stay_warm = has_results = False
         try:
-            self._open(spec, adopted)
+            self._open_or_adopt(spec, adopted)
             if adopted is None or self._pool_id() != adopted.pool_id:
                 if adopted is not None:
                     self._log.warning("the pool of try %d is gone, and so is its call: it begins again", adopted.number)
                 adopted = None
                 self._generation = replace(mine, pool_id=self._pool_id())
             with self._phases.phase("call", pool_id=self._pool_id()):
-                return self._results(self._started(calls, adopted))
+                results = self._results(self._started(calls, adopted))
+                has_results = True
+                return results
         except Exception as error:
             self._note_orphaned(error)
             is_final = isinstance(error, sky.SkywardError) and error.is_final
@@ -86,8 +89,16 @@ class DurableAttempt(TaskAttempt):
         finally:
             # an orphan leaves the pool to its lease, as a process that is killed, and the next try adopts it
             if not self.is_orphan or self._retry_seconds is None:
-                with self._phases.phase("release", pool_id=self._pool_id()), self._events_written_at_once():
-                    self._leave(is_to_stay_warm=is_to_stay_warm)
+                self._leave(is_to_stay_warm=is_to_stay_warm, has_results=has_results)
+
+    def _begin(self, pool_name: str) -> tuple[Generation, Generation | None]:
+        """Return the generation that this try would begin, and the one of an earlier try whose call may be adopted."""
+        before = Generation.of(self._states.get(STATE_KEY))
+        mine = begun(self._work, int(self._task_instance.try_number), pool_name)
+        adopted = before if may_adopt(before, self._work, pool_name) else None
+        self._remember(adopted or mine)
+        self._log.info("pool %s, call %s", pool_name, (adopted or mine).call_id)
+        return mine, adopted
 
     def _lease_seconds(self, spec: sky.PoolSpec) -> float:
         """Return for how long the nodes live without a worker: until the next try can have adopted the call."""
@@ -95,30 +106,16 @@ class DurableAttempt(TaskAttempt):
             return spec.lease_seconds
         return min(LONGEST_LEASE_SECONDS, spec.lease_seconds + HEARTBEAT_SECONDS + self._retry_seconds)
 
-    def _open(self, spec: sky.PoolSpec, adopted: Generation | None) -> None:
+    def _open_or_adopt(self, spec: sky.PoolSpec, adopted: Generation | None) -> None:
+        belongs_to = self._work if self._owns_pool else self.pool_work
         try:
-            self._open_once(spec)
+            self._open(self._pool_of(spec, belongs_to).open)
         except sky.BadRequest as error:
             if adopted is None or not self._owns_pool:
                 raise
             self._log.warning("the settings have changed since try %d; its pool is ended: %s", adopted.number, error)
             sky.release(adopted.pool_id, credentials=self.credentials)
-            self._open_once(spec)
-        assert self._pool is not None
-        self._note_open(self._pool)
-
-    def _open_once(self, spec: sky.PoolSpec) -> None:
-        self._pool = sky.ComputePool.from_spec(
-            spec,
-            on_event=self._receive,
-            credentials=self.credentials,
-            secrets=values_of(spec),
-            replace_object=PLAIN.replace,
-            work=self._work,
-            belongs_to=self._work if self._owns_pool else self.pool_work,
-        )
-        with self._phases.phase("provision"), self._interruptible(), self._events_written_at_once():
-            self._pool.open()
+            self._open(self._pool_of(spec, belongs_to).open)
 
     def _started(
         self, calls: Sequence[sky.PendingCompute[Any]], adopted: Generation | None
@@ -174,10 +171,10 @@ class DurableAttempt(TaskAttempt):
         saved_at = time.monotonic()
         while len(results) < len(calls):
             for number, call in enumerate(calls):
-                if number not in results and self._asked(lambda call=call: call.state) in _ENDED:
+                if number in results:
+                    continue
+                if self._write_lines(number, call, cursors).has_ended:
                     results[number] = self._result(number, call, cursors)
-                elif number not in results:
-                    self._write_lines(number, call, cursors)
             if time.monotonic() - saved_at > CURSOR_SECONDS and tuple(cursors) != self._generation.cursors:
                 self._note_lines(replace(self._generation, cursors=tuple(cursors)))
                 saved_at = time.monotonic()
@@ -197,13 +194,12 @@ class DurableAttempt(TaskAttempt):
                 with suppress(sky.SkywardError):
                     self._write_lines(number, call, cursors)
 
-    def _write_lines(self, number: int, call: sky.DetachedCall[Any], cursors: list[int]) -> None:
-        lines, cursors[number] = self._asked(lambda: call.log_from(cursors[number]))
-        if lines:
-            attempts = self._asked(lambda: call.attempts)
-            node = attempts[-1].node if attempts else 0
-            for line in lines:
-                self._log.info("%s", f"[node {node}] {line}")
+    def _write_lines(self, number: int, call: sky.DetachedCall[Any], cursors: list[int]) -> sky.CallNews:
+        news = self._asked(lambda: call.follow(cursors[number]))
+        cursors[number] = news.cursor
+        for level, line in lines_for_log(news):
+            self._log.log(known_level(level), "%s", line)
+        return news
 
     def _asked[R](self, ask: Callable[[], R]) -> R:
         """Return an answer of the pool; a kill interrupts the wait for it."""
@@ -256,23 +252,15 @@ class DurableAttempt(TaskAttempt):
             except Exception:  # the pool is closed, so no later try can adopt the call
                 self._log.exception("the end of the generation could not be stored")
 
-    def _leave(self, *, is_to_stay_warm: bool) -> None:
+    def _leave(self, *, is_to_stay_warm: bool, has_results: bool) -> None:
         pool = self._pool
         if pool is None:
             return
-        if self._is_killed and not self._owns_pool:
+        goes_on = not self._owns_pool or bool(is_to_stay_warm and pool.spec.keep_warm)
+        if goes_on and not has_results:  # the next try begins its own call
             self._cancel(pool)
-        pool_id = self._pool_id()
-        try:
-            pool.hand_over()
-        except sky.SkywardError as error:
-            self._log.warning("the pool was not left properly: %s", error)
-        is_over = not (is_to_stay_warm and pool.spec.keep_warm)
-        if self._owns_pool and pool_id and is_over and (pool.spec.keep_warm or self._has_adopted or self._is_killed):
-            try:
-                sky.release(pool_id, credentials=self.credentials)
-            except sky.SkywardError as error:
-                self._log.warning("the pool %s ends with its lease or its warm time: %s", pool_id, error)
+        is_left = pool.spec.keep_warm or self._has_adopted or self._is_killed
+        self._end(pool.hand_over, pool.id if is_left and not goes_on else "")
 
     def _note_orphaned(self, error: BaseException) -> None:
         """Note whether the supervisor of this process is dead. Then Airflow starts the next try, which adopts the call:
@@ -285,12 +273,30 @@ class DurableAttempt(TaskAttempt):
             time.sleep(0.01)
         self.is_orphan = os.getppid() != self._supervisor
 
+    def _first_try(self) -> int:
+        """Return the number of the try that has begun the generation: its calls outlive it."""
+        mine = super()._first_try()
+        return mine if self._generation is None else min(mine, self._generation.number)
+
+    def _cost_so_far(self) -> float | None:
+        """Return what the calls have cost so far, in USD, by the ledger; None if that is not known."""
+        with self._interruptible():
+            costs = costs_of(self._work, self._log)
+        return None if costs is None else self._bill(costs)["cost_usd"]
+
     def _cancel(self, pool: sky.ComputePool) -> None:
+        """End the calls, and wait for a moment until they have ended: then the ledger has what they have cost."""
         generation = self._generation
+        calls: list[sky.DetachedCall[Any]] = []
         if generation is not None and generation.phase in {Phase.STARTING, Phase.STARTED}:
             for call_id in generation.call_ids(len(generation.cursors)):
                 with suppress(sky.SkywardError):
-                    pool.detached_call(call_id).cancel()
+                    calls.append(pool.detached_call(call_id))
+                    calls[-1].cancel()
+        deadline = time.monotonic() + CANCEL_SECONDS
+        with suppress(sky.SkywardError):
+            while any(call.state not in _ENDED for call in calls) and time.monotonic() < deadline:
+                time.sleep(0.05)
 
     def _pool_id(self) -> str:
         return "" if self._pool is None else self._pool.id

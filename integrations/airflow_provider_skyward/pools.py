@@ -21,10 +21,8 @@ import skyward_core as sky
 from airflow_provider_skyward.connections import credentials_of, ledger_of
 from airflow_provider_skyward.generations import pool_name_of
 from airflow_provider_skyward.operators import SkywardOperator, names_pool_keywords
-from airflow_provider_skyward.plain_values import PLAIN
 from airflow_provider_skyward.pool_keywords import as_keywords
 from airflow_provider_skyward.retry import raise_as_airflows
-from airflow_provider_skyward.secrets import values_of
 from airflow_provider_skyward.shared_pools import setup_id_of, setup_of, setup_work
 from airflow_provider_skyward.stop_order import order_stop
 from airflow_provider_skyward.task_attempt import Killed, TaskAttempt, work_of
@@ -97,28 +95,21 @@ class SetupAttempt(TaskAttempt):
         Raises the errors of opening a pool, BudgetExceeded if its money does not pay for the warm time, and Killed.
         """
         name = pool_name_of(self._work)
-        self._owns_pool = False  # its part of the cost is what the tasks leave
-        self._pool = pool = sky.ComputePool.from_spec(
-            spec.with_(name=name, display="quiet"),
-            on_event=self._receive,
-            credentials=self.credentials,
-            secrets=values_of(spec),
-            replace_object=PLAIN.replace,
-            work=self._work,
-            belongs_to=self._work,
-        )
-        is_open = False
+        self._owns_pool = False
+        pool = self._pool_of(spec.with_(name=name), belongs_to=self._work)
         try:
-            with self._phases.phase("provision"), self._interruptible(), self._events_written_at_once():
-                pool.open()
-            is_open = True
-            self._note_open(pool)
+            self._open(pool.open)
             self._leave_warm(pool)
         except BaseException:
-            self._end(pool, name, is_open=is_open)
+            is_open = self._has_opened or pool.is_active  # a kill may come right after the opening
+            self._end(pool.hand_over, pool.id if is_open else "")
             raise
         self._log.info("the pool %s is warm for %g s, as %s; each task renews that", pool.id, spec.keep_warm, name)
         return {"name": name, "pool_id": pool.id}
+
+    def _first_try(self) -> int:
+        """Return 1: its part of the cost is what the tasks leave, in all of its tries."""
+        return 1
 
     def _leave_warm(self, pool: sky.ComputePool) -> None:
         with self._phases.phase("release", pool_id=pool.id), self._events_written_at_once():
@@ -140,21 +131,6 @@ class SetupAttempt(TaskAttempt):
         self._inbox.put(None)
         if self._is_interruptible:
             raise Killed
-
-    def _end(self, pool: sky.ComputePool, name: str, *, is_open: bool) -> None:
-        with self._events_written_at_once():
-            try:
-                pool.hand_over()
-                if is_open:
-                    sky.release(pool.id, credentials=self.credentials)
-            except sky.SkywardError as error:
-                self._log.warning(
-                    "the pool %s could not be ended: it ends with its lease or its warm time; `skyward stop %s` ends it"
-                    " at once: %s",
-                    pool.id,
-                    name,
-                    error,
-                )
 
 
 class SkywardReleasePool(BaseOperator):

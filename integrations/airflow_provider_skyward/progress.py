@@ -35,8 +35,10 @@ class Progress:
         self.on_warning: Sequence[OnWarning] = ()
         """Called with the task's context and the warning in it, under `skyward_warning`."""
         self._facts: dict[str, Any] = {"pool_id": "", "provider": "", "cost_usd": 0.0, "usd_per_hour": 0.0, "nodes": 0}
-        self.live_cost: Callable[[], float] | None = None
-        """Returns what the task has cost so far on a pool that others use too; None: what the pool has cost."""
+        self.live_cost: Callable[[], float | None] | None = None
+        """Returns what the task has cost so far on a pool that others use too, None if that is not known now; without
+        it the cost is that of the pool.
+        """
         self._use = sky.Utilisation()
         self._warnings: list[dict[str, Any]] = []
         self._written_at = 0.0
@@ -60,7 +62,7 @@ class Progress:
                 self._facts |= {"calls": event.submitted, "calls_done": event.done, "calls_failed": event.failed}
             case sky.CostUpdate():
                 self._facts |= {
-                    "cost_usd": event.accumulated_cost,
+                    "cost_usd": event.accumulated_cost if self.live_cost is None else self._facts["cost_usd"],
                     "usd_per_hour": event.hourly_rate,
                     "nodes": event.spot_count + event.ondemand_count,
                     "spot_nodes": event.spot_count,
@@ -97,8 +99,8 @@ class Progress:
         """Return the facts as JSON data: percent are means over the nodes; those of `_mean` and `_max` are of the time
         in which calls ran.
         """
-        if self.live_cost is not None:
-            self._facts["cost_usd"] = self.live_cost()
+        if self.live_cost is not None and (cost_usd := self.live_cost()) is not None:
+            self._facts["cost_usd"] = cost_usd
         reported = self._use.last_values()
         known = self._use.now() | self._use.numbers() | ({"reported": reported} if reported else {})
         return self._facts | known | {"updated_at": datetime.now(UTC).isoformat(timespec="seconds")}

@@ -9,20 +9,22 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import skyward_core as sky
+from airflow_provider_skyward.airflow_compat import known_level
+from airflow_provider_skyward.bills import Cost, bill_of, costs_of, usd
 from airflow_provider_skyward.links import CONSOLE_KEY, links_of
 from airflow_provider_skyward.phases import Phases
 from airflow_provider_skyward.plain_values import PLAIN
 from airflow_provider_skyward.pool_keywords import PLACEHOLDER
 from airflow_provider_skyward.progress import Progress
 from airflow_provider_skyward.secrets import values_of
+from airflow_provider_skyward.task_log import TaskLog
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -47,7 +49,7 @@ class TaskAttempt:
     """
 
     def __init__(self, log: Any, context: Context) -> None:
-        self._log = log
+        self._log = TaskLog(log)
         self._task_instance = context["ti"]  # pyright: ignore[reportTypedDictNotRequiredAccess]
         self._work = work_of(self._task_instance)
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -69,6 +71,7 @@ class TaskAttempt:
         self._is_interruptible = False
         self.links: dict[str, str] = {CONSOLE_KEY: ""}
         """The links of the task instance that are known (`links.py`), by the keys of their XComs."""
+        self._has_opened = False
         self._announced = ""
         """The pool whose id is in XCom."""
         self._owns_pool = True
@@ -77,8 +80,8 @@ class TaskAttempt:
         """That of the setup task, if the pool is its pool: it bears what no task has used."""
         self._machines: tuple[sky.Node, ...] = ()
         self._opened_at = time.monotonic()
-        self.progress = Progress(log, context, self._work)
-        self._phases = Phases(log)
+        self.progress = Progress(self._log, context, self._work)
+        self._phases = Phases(self._log)
         self._last_bill: dict[str, Any] = {}
 
     def run(self, spec: sky.PoolSpec, calls: Sequence[sky.PendingCompute[Any]]) -> list[Any]:
@@ -89,35 +92,69 @@ class TaskAttempt:
         if not calls:  # `map_over` an empty list: no machines are needed
             return []
         self._owns_pool = spec.name is None or spec.name == PLACEHOLDER
-        # The task log replaces the display; the pool's own display would write everything twice.
-        self._pool = pool = sky.ComputePool.from_spec(
-            _without_placeholder(spec).with_(display="quiet"),
-            on_event=self._receive,
-            credentials=self.credentials,
-            secrets=values_of(spec),
-            replace_object=PLAIN.replace,
-            work=self._work,
-            belongs_to=self.pool_work,
-        )
+        pool = self._pool_of(_without_placeholder(spec), belongs_to=self.pool_work)
         self._use = use = sky.PoolUse(pool)
         if not self._owns_pool:
             self.progress.live_cost = lambda: use.cost
         try:
-            with self._phases.phase("provision"), self._interruptible(), self._events_written_at_once():
-                use.open()
-            self._note_open(pool)
+            self._open(use.open)
             with self._phases.phase("call", pool_id=pool.id):
                 with self._interruptible():
                     futures = use.submit_all(calls)
                 self._calls = len(futures)
                 return self._wait(futures)
         finally:
-            with self._phases.phase("release", pool_id=pool.id), self._events_written_at_once():
-                # an unconfirmed machine is in the log and in `bill`, and fails no task that has done its work
-                try:
-                    use.close()
-                except sky.SkywardError as error:
-                    self._log.warning("the pool was not left properly: %s", error)
+            self._end(use.close)
+
+    def _pool_of(self, spec: sky.PoolSpec, belongs_to: sky.Work | None = None) -> sky.ComputePool:
+        """Make the pool of this execution, which is not open: `belongs_to` bears what no call has held."""
+        self._pool = sky.ComputePool.from_spec(
+            spec.with_(display="quiet"),  # the task log replaces it, which would have everything twice
+            on_event=self._receive,
+            credentials=self.credentials,
+            secrets=values_of(spec),
+            replace_object=PLAIN.replace,
+            work=self._work,
+            belongs_to=belongs_to,
+        )
+        return self._pool
+
+    def _open(self, open_pool: Callable[[], object]) -> None:
+        """Open the pool, and keep what the bill says of its machines."""
+        with self._phases.phase("provision"), self._interruptible(), self._events_written_at_once():
+            open_pool()
+        self._has_opened = True
+        self._note_open()
+
+    def _note_open(self) -> None:
+        assert self._pool is not None
+        self._announce(self._pool.id)  # of a pool that was found open
+        self._machines = self._pool.lease.nodes
+
+    def _end(self, leave_pool: Callable[[], object] | None, to_release: str = "") -> None:
+        """Leave the pool, and end the machines of the pool `to_release`, whichever process has rented them.
+
+        Raises no error of that: it is in the log, machines that are not confirmed gone are in the bill, and neither
+        fails a task that has done its work.
+        """
+        pool_id = to_release or ("" if self._pool is None else self._pool.id)
+        with self._phases.phase("release", pool_id=pool_id), self._events_written_at_once():
+            try:
+                if leave_pool is not None:
+                    leave_pool()
+            except sky.SkywardError as error:
+                self._log.warning("the pool was not left properly: %s", error)
+            try:
+                if to_release:
+                    sky.release(to_release, credentials=self.credentials)
+            except sky.SkywardError as error:
+                self._log.warning(
+                    "the pool %s could not be ended: it ends with its lease or its warm time; `skyward stop %s` ends it"
+                    " at once: %s",
+                    pool_id,
+                    pool_id,
+                    error,
+                )
 
     def kill(self) -> None:
         """Stop `run`. Called in a signal handler.
@@ -142,64 +179,14 @@ class TaskAttempt:
     def end_generation(self) -> None:
         """Write that no later try may adopt the calls: those of this class end with their process."""
 
-    def bill(self) -> dict[str, Any] | None:
-        """Return the bill as JSON data, None if no pool was opened.
-
-        Units: USD, seconds, USD per hour of all nodes together; the pool's id finds its receipt. Of a pool that others
-        may use, it has what the calls of this try have held. Detached calls outlive a try: of theirs it has what the
-        task has cost on this pool so far, by the ledger. `is_final` is false if that may still change, or is not known.
-        """
-        final = self._pool.cost_final if self._pool is not None and self._owns_pool else None
-        if final is None:
-            return self._bill_of_a_part() if self._announced else None
-        return {
-            "is_final": True,
-            "pool_id": self._pool.id if self._pool is not None else "",
-            "cost_usd": final.total_cost,
-            "seconds": round(final.total_seconds, 3),
-            "hourly_rate": final.hourly_rate,
-            "nodes": final.spot_count + final.ondemand_count,
-            "spot_nodes": final.spot_count,
-            "savings_usd": final.savings_vs_ondemand,
-            "provider": self._provider,
-            "calls": self._calls,
-            "unconfirmed": (
-                [] if self._pool is None or self._pool.unconfirmed is None else list(self._pool.unconfirmed.ids)
-            ),
-        }
-
-    def _bill_of_a_part(self) -> dict[str, Any]:
-        if self._use is not None:
-            bill = self._use.bill()
-            cost_usd, is_final = bill.cost_usd, bill.is_final
-        else:
-            parts = [part for part in self._parts_so_far() or [] if part.pool_id == self._announced]
-            cost_usd = float(sum(part.cost_usd for part in parts))
-            is_final = bool(parts) and all(part.is_final for part in parts)
-        return self._placeholder(self._announced) | {
-            "is_final": is_final,
-            "cost_usd": cost_usd,
-            "seconds": round(time.monotonic() - self._opened_at, 3),
-            "hourly_rate": sum(node.instance.price_per_hour for node in self._machines),
-            "nodes": len(self._machines),
-            "spot_nodes": sum(node.instance.is_spot for node in self._machines),
-            "provider": self._machines[0].instance.provider if self._machines else self._provider,
-            "calls": self._calls,
-            "share_of": "" if self._owns_pool or self._pool is None else str(self._pool.spec.name),
-        }
-
-    def _placeholder(self, pool_id: str) -> dict[str, Any]:
-        """Return a bill of nothing, for readers of the XCom of a task that was killed before it could push its bill."""
-        nothing = dict.fromkeys(("cost_usd", "seconds", "hourly_rate", "savings_usd"), 0.0)
-        counts = dict.fromkeys(("nodes", "spot_nodes", "calls"), 0)
-        return {"is_final": False, "pool_id": pool_id, **nothing, **counts, "provider": "", "unconfirmed": []}
-
     def push_bill(self) -> None:
         """Log and push the cost of this try, and of all tries of the task instance together. The ledger has them, also
         of tries that were killed.
         """
+        if not self._announced:  # no pool was asked for
+            return
         # the ledger may be slow; only the main thread talks to Airflow, so the rest is not in a thread
-        bill = sky.after_the_work("the bill", self._full_bill, self._log.warning)
+        bill = sky.after_the_work("the bill", self._final_bill, self._log.warning)
         if bill is None:
             return
         try:
@@ -207,21 +194,40 @@ class TaskAttempt:
         except Exception:
             self._log.exception("the bill could not be shown")
 
-    def _full_bill(self) -> dict[str, Any] | None:
-        bill = self.bill()
-        if bill is None:
-            return None
-        costs = self._costs_so_far()
-        # a ledger that is away knows less
-        costs[bill["pool_id"]] = max(bill["cost_usd"], costs.get(bill["pool_id"], 0.0))
-        return bill | {"all_tries_usd": sum(costs.values()), "pools": sorted(costs), "tries": self._costs_by_try()}
+    def _final_bill(self) -> dict[str, Any]:
+        return self._bill(costs_of(self._work, self._log), None if self._use is None else self._use.bill())
+
+    def _bill(self, costs: Sequence[Cost] | None, use: sky.UseBill | None = None) -> dict[str, Any]:
+        """Return the bill as JSON data. `use` is that of the use, None before the pool is open.
+
+        Units: USD, seconds, USD per hour of all nodes together; the pool's id finds its receipt. Of a pool that others
+        may use, it has what the calls of this try have held. Detached calls outlive a try: their bill is that of the
+        tries from the one that has begun them. `is_final` is false if that may still change, or is not known.
+        """
+        pool, nodes = self._pool, [node.instance for node in self._machines]
+        final = None if pool is None else pool.cost_final
+        tries = [str(number) for number in range(self._first_try(), int(self._work.attempt) + 1)]
+        return bill_of(self._announced, tries, costs, use) | {
+            "seconds": round(time.monotonic() - self._opened_at if use is None else use.seconds, 3),
+            "hourly_rate": sum(node.price_per_hour for node in nodes) if final is None else final.hourly_rate,
+            "nodes": len(nodes) if final is None else final.spot_count + final.ondemand_count,
+            "spot_nodes": sum(node.is_spot for node in nodes) if final is None else final.spot_count,
+            "savings_usd": final.savings_vs_ondemand if final is not None and self._owns_pool else 0.0,
+            "provider": nodes[0].provider if nodes else self._provider,
+            "calls": self._calls,
+            "share_of": "" if self._owns_pool or pool is None else str(pool.spec.name),
+            "unconfirmed": [] if pool is None or pool.unconfirmed is None else list(pool.unconfirmed.ids),
+        }
+
+    def _first_try(self) -> int:
+        """Return the number of the try that has begun the calls of this execution."""
+        return int(self._work.attempt)
 
     def _show_bill(self, bill: dict[str, Any]) -> None:
-        costs = bill["pools"]
         figures = (bill["cost_usd"], bill["seconds"], bill["nodes"], bill["pool_id"])
         self._log.info("cost: %.6f USD, %.1f s, nodes: %d; of each machine: skyward receipt %s", *figures)
-        if len(costs) > 1:
-            self._log.info("cost of all tries: %.6f USD, for %d pools", bill["all_tries_usd"], len(costs))
+        if len(bill["tries"]) > 1:
+            self._log.info("cost of all tries: %.6f USD, for %d pools", bill["all_tries_usd"], len(bill["pools"]))
         self._push(COST_KEY, bill)
         self._last_bill = bill
         self.progress.end(bill)
@@ -230,58 +236,30 @@ class TaskAttempt:
         """Return what the events of the task's assets say of its cost."""
         return {name: self._last_bill[name] for name in ("cost_usd", "pool_id", "seconds") if name in self._last_bill}
 
-    def _note_open(self, pool: sky.ComputePool) -> None:
-        """Push the id of a pool that was found open, and keep what the bill says of its machines."""
-        self._announce(pool.id)
-        self._machines = pool.lease.nodes
-
     def _announce(self, pool_id: str) -> None:
         """Push the pool's id before anything is rented: then the cost of this try is found even after a SIGKILL."""
         if pool_id == self._announced:
             return
         self._announced = pool_id
-        costs = {other: cost for other, cost in self._costs_so_far().items() if other != pool_id}
+        costs = costs_of(self._work, self._log)
+        earlier = [one for one in costs or () if one.attempt != self._work.attempt]
+        pools = sorted({one.pool_id for one in earlier})
         receipt = f"skyward receipt {pool_id}"
         self._log.info("`%s` shows at any time the state and the cost of each machine", receipt)
-        if costs:
-            self._log.info(
-                "earlier tries of this task have cost %.6f USD: %s", sum(costs.values()), ", ".join(sorted(costs))
-            )
+        if earlier:
+            self._log.info("earlier tries of this task have cost %.6f USD: %s", usd(earlier), ", ".join(pools))
         value = {
             "pool_id": pool_id,
             "receipt": receipt,
             "work": self._work.labels(),
-            "earlier_tries_usd": sum(costs.values()),
-            "earlier_pools": sorted(costs),
+            "earlier_tries_usd": None if costs is None else usd(earlier),
+            "earlier_pools": pools,
         }
         self._push(POOL_KEY, value)
         for key, link in links_of(self._work).items():
             self.links[key] = link
             self._push(key, link)
-        earlier = {"all_tries_usd": sum(costs.values()), "pools": sorted({*costs, pool_id}), "tries": {}}
-        self._push(COST_KEY, self._placeholder(pool_id) | earlier)
-
-    def _parts_so_far(self) -> list[sky.CostPart] | None:
-        """Return what all tries have cost so far, by the ledger; None if it does not answer."""
-        try:
-            return sky.cost_parts(replace(self._work, attempt=""))
-        except sky.LedgerError as error:  # `skyward cost --by task` shows it when the ledger answers again
-            self._log.warning("the cost of earlier tries is not known: %s", error)
-            return None
-
-    def _costs_so_far(self) -> dict[str, float]:
-        costs: dict[str, float] = {}
-        for part in self._parts_so_far() or []:
-            costs[part.pool_id] = costs.get(part.pool_id, 0.0) + float(part.cost_usd)
-        return costs
-
-    def _costs_by_try(self) -> dict[str, float]:
-        """Return the cost of each try so far, in USD: that of the pools that it has opened, by the ledger."""
-        tries = map(str, range(1, int(self._work.attempt) + 1))
-        try:
-            return {number: sum(sky.cost_of(replace(self._work, attempt=number)).values()) for number in tries}
-        except sky.LedgerError:  # the log has said it
-            return {}
+        self._push(COST_KEY, self._bill(costs))  # for readers of a task that is killed before it can push its bill
 
     def _push(self, key: str, value: dict[str, Any] | str) -> None:
         """Store an XCom. A kill waits until it is stored: if a request to Airflow is cut off, Airflow's next request
@@ -374,7 +352,7 @@ class TaskAttempt:
         if isinstance(message, sky.BootstrapStarting):
             self._phases.machines_are_there(provider=self._provider)
         if record := self._narrator.tell(message):
-            self._log.log(record[0], "%s", record[1])
+            self._log.log(known_level(record[0]), "%s", record[1])
 
 
 def work_of(task_instance: Any) -> sky.Work:

@@ -19,6 +19,7 @@ from typing import Any
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
 import skyward_core as sky
+from airflow_provider_skyward.airflow_compat import known_level
 from airflow_provider_skyward.call_follower import CallFollower
 from airflow_provider_skyward.connections import credentials_in_triggerer, ledger_of_triggerer, ledger_url_in_triggerer
 
@@ -71,8 +72,8 @@ class SkywardTrigger(BaseTrigger):
             while True:
                 lines, is_over = await loop.run_in_executor(self._thread, self._follower.look)
                 self.cursors = list(self._follower.cursors)
-                for line in lines:
-                    self.log.info("%s", line)
+                for level, line in lines:
+                    self.log.log(known_level(level), "%s", line)
                 if is_over:
                     break
                 pause = PAUSE_SHARE * (time.monotonic() - began)

@@ -19,7 +19,17 @@ from skyward_core.engine.wanted_call import WantedCall
 from skyward_core.errors import BadRequest, NodeLost, SkywardError
 from skyward_core.serialization import pickling
 from skyward_core.transport.transport import Transport, Transports
-from skyward_core.worker.detached_calls import IS_NAMED, NAME, OWNER, RESULT_TTL, RETRIES, RUN_ID, WORK, detached_key
+from skyward_core.worker.detached_calls import (
+    ENDS,
+    IS_NAMED,
+    NAME,
+    OWNER,
+    RESULT_TTL,
+    RETRIES,
+    RUN_ID,
+    WORK,
+    detached_key,
+)
 from skyward_core.worker.scheduler_messages import START_DETACHED
 from skyward_core.worker.wire import Batch, Call, Outcome, Parcel
 
@@ -101,6 +111,8 @@ class DetachedCalls:
         known = self._ask("skyward_call", call_id=call_id, after=after)
         if known is None:
             raise BadRequest(f"the pool knows of no call {call_id!r}: it was forgotten, or started in another pool")
+        has_ended = known["state"] in ENDS or known["is_forgotten"]
+        self._owner.follow_detached(call_id, known["number"] + len(known["messages"]), has_ended=has_ended)
         return known
 
     def cancel(self, call_id: str) -> None:

@@ -39,6 +39,7 @@ from skyward_core.work import NO_WORK, Work
 from skyward_core.worker import calls
 from skyward_core.worker.call_lists import MOST_WAITING, answer_of
 from skyward_core.worker.calls import BusyTime
+from skyward_core.worker.detached_calls import detached_key
 from skyward_core.worker.masking import SecretValues
 from skyward_core.worker.scheduler_messages import Resumed
 from skyward_core.worker.secret_values import PUT_SECRETS
@@ -109,6 +110,8 @@ class EngineThread:
         self.pool = ""
         """What the pool is called in events: its name, or its id."""
         self._waits = SlotWaits()
+        self._followed: dict[str, int] = {}
+        """By id of a detached call that has not ended: how many messages it had at the last look."""
         self._emit = emit
         self._counts = counts
         self._secrets = secrets
@@ -192,6 +195,15 @@ class EngineThread:
         """Count the cost of calls from now on, and send these secrets with each later connection. In this thread."""
         self._counts, self._secrets = counts, secrets
 
+    def follow_detached(self, call_id: str, messages: int, *, has_ended: bool) -> None:
+        """Note that somebody here looks at a detached call, which has had so many messages: if it waits for a slot,
+        there is a `CallsWaiting`. Any thread may call this.
+        """
+        if has_ended:
+            self._followed.pop(call_id, None)
+        else:
+            self._followed[call_id] = messages
+
     def fetching_from(self, instance_id: str) -> int:
         """Return how many outcomes and items are still to be fetched from a node. In the owner's thread."""
         loading = list(self._loading.values()).count(instance_id)
@@ -249,8 +261,10 @@ class EngineThread:
         self._look_for_waits()
 
     def _look_for_waits(self) -> None:
-        unfinished = len(self.dispatcher.entries) - len(self.dispatcher.fetching)
-        is_due = self._waits.is_due(time.monotonic(), unfinished, self.ended_at, self.own_time.seconds)
+        followed = dict(self._followed)  # callers change it
+        unfinished = len(self.dispatcher.entries) - len(self.dispatcher.fetching) + len(followed)
+        progress = self.own_time.seconds + sum(followed.values())
+        is_due = self._waits.is_due(time.monotonic(), unfinished, self.ended_at, progress)
         if is_due and self.connection is not None and self.dispatcher.is_live:
             self.connection.list_calls(self)
 
@@ -348,7 +362,8 @@ class EngineThread:
         """Post it."""
 
         def listed() -> None:
-            holder, calls = holder_of(answer, self.dispatcher.topic), len(self.dispatcher.entries)
+            topics = {self.dispatcher.topic, *map(detached_key, list(self._followed))}
+            holder, calls = holder_of(answer, topics), len(self.dispatcher.entries) + len(topics) - 1
             seconds = self._waits.answered(time.monotonic(), waits=holder is not None)
             if holder is not None and calls and epoch == self.dispatcher.epoch:
                 self._emit(CallsWaiting(self.pool, calls, seconds, holder.words, holder.seconds))

@@ -10,7 +10,7 @@ whose calls make no progress for FIRST_SECONDS asks the scheduler once (`worker/
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,12 +69,12 @@ class SlotWaits:
         self._since, self._ask_at, self._pause = now, now + FIRST_SECONDS, NEXT_SECONDS
 
 
-def holder_of(answer: Mapping[str, Any], topic: str) -> SlotHolder | None:
-    """Return who has held a slot longest, as `CallLists.list_calls` has answered; None if a call of this topic runs, or
-    none of others does.
+def holder_of(answer: Mapping[str, Any], topics: Collection[str]) -> SlotHolder | None:
+    """Return who has held a slot longest, as `CallLists.list_calls` has answered; None if a call of these topics runs,
+    or none of others does.
     """
     held = [slot for worker in answer["workers"] for slot in worker["slots"] or ()]
-    if not held or any(slot[2] == topic for slot in held):
+    if not held or any(slot[2] in topics for slot in held):
         return None
     _, _, its_topic, _, seconds, _ = max(held, key=lambda slot: slot[4])
     return SlotHolder(_words(answer, its_topic), seconds)

@@ -123,6 +123,7 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
         timeout_seconds: float = 60.0,
         is_trusted: bool = False,
         pays: bool = False,
+        work: Work = NO_WORK,
     ) -> Self:
         """Attach to a pool that another process has opened, by its `lease`, the lease's JSON, or the pool's id.
 
@@ -132,7 +133,7 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
         kept only in memory. Several processes may attach at once. Returns the pool open, for `with` or `close`. Closing
         it leaves the machines running. As long as it is open it renews the nodes' lease, `lease_seconds` ahead. With
         `pays` it also reserves from the `budget` of a pool that was detached, as its opener did: the nodes end where
-        the money does. A `BudgetWarning` comes before.
+        the money does. A `BudgetWarning` comes before. `work` is for what detached calls are that it starts.
 
         A lease is verified before anything in it is used: it must name only folders of this machine that belong to this
         user alone, or be signed (`signing.py`), unless `is_trusted` says that no other user could have changed it.
@@ -146,7 +147,7 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
             nodes=max(1, len(claim.nodes)), display="quiet", retries=retries, lease_seconds=lease_seconds
         )
         pool = cls.__new__(cls)
-        pool._reset(Prepared(spec, (Local(),), on_event=on_event))
+        pool._reset(Prepared(spec, (Local(),), on_event=on_event, work=work))
         key_text = None if key is None else str(key)
         pool._session.attach(claim, key_text, sealed, spec, on_event, timeout_seconds, pays=pays)
         return pool

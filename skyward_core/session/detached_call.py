@@ -7,14 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, cast
 
 from skyward_core.concurrency.backoff import Backoff
 from skyward_core.errors import BadRequest, NodeLost
 from skyward_core.worker.call_metrics import CallMetrics
-from skyward_core.worker.topic import lines_of
+from skyward_core.worker.topic import lines_with_levels
 from skyward_core.worker.wire import Outcome, OutcomeKind, Report, ReportedMetrics
 
 if TYPE_CHECKING:
@@ -43,13 +43,15 @@ class CallAttempt:
 class CallNews:
     """What is new of a detached call: its state, the lines after a cursor, and the cursor after them.
 
-    `node` is the rank of the node that has the call, None before one has it.
+    `node` is the rank of the node that has the call, None before one has it. `levels` has one of `logging` for each
+    line of a log record, and None for each other line.
     """
 
     state: str
     lines: list[str]
     cursor: int
     node: int | None
+    levels: list[int | None] = field(default_factory=list[int | None])
 
     @property
     def has_ended(self) -> bool:
@@ -79,8 +81,8 @@ class DetachedCall[R]:
         """Writes a record into the ledger, if it is new. Raises nothing."""
         self._lock = threading.Lock()
         self._number = 0
-        self._lines: list[tuple[int, list[str]]] = []
-        """Number of the first line, and lines; between two of them, lines were dropped."""
+        self._lines: list[tuple[int, list[tuple[str, int | None]]]] = []
+        """Number of the first line, and lines with their levels; between two of them, lines were dropped."""
         self._lines_in_all = 0
         self._metrics = CallMetrics(None, {})
         self._outcome: Outcome | None = None
@@ -131,7 +133,8 @@ class DetachedCall[R]:
         """
         _refuse_cursor(cursor)
         self._refuse_forgotten(self._look())
-        return self._lines_from(cursor)
+        lines, after = self._lines_from(cursor)
+        return [line for line, _ in lines], after
 
     def follow(self, cursor: int = 0) -> CallNews:
         """Return state, new lines and node of the call with one request, for a reader that comes again and again.
@@ -147,21 +150,27 @@ class DetachedCall[R]:
         with self._lock:
             self._lines = [(first, its) for first, its in self._lines if first + len(its) > cursor]
         attempts = known["attempts"]
-        return CallNews(self._state_of(known), lines, after, _rank(attempts[-1][0]) if attempts else None)
+        return CallNews(
+            self._state_of(known),
+            [line for line, _ in lines],
+            after,
+            _rank(attempts[-1][0]) if attempts else None,
+            [level for _, level in lines],
+        )
 
-    def _lines_from(self, cursor: int) -> tuple[list[str], int]:
-        lines = list[str]()
+    def _lines_from(self, cursor: int) -> tuple[list[tuple[str, int | None]], int]:
+        lines = list[tuple[str, int | None]]()
         with self._lock:
             for first, known in self._lines:
                 if first + len(known) <= cursor:
                     continue
                 if first > cursor:
-                    lines.append(_dropped(first - cursor))
+                    lines.append((_dropped(first - cursor), None))
                     cursor = first
                 lines.extend(known[cursor - first :])
                 cursor = first + len(known)
             if cursor < self._lines_in_all:
-                lines.append(_dropped(self._lines_in_all - cursor))
+                lines.append((_dropped(self._lines_in_all - cursor), None))
                 cursor = self._lines_in_all
         return lines, cursor
 
@@ -230,10 +239,10 @@ class DetachedCall[R]:
         """Ask the head for the new state of the call, and store it."""
         with self._lock:
             known = self._cluster().detached.record(self.call_id, self._number)
-            lines = list[str]()
+            lines = list[tuple[str, int | None]]()
             for message in known["messages"]:
                 report: Report = pickle.loads(message)
-                lines.extend(lines_of(report))
+                lines.extend(lines_with_levels(report))
                 for item in report.news:
                     if isinstance(item, ReportedMetrics):
                         self._metrics = self._metrics.updated(item.metrics)

@@ -70,6 +70,15 @@ class LineTopic(Topic):
 
 def lines_of(report: Report) -> list[str]:
     """Return the lines of a report, in order."""
+    return [line for line, _ in lines_with_levels(report)]
+
+
+def lines_with_levels(report: Report) -> list[tuple[str, int | None]]:
+    """Return the lines of a report, in order, with the level (of `logging`) of those that are of a log record."""
     return [
-        line for item in report.news if isinstance(item, Output) for text in item.lines for line in text.split("\n")
+        (line, item.level)
+        for item in report.news
+        if isinstance(item, Output)
+        for text in item.lines
+        for line in text.split("\n")
     ]

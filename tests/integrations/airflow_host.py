@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from skyward_core.worker.watchdog import tagged_processes
 
@@ -157,7 +157,8 @@ class Workers:
     """Tasks that are processes, as below Airflow's supervisor. Their function waits for the file `go` or `go-MARK`.
 
     The folder has these files, the ledger, the state store, and `runs` with the mark of each run of the function. The
-    roles: "plain" (a task without retries; POOL names its pool, TASK is its id, SIGALRM times it out), "hang" (the same, with a provider that does not answer), "durable" (NAME is
+    roles: "plain" (a task without retries; POOL names its pool, TASK is its id, and it times out in the moment in which it
+    writes the line ALARM_AT), "hang" (the same, with a provider that does not answer), "durable" (NAME is
     the number of the try), "shared" (NAME is a task of a DAG run with one pool).
     """
 
@@ -230,6 +231,11 @@ def read_until(process: subprocess.Popen[str], text: str) -> str:
 def pushed(output: str, key: str = "skyward_cost") -> dict[str, Any]:
     """Return the last value that a task has pushed under a key."""
     return json.loads(output.rpartition(f"pushed {key} ")[2].splitlines()[0])
+
+
+def micro(usd: float) -> int:
+    """Return USD as whole micro-dollars, in which bills are compared."""
+    return round(usd * 1_000_000)
 
 
 def returned(output: str) -> Any:
@@ -322,9 +328,9 @@ def _operator(role: str, folder: Path, name: str) -> Any:
     options: dict[str, Any] = {"provider": sky.Local(price_per_hour=36.0)}
     if role == "durable":
         options |= {"retries": 3, "deferrable": "DEFERRED" in os.environ}
-    elif "POOL" in os.environ:
+    if "POOL" in os.environ:
         options |= {"name": os.environ["POOL"], "keep_warm": 60.0, "concurrency": 2}
-    else:
+    elif role != "durable":
         options["nodes"] = 2
     if "KEEP_WARM" in os.environ:
         options["keep_warm"] = float(os.environ["KEEP_WARM"])
@@ -388,22 +394,36 @@ def _resumed(task: Any, context: Any, deferred: Any) -> Any:
 
 
 def _executed(task: Any, context: Any) -> Any:
-    """As Airflow's task runner, with `execution_timeout`, whose time is over when SIGALRM comes.
-
-    Airflow's own handler writes into the log first. If the task was writing there, both wait for ever: the lock of
-    structlog can be taken once. The moment of a test is just that, so this handler raises only.
-    """
+    """As Airflow's task runner, with `execution_timeout`, whose time is over when SIGALRM comes."""
     from airflow.sdk.exceptions import AirflowTaskTimeout
+    from airflow.sdk.execution_time.timeout import timeout
 
-    def time_out(number: int, frame: object) -> None:
-        raise AirflowTaskTimeout("the task has timed out")
-
-    signal.signal(signal.SIGALRM, time_out)
     try:
-        return task.execute(context)
+        with timeout(3600):
+            return task.execute(context)
     except AirflowTaskTimeout as error:
         task.on_kill()
         raise RuntimeError("the task has timed out") from error
+
+
+class AlarmAt:
+    """A stream whose process gets SIGALRM at the first line with this text, in the worst moment: the line was written,
+    and its writer has not yet given back the lock of structlog.
+    """
+
+    def __init__(self, stream: TextIO, text: str) -> None:
+        self._stream, self._text = stream, text
+
+    def write(self, text: str) -> int:
+        written = self._stream.write(text)
+        if self._text and self._text in text:
+            self._text = ""
+            self._stream.flush()
+            os.kill(os.getpid(), signal.SIGALRM)
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _work(role: str, folder: Path, name: str) -> None:
@@ -419,6 +439,8 @@ def _work(role: str, folder: Path, name: str) -> None:
         def xcom_push(self, key: str, value: Any) -> None:
             print("pushed", key, json.dumps(value), flush=True)
 
+    if "ALARM_AT" in os.environ:
+        sys.stdout = AlarmAt(sys.stdout, os.environ["ALARM_AT"])
     if role == "hang":
         _do_not_answer()
     task = _shared(folder, name) if role == "shared" else _operator(role, folder, name)

@@ -1,6 +1,7 @@
 """Airflow's tasks that are killed, below a supervisor that is a test: phases, random moments, shared pools, triggers."""
 
 import importlib.util
+import json
 import os
 import random
 import signal
@@ -17,7 +18,7 @@ if importlib.util.find_spec("airflow") is None:
 import skyward_core as sky
 from tests.conftest import slowness
 from tests.integrations import airflow_host
-from tests.integrations.airflow_host import ROOT, Airflow, Workers, left_by, pushed, read_until, returned
+from tests.integrations.airflow_host import ROOT, Airflow, Workers, left_by, micro, pushed, read_until, returned
 from tests.waiting import wait_until
 
 airflow = pytest.fixture(scope="module")(airflow_host.served)
@@ -71,7 +72,7 @@ def test_a_try_killed_with_sigkill_is_in_the_bill_of_the_next(workers: Workers) 
     os.killpg(second.pid, signal.SIGTERM)
     bill = pushed(second.communicate(timeout=60)[0])
     assert bill["pools"] == sorted({pool, bill["pool_id"]})
-    assert bill["all_tries_usd"] == pytest.approx(killed["cost_usd"] + bill["cost_usd"])
+    assert micro(bill["all_tries_usd"]) == micro(killed["cost_usd"]) + micro(bill["cost_usd"])
 
 
 LEFT = """
@@ -131,7 +132,27 @@ def test_a_retry_finds_the_machines_warm_and_the_last_failure_releases_them(work
     assert pool["ended_at"]
     bill = pushed(outputs[-1])
     assert sorted(bill["tries"]) == ["1", "2", "3"]
-    assert sum(bill["tries"].values()) == pytest.approx(bill["all_tries_usd"])
+    assert sum(map(micro, bill["tries"].values())) == micro(bill["all_tries_usd"]) == micro(pool["cost_usd"])
+
+
+@pytest.mark.parametrize("pool", ["", "cell"], ids=["its own pool", "a pool with a name"])
+def test_a_durable_task_whose_time_is_over_while_it_writes_a_line_ends_its_call(pool: str, workers: Workers) -> None:
+    """Airflow's handler writes into the log too. The call ends with the task, also where the pool goes on."""
+    named = {"POOL": pool} if pool else {}
+    said = workers.start(1, ALARM_AT="] line 1", **named).communicate(timeout=120)[0]
+    assert "Process timed out" in said
+    assert "raised RuntimeError: the task has timed out" in said
+    (its,) = workers.pools()
+    assert bool(its["ended_at"]) == (not pool)
+    if pool:
+        assert json.loads(workers.cli("calls", pool, "--json"))["calls"] == []
+        workers.cli("stop", pool)
+        users = json.loads(workers.cli("users", "--json", its["pool"]))["users"]
+        (user,) = [user for user in users if user["is_detached"]]
+        assert micro(user["cost_usd"]) == micro(pushed(said)["cost_usd"]) > 0
+    else:
+        assert micro(its["cost_usd"]) == micro(pushed(said)["cost_usd"]) > 0
+        assert pushed(said)["is_final"]
 
 
 @pytest.mark.timeout(300 + 30 * KILLS)
@@ -165,7 +186,8 @@ def test_the_example_shares_its_machines(airflow: Airflow) -> None:
     assert ran.result("machines.fit_best")["score"] > 0.9
     (pool,) = airflow.evaluate("answer = sky.receipts_of(sky.Work(system='airflow', workflow='shared_pool'))")
     assert (len(pool["resources"]), pool["left"]) == (2, [])
-    assert sum(ran.result("machines.release_pool")["shares"].values()) == pytest.approx(pool["total_cost_usd"])
+    shares = ran.result("machines.release_pool")["shares"]
+    assert sum(map(micro, shares.values())) == micro(pool["total_cost_usd"])
 
 
 @in_role("shared")
@@ -188,8 +210,7 @@ def test_a_killed_task_leaves_the_pool_to_the_others(workers: Workers) -> None:
     bill = returned(workers.finish("release"))
     (pool,) = workers.pools()
     assert (pool["pool"], bool(pool["ended_at"])) == (handle["pool_id"], True)
-    assert bill["cost_usd"] == pytest.approx(pool["cost_usd"])
-    assert sum(bill["shares"].values()) == pytest.approx(bill["cost_usd"], abs=1e-9)
+    assert micro(bill["cost_usd"]) == micro(pool["cost_usd"]) == sum(map(micro, bill["shares"].values()))
     assert 0 < bill["shares"]["going_on"] < bill["cost_usd"]
     assert bill["shares"]["create"] > 0
 

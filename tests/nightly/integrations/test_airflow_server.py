@@ -17,6 +17,7 @@ if importlib.util.find_spec("airflow") is None:
 
 import skyward_core as sky
 from skyward_core.worker.watchdog import POOL_TAG, tagged_processes
+from tests.integrations.airflow_host import micro
 from tests.integrations.airflow_server import DAGS, AirflowServer, DagRun
 from tests.waiting import wait_until
 
@@ -78,8 +79,7 @@ class Job:
         cost, bill = self.ended(pools), self.run.xcom("skyward_cost", map_index=map_index)
         tab = self.run.tab(map_index=map_index)
         assert bill["is_final"]
-        assert bill["all_tries_usd"] == pytest.approx(cost, abs=1e-6)
-        assert tab["cost_usd"] == pytest.approx(cost, abs=1e-6)
+        assert micro(bill["all_tries_usd"]) == micro(tab["cost_usd"]) == micro(cost)
         assert sorted(pool["pool_id"] for pool in tab["pools"]) == sorted(bill["pools"])
 
 
@@ -132,7 +132,7 @@ def test_a_running_task_that_a_user_marks_as_failed_leaves_nothing(start: Any, d
     job.run.mark("failed")
     cost = job.ended(pools=1)
     assert job.run.task()["state"] == "failed"
-    assert job.run.tab()["cost_usd"] == pytest.approx(cost)
+    assert micro(job.run.tab()["cost_usd"]) == micro(cost)
     assert job.run.xcom("skyward_pool")["pool_id"] == job.receipts()[0]["pool_id"]
 
 
@@ -205,7 +205,7 @@ def test_the_example_trains_without_a_worker_and_goes_on_from_its_checkpoint(
     bill = run.xcom("skyward_cost", "train")
     assert set(bill["tries"]) >= {"1", "2"}
     assert sum(cost > 0 for cost in bill["tries"].values()) == 2
-    assert run.tab("train")["cost_usd"] == pytest.approx(bill["all_tries_usd"], abs=1e-6)
+    assert micro(run.tab("train")["cost_usd"]) == micro(bill["all_tries_usd"])
     assert "deferrable_training: {" in run.log("report")
 
 

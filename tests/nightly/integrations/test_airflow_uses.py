@@ -18,7 +18,7 @@ import pytest
 if importlib.util.find_spec("airflow") is None:
     pytest.skip("Airflow is not installed", allow_module_level=True)
 
-from tests.integrations.airflow_host import Workers, pushed, read_until
+from tests.integrations.airflow_host import Workers, micro, pushed, read_until
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(600)
@@ -30,14 +30,14 @@ ENDS: Mapping[str, Callable[[Workers, int], object]] = MappingProxyType(
     {
         "ends": lambda workers, _: (workers.folder / "go-1").touch(),
         "fails": lambda workers, _: (workers.folder / "go-1").touch(),
-        "times out": lambda _, pid: os.kill(pid, signal.SIGALRM),
+        "times out": lambda *_: None,
         "cancelled": lambda _, pid: os.killpg(pid, signal.SIGTERM),
         "SIGKILL": lambda _, pid: os.killpg(pid, signal.SIGKILL),
         "SIGTERM": lambda _, pid: os.kill(pid, signal.SIGTERM),
     }
 )
 """How each end begins, while the call runs. A task that a user marks gets SIGTERM with its process group."""
-ENVIRON = {"fails": {"FAIL": "1"}}
+ENVIRON = {"fails": {"FAIL": "1"}, "times out": {"ALARM_AT": "] line 1"}}
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +54,6 @@ def workers(tmp_path: Path) -> Iterator[Workers]:
     found = Workers(tmp_path, "plain")
     yield found
     found.end()
-
-
-def micro(usd: float) -> int:
-    return round(usd * 1_000_000)
 
 
 def figures(workers: Workers, kind: str, first: str, second: str) -> dict[str, int]:

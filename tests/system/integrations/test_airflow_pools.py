@@ -13,7 +13,7 @@ if importlib.util.find_spec("airflow") is None:
     pytest.skip("Airflow is not installed", allow_module_level=True)
 
 from tests.integrations import airflow_host
-from tests.integrations.airflow_host import POOLS_HEAD, Airflow, Workers, left_by, pushed, read_until, returned
+from tests.integrations.airflow_host import POOLS_HEAD, Airflow, Workers, left_by, micro, pushed, read_until, returned
 
 airflow = pytest.fixture(scope="session")(airflow_host.served)
 
@@ -56,13 +56,13 @@ def test_tasks_of_a_run_share_one_rental_and_its_cost(airflow: Airflow) -> None:
     assert bill["pools"] == {pool["pool_id"]: pool["total_cost_usd"]}
     assert bill["cost_usd"] == pool["total_cost_usd"] > 0
     assert set(bill["shares"]) == {"gpu.create_pool", "gpu.square", "gpu.total"}
-    assert sum(bill["shares"].values()) == pytest.approx(bill["cost_usd"], abs=1e-9)
     tasks = [ran.bill("gpu.square", number) for number in range(3)] + [ran.bill("gpu.total")]
     assert all(one["share_of"] == handle["name"] and one["pool_id"] == pool["pool_id"] for one in tasks)
     assert all(one["is_final"] and 0 < one["cost_usd"] < pool["total_cost_usd"] for one in tasks)
-    whole = {task: round(usd * 1_000_000) for task, usd in bill["shares"].items()}
-    assert whole["gpu.square"] == sum(round(one["cost_usd"] * 1_000_000) for one in tasks[:3])
-    assert whole["gpu.total"] == round(tasks[3]["cost_usd"] * 1_000_000)
+    whole = {task: micro(usd) for task, usd in bill["shares"].items()}
+    assert sum(whole.values()) == micro(bill["cost_usd"])
+    assert whole["gpu.square"] == sum(micro(one["cost_usd"]) for one in tasks[:3])
+    assert whole["gpu.total"] == micro(tasks[3]["cost_usd"])
     assert pool["buckets"]["warm"]["seconds"] > 0
     assert bill["shares"]["gpu.create_pool"] >= pool["buckets"]["warm"]["cost_usd"]
 
@@ -92,6 +92,64 @@ def test_the_teardown_ends_the_pool_after_a_task_has_failed(airflow: Airflow) ->
     (pool,) = pools_of(airflow, "fails")
     assert (len(pool["resources"]), pool["left"], bool(pool["ended_at"])) == (1, [], True)
     assert ran.result("release")["pools"] == {pool["pool_id"]: pool["total_cost_usd"]}
+
+
+LIVE = """
+import time
+from airflow_provider_skyward.durable_attempt import DurableAttempt
+
+class TaskInstance:
+    dag_id, run_id, map_index, try_number, max_tries = "live", "r", -1, 1, 0
+    def __init__(self, task_id): self.task_id = task_id
+    def xcom_push(self, key, value): ...
+
+class Store(dict):
+    set = dict.__setitem__
+
+def nap():
+    time.sleep(0.5)
+
+def compared(attempt):
+    # a last report of seconds may come between two looks: then they are repeated
+    for _ in range(100):
+        live = attempt.progress.metrics()["cost_usd"]
+        attempt._pool.note_cost()
+        ledger = sum(sky.cost_of(attempt._work).values())
+        if attempt.progress.metrics()["cost_usd"] == live:
+            return [live, ledger]
+
+close, leave, answer = sky.PoolUse.close, DurableAttempt._leave, {}
+
+def look_and_close(use):
+    answer["use"] = compared(operator._attempt)
+    return close(use)
+
+def look_and_leave(attempt, **how):
+    answer["detached"] = compared(attempt)
+    return leave(attempt, **how)
+
+sky.PoolUse.close, DurableAttempt._leave = look_and_close, look_and_leave
+try:
+    for durable in (False, True):
+        operator = SkywardOperator(task_id=f"t{durable}", python_callable=nap, provider=LOCAL, name="live", keep_warm=60, durable=durable)
+        operator.execute({"ti": TaskInstance(operator.task_id), "task_state_store": Store()})
+finally:
+    sky.PoolUse.close, DurableAttempt._leave = close, leave
+    sky.release("live")
+"""
+
+
+def test_the_live_cost_of_a_task_on_a_shared_pool_is_that_of_the_ledger(airflow: Airflow) -> None:
+    """At the same moment, to the micro-dollar, and while the pool has cost more than the task: of a use, which knows its
+    seconds itself, and of a detached call.
+    """
+    answer = airflow.evaluate(LIVE, POOLS_HEAD)
+    for live, ledger in answer.values():
+        assert micro(live) == micro(ledger)
+        assert 5_000 <= micro(live) < 20_000, (
+            "half a second at 36 USD per hour is 5,000 micro-dollars; opening takes longer"
+        )
+    assert answer.keys() == {"use", "detached"}
 
 
 TAMPERED = """
@@ -180,7 +238,7 @@ def test_a_setup_that_does_not_succeed_leaves_no_pool(airflow: Airflow) -> None:
         def left(task_id):
             pools = sky.receipts_of(sky.Work(workflow="unborn", task=task_id))
             return len(pools), sum(len(sky.Local().instances(one["pool_id"])) for one in pools)
-        def fail(attempt, pool): raise OSError("a full disk")
+        def fail(attempt): raise OSError("a full disk")
         note = SetupAttempt._note_open
         SetupAttempt._note_open = fail
         try:
@@ -293,4 +351,4 @@ def test_the_next_try_adopts_the_call_of_a_killed_worker(workers: Workers) -> No
     assert (pool["pool"], bool(pool["ended_at"])) == (workers.state["pool_id"], True)
     bill = pushed(after)
     assert (bill["is_final"], bill["pools"]) == (True, [pool["pool"]])
-    assert bill["all_tries_usd"] == pytest.approx(pool["cost_usd"], rel=0.05)
+    assert micro(bill["cost_usd"]) == micro(bill["all_tries_usd"]) == micro(pool["cost_usd"])

@@ -132,19 +132,23 @@ def hold(until: str) -> float:
 
 
 def test_calls_that_wait_for_the_slots_of_others_say_who_holds_them(name: str, tmp_path: Path) -> None:
-    """In the process that has opened the pool, and in one that has joined; a detached call has an owner instead."""
+    """In the process that has opened the pool, and in one that has joined; a detached call has an owner instead.
+
+    Detached calls that somebody looks at wait too.
+    """
     opener_told, other_told = RecordedEvents(), RecordedEvents()
     opener = pool_of(name, on_event=opener_told).open()
     other = pool_of(name, on_event=other_told).open()
     first = opener.submit(hold(str(tmp_path / "first")))
     wait_until((tmp_path / "first.begun").exists)
-    waiting = other.submit(double(2))
+    waiting, queued = other.submit(double(2)), other.start_detached(double(1))
+    assert queued.state == "waiting"
     event = wait_until(lambda: next(iter(other_told.of(sky.CallsWaiting)), None))
-    assert (event.pool, event.calls) == (name, 1)
+    assert (event.pool, event.calls) == (name, 2)
     assert event.holder.startswith(f"process {os.getpid()} of ")
     assert event.held_seconds >= event.seconds >= FIRST_SECONDS
     (tmp_path / "first").touch()
-    assert (waiting.result(60), first.result(60) > FIRST_SECONDS) == (4, True)
+    assert (waiting.result(60), queued.result(60), first.result(60) > FIRST_SECONDS) == (4, 2, True)
     detached = other.start_detached(hold(str(tmp_path / "second")), call_id="train/1")
     wait_until(lambda: detached.state == "running")
     waiting = opener.submit(double(3))

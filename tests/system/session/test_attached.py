@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
+from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.machines.instances import Lease
 from skyward_core.worker.settings import memory_directory
 from tests.conftest import RecordedEvents, processes_by_tag, shared
@@ -178,6 +179,18 @@ def test_a_detached_call_that_fails(opened_pool: sky.ComputePool, attached_pool:
     with pytest.raises(sky.CallCrashed, match="exit code 3"):
         dead.result(60)
     dead.forget()
+
+
+def test_a_detached_call_of_an_attached_process_is_for_its_work(opened_pool: sky.ComputePool) -> None:
+    """Without one it is for the work of the pool."""
+    work = sky.Work(system="attached", run="nightly", task="train", attempt="2")
+    with sky.ComputePool.attach(opened_pool.lease, work=work) as pool:
+        call = pool.start_detached(doubled(1))
+        call.result(60)
+        call.forget()
+    with Ledger(default_url()) as ledger:
+        (its,) = [one for one in ledger.calls(pool_id=opened_pool.id) if one.call_id == call.call_id]
+    assert its.work == work
 
 
 def test_any_client_can_read_a_large_result_until_it_is_forgotten(

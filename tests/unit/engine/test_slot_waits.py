@@ -70,11 +70,14 @@ def answer(*slots: tuple[str, str, float]) -> dict[str, Any]:
         ([("skyward-b", "1", 62.0), ("skyward-c", "2", 9.0)], ("run airflow:etl/r-1/train (process 7 of b@there)", 62)),
         ([("skyward-c", "2", 9.0)], ("process 8 of c@there", 9)),
         ([(detached_key("nightly"), "2", 9.0)], ("the detached call nightly of d@there", 9)),
+        ([("skyward-b", "1", 9.0), (detached_key("own"), "2", 1.0)], None),
         ([("skyward-gone", "2", 9.0)], ("a client that has gone", 9)),
     ],
 )
 def test_the_holder_of_a_slot_is_named_by_its_run_or_its_process(slots: Any, holder: Any):
-    assert holder_of(answer(*slots), "skyward-mine") == (None if holder is None else SlotHolder(*holder))
+    assert holder_of(answer(*slots), {"skyward-mine", detached_key("own")}) == (
+        None if holder is None else SlotHolder(*holder)
+    )
 
 
 @pytest.mark.parametrize(("calls", "words"), [(1, "a call waits"), (3, "3 calls wait")])

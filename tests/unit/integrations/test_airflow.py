@@ -10,6 +10,7 @@ import time
 import tomllib
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,8 @@ from airflow.sdk.execution_time.comms import ErrorResponse
 
 import skyward_core as sky
 from airflow_provider_skyward import deferred_attempt, durable_attempt, get_provider_info, stop_order
+from airflow_provider_skyward.airflow_compat import known_level
+from airflow_provider_skyward.bills import Cost, bill_of, micro
 from airflow_provider_skyward.call_follower import LEASE_SECONDS, CallFollower
 from airflow_provider_skyward.deferred_attempt import DeferredAttempt
 from airflow_provider_skyward.generations import STATE_KEY, Generation, Phase, begun, may_adopt, pool_name_of
@@ -154,6 +157,7 @@ class Pool:
 
     def __init__(self, looks: int = 3) -> None:
         self.looks = looks
+        self.level: int | None = None
         self.failure: Exception | None = None
         self.attached = 0
         self.closed = 0
@@ -178,7 +182,7 @@ class Pool:
             raise failure
         self.followed.append(call_id)
         state = "ended" if cursor + 1 >= self.looks else "running"
-        return sky.CallNews(state, [f"{call_id} {cursor}"], cursor + 1, 1)
+        return sky.CallNews(state, [f"{call_id} {cursor}"], cursor + 1, 1, [self.level])
 
     def close(self) -> None:
         self.closed += 1
@@ -198,9 +202,9 @@ def follower(*cursors: int, clock: Callable[[], float] = lambda: 0.0) -> CallFol
 def test_each_line_comes_once_and_a_call_that_has_ended_is_not_looked_at_again(pool: Pool) -> None:
     """The second call begins with two lines in the log."""
     it = follower(0, 2)
-    assert it.look() == (["[node 1] c/0 0", "[node 1] c/1 2"], False)
-    assert it.look() == (["[node 1] c/0 1"], False)
-    assert it.look() == (["[node 1] c/0 2"], True)
+    assert it.look() == ([(20, "[node 1] c/0 0"), (20, "[node 1] c/1 2")], False)
+    assert it.look() == ([(20, "[node 1] c/0 1")], False)
+    assert it.look() == ([(20, "[node 1] c/0 2")], True)
     assert (pool.followed, it.cursors, pool.attached) == (["c/0", "c/1", "c/0", "c/0"], [3, 3], 1)
 
 
@@ -214,10 +218,10 @@ def test_an_outage_of_network_ledger_or_resources_is_no_end(pool: Pool, outage: 
     pool.why_not_attached = [outage] * 20
     it = follower(0)
     assert [it.look() for _ in range(20)] == [([], False)] * 20
-    assert it.look() == (["[node 1] c/0 0"], False)
+    assert it.look() == ([(20, "[node 1] c/0 0")], False)
     pool.failure = outage
     assert it.look() == ([], False)
-    assert it.look() == (["[node 1] c/0 1"], False)
+    assert it.look() == ([(20, "[node 1] c/0 1")], False)
     assert (pool.attached, pool.closed) == (2, 1)
 
 
@@ -242,7 +246,7 @@ def test_a_cut_connection_is_made_again_unless_the_pool_is_gone(pool: Pool) -> N
     it.look()
     pool.failure = sky.NodeLost("cut")
     assert it.look() == ([], False)
-    assert it.look() == (["[node 1] c/0 1"], False)
+    assert it.look() == ([(20, "[node 1] c/0 1")], False)
     pool.failure = sky.NodeLost("cut")
     it.look()
     pool.why_not_attached = [sky.NodeLost("gone")]
@@ -268,7 +272,7 @@ def test_attachments_that_break_are_no_end_within_a_lease(pool: Pool, error: Exc
     with pytest.raises(sky.NodeLost, match="could not be reached for 601 s"):
         it.look()
     pool.call = call  # type: ignore[method-assign]
-    assert it.look() == (["[node 1] c/0 0"], False)
+    assert it.look() == ([(20, "[node 1] c/0 0")], False)
 
 
 @pytest.mark.parametrize("error", [sky.BadRequest("no such call"), sky.CredentialsError("no key"), sky.LeaseLost("x")])
@@ -298,6 +302,65 @@ def test_the_reason_why_the_money_ends_is_kept(pool: Pool) -> None:
     assert it.last_warning == ""
     pool.on_event(sky.BudgetWarning(1.0, None, "team", "nothing is left: the machines end in 20 s"))
     assert it.last_warning == "nothing is left: the machines end in 20 s"
+
+
+def test_lines_keep_their_levels_and_calls_that_wait_for_a_slot_are_told(pool: Pool) -> None:
+    pool.level = logging.WARNING
+    it = follower(0)
+    assert it.look() == ([(30, "[node 1] c/0 0")], False)
+    pool.on_event(sky.CallsWaiting("gpu", 1, 5.2, "run nightly", 60.0))
+    _, told = it.look()[0]
+    assert told == (20, "a call waits for a slot of pool gpu, held by run nightly for 1 min 0 s")
+
+
+@pytest.mark.parametrize(("level", "known"), [(5, 10), (10, 10), (25, 20), (30, 30), (41, 40), (99, 50)])
+def test_a_level_of_its_own_is_shown_as_the_next_one_that_airflow_knows(level: int, known: int) -> None:
+    """Its loggers raise KeyError for others, and that would fail the task."""
+    assert known_level(level) == known
+
+
+# ── the bill ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+FIRST, SECOND = Cost("a", "1", 300_001, is_final=True), Cost("a", "2", 20, is_final=True)
+OTHER = Cost("b", "1", 4, is_final=False)
+
+
+def use_bill(usd: float, *, is_final: bool) -> sky.UseBill:
+    return sky.UseBill("a", usd, is_final, 1.0, 1.0, is_shared=True)
+
+
+@pytest.mark.parametrize(
+    ("tries", "costs", "use", "cost_usd", "is_final", "by_try"),
+    [
+        (["2"], [FIRST, SECOND, OTHER], None, 0.00002, True, {"1": 0.300005, "2": 0.00002}),
+        (["1", "2"], [FIRST, SECOND, OTHER], None, 0.300021, True, {"1": 0.300005, "2": 0.00002}),
+        (["1"], [FIRST, replace(OTHER, pool_id="a")], None, 0.300005, False, {"1": 0.300005}),
+        (["1"], [replace(FIRST, micro_usd=0)], None, 0.0, True, {"1": 0.0}),
+        (["2"], [FIRST], None, 0.0, False, {"1": 0.300001, "2": 0.0}),
+        (["1"], None, None, 0.0, False, {}),
+        (["2"], [FIRST, SECOND], use_bill(0.00003, is_final=True), 0.00003, True, {"1": 0.300001, "2": 0.00003}),
+        (["2"], None, use_bill(0.00003, is_final=True), 0.00003, False, {"2": 0.00003}),
+        (["1"], [], use_bill(0.0, is_final=True), 0.0, True, {"1": 0.0}),
+        (["1"], [], use_bill(0.0, is_final=False), 0.0, False, {"1": 0.0}),
+    ],
+    ids=[
+        *("its own part", "an adopted call", "a part that grows", "for nothing", "not in the ledger"),
+        *("no ledger", "a use", "a use, and no ledger", "a use for nothing", "a use that goes on"),
+    ],
+)
+def test_a_bill_has_the_parts_of_its_tries(
+    tries: list[str],
+    costs: list[Cost] | None,
+    use: sky.UseBill | None,
+    cost_usd: float,
+    is_final: bool,
+    by_try: dict[str, float],
+) -> None:
+    """To the micro-dollar, by pool and try. What is not known is not final, and a price of 0 is known."""
+    bill = bill_of("a", tries, costs, use)
+    assert (bill["cost_usd"], bill["is_final"], bill["tries"]) == (cost_usd, is_final, by_try)
+    assert micro(bill["all_tries_usd"]) == sum(map(micro, by_try.values()))
+    assert bill["pools"] == sorted({"a", *(one.pool_id for one in costs or ())})
 
 
 # ── the next try: what it ends, what it rents, and what it says ──────────────────────────────────────────────────────
@@ -352,6 +415,7 @@ class World:
             return SimpleNamespace(is_new=True)
 
         pool = SimpleNamespace(id=pool_id, open=lambda: None, start_detached=start_detached, spec=sky.PoolSpec.of())
+        pool.lease, pool.cost_final, pool.unconfirmed = SimpleNamespace(nodes=()), None, None
         for name in ("detach", "close", "hand_over", "terminate_now"):
             setattr(pool, name, lambda *_, name=name: self.done.append(f"{name} {pool_id}"))
         pool.detached_call = lambda call_id: SimpleNamespace()
@@ -364,7 +428,8 @@ class World:
 
     def parts(self, work: sky.Work) -> list[sky.CostPart]:
         usd = {pool_id: Decimal(repr(cost)) for pool_id, cost in self.costs.items()}
-        return [sky.CostPart(pool_id, work, cost, cost, is_final=True) for pool_id, cost in usd.items()]
+        of_first = replace(work, attempt="1")
+        return [sky.CostPart(pool_id, of_first, cost, cost, is_final=True) for pool_id, cost in usd.items()]
 
 
 class InThisThread:
@@ -473,6 +538,22 @@ def test_a_pool_that_is_gone_says_whether_the_money_has_ended_it(
     assert (bill["is_final"], bill["pool_id"], bill["all_tries_usd"]) == (True, "sky-old", 1.0)
 
 
+def test_the_bill_of_a_try_that_begins_again_leaves_out_the_earlier_ones(world: World) -> None:
+    """If it has adopted a call, it has the whole cost of that. It names what earlier tries have cost in both cases."""
+    world.costs = {"sky-old": 1.0, "sky-new": 0.25}
+    bills = {}
+    for is_gone in (False, True):
+        world.why_not_attached = [sky.NodeLost("its head has ended")] if is_gone else []
+        world.states[STATE_KEY] = OLD.to_json()
+        attempt = world.attempt()
+        attempt.start(sky.PoolSpec.of(provider="local"), [nothing()])
+        attempt.push_bill()
+        bills[is_gone] = world.pushed["skyward_cost"]
+        assert world.pushed["skyward_pool"]["earlier_tries_usd"] == 1.25
+    assert [(bill["pool_id"], bill["cost_usd"]) for bill in bills.values()] == [("sky-old", 1.0), ("sky-new", 0.0)]
+    assert [(bill["is_final"], bill["all_tries_usd"]) for bill in bills.values()] == [(True, 1.25), (False, 1.25)]
+
+
 def test_a_task_that_is_not_followed_any_more_ends_its_pool_and_pushes_its_bill(world: World) -> None:
     """The deferral has timed out, or the trigger has failed."""
     world.attempt().give_up()
@@ -534,13 +615,13 @@ def test_an_outage_of_the_api_server_ends_no_call(
 ) -> None:
     """Which lines are in the log cannot be stored then. A refusal is another error."""
     monkeypatch.setattr(durable_attempt, "CURSOR_SECONDS", -1.0)
-    states = iter(["running", "running", "ended"])
+    states = iter(["running", "running", "ended", "ended"])
 
     class Call:
-        attempts = ()
-        state = property(lambda _: next(states))
-        log_from = staticmethod(lambda cursor: (["a line"], cursor + 1))
         result = staticmethod(lambda _: 42)
+
+        def follow(self, cursor: int) -> sky.CallNews:
+            return sky.CallNews(next(states), ["a line"], cursor + 1, 0, [None])
 
     def refuse(*_: Any) -> None:
         raise AirflowRuntimeError(ErrorResponse(error=ErrorType.API_SERVER_ERROR, detail={"status_code": status}))

@@ -93,3 +93,23 @@ def test_a_reader_that_follows_keeps_no_lines(limit_bytes: int) -> None:
     assert reader.log() == ["[99 lines were dropped: there were too many]", "99"] or limit_bytes == 1
     with pytest.raises(sky.BadRequest, match="cursor=-1"):
         reader.follow(-1)
+
+
+def test_the_lines_of_a_log_record_have_its_level() -> None:
+    """All of them, if it has several; lines that are no record, and the one that stands for dropped lines, have none."""
+    head = Head(10**6)
+    head.topic.add(
+        pickle.dumps(
+            Report(
+                0,
+                "i",
+                (Output("c", "stdout", ("a line",), 0.0), Output("c", "stderr", ("a warning\nof two lines",), 0.0, 30)),
+            )
+        )
+    )
+    news = head.reader().follow()
+    assert (news.lines, news.levels) == (["a line", "a warning", "of two lines"], [None, 30, 30])
+    short = Head(1)
+    short.add("dropped")
+    short.add("kept")
+    assert short.reader().follow().levels == [None, None]
