@@ -38,6 +38,7 @@ FULL: dict[str, Any] = {
     "provision_timeout": 90.0,
     "architecture": "arm64",
     "display": "quiet",
+    "output": "head",
     "collect_metrics": False,
     "name": "nightly",
     "keep_warm": 600.0,
