@@ -97,7 +97,7 @@ class BootstrapStarting:
 
 @dataclass(frozen=True, slots=True)
 class BootstrapProgress:
-    """A machine enters a step: "uv", "apt", "deps", "keep", "skyward", "volumes", "mig" or "server"."""
+    """A machine enters a step: "uv", "apt", "deps", "keep", "skyward", "volumes", "shell", "mig" or "server"."""
 
     instance_id: str
     step: str

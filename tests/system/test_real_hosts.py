@@ -1,6 +1,7 @@
 """Real machines that you own: three hosts and a spare one."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,15 +23,30 @@ def solved(matrix: Any, vector: Any) -> Any:
     return np.linalg.solve(matrix, vector)
 
 
-def test_three_bare_hosts_become_a_pool(hosts, owned):
-    """From hosts with nothing but sshd to broadcast, map, numpy and logs. A second opening installs nothing, and at the
-    end nothing runs on them. With a wrong host key nothing is started at all.
+@sky.compute
+def prepared() -> tuple[str, list[str], str, str]:
+    """The working directory's last name, what is in it, and the content of two of its files."""
+    here = Path.cwd()
+    files = sorted(str(path.relative_to(here)) for path in here.rglob("*") if path.is_file())
+    return here.name, files, (here / "data/words.txt").read_text(), (here / "upper.txt").read_text()
+
+
+def test_three_bare_hosts_become_a_pool(hosts, owned, tmp_path, monkeypatch):
+    """From hosts with nothing but sshd to broadcast, map, numpy and logs. Included files are on each of
+    them, and a command has run once. A second opening installs nothing and runs no command, and at the end nothing runs
+    on them. With a wrong host key nothing is started at all.
     """
     np = pytest.importorskip("numpy")
     assert [(host.root / "root/.cache/skyward").exists() for host in hosts] == [False] * 4
     recorded = RecordedEvents()
-    pool = pool_on(owned, recorded)
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    Path("data/words.txt").write_text("one two\n")
+    command = "tr a-z A-Z <data/words.txt >upper.txt; echo commands >>/root/commands"
+    pool = pool_on(owned, recorded, image=sky.Image(pip=["numpy"], includes=["data"], shell=[command]))
     with pool:
+        made = ("work", ["data/words.txt", "upper.txt"], "one two\n", "ONE TWO\n")
+        assert prepared() @ pool == (made,) * 3
         names = [host.name for host in hosts[:3]]
         assert where() @ pool == tuple((name, rank) for rank, name in enumerate(names))
         assert pool.map(square, range(60)) == [number * number for number in range(60)]
@@ -53,7 +69,9 @@ def test_three_bare_hosts_become_a_pool(hosts, owned):
     recorded.events.clear()
     with pool:
         assert where() @ pool == tuple((name, rank) for rank, name in enumerate(names))
+        assert prepared() @ pool == (made,) * 3
     assert "deps" not in [event.step for event in recorded.of(BootstrapProgress)]
+    assert [(host.root / "root/commands").read_text() for host in hosts[:3]] == ["commands\n"] * 3
     executions(hosts)
 
     hosts[1].change_host_key()

@@ -98,6 +98,21 @@ def test_a_broadcast_runs_on_all_nodes_at_once_in_their_order(pool: sky.ComputeP
     assert (where() @ pool)[0].job_id != first.job_id
 
 
+def test_an_included_file_is_in_the_working_directory_of_each_node(pool: sky.ComputePool) -> None:
+    """One of elsewhere lies there under its name. The directory is each node's own, and has no modules."""
+
+    @sky.compute
+    def look(name: str) -> tuple[str, Path, bool]:
+        here = Path.cwd()
+        return Path(name).read_text(), here, any(Path(entry or ".").resolve() == here for entry in sys.path)
+
+    path = Path(__file__).parents[2] / "README.md"
+    (text, first, is_first_searched), (other, second, is_second_searched) = look(path.name) @ pool
+    assert text == other == path.read_text()
+    assert first != second
+    assert not is_first_searched | is_second_searched
+
+
 def test_of_a_broadcast_only_the_first_node_s_output_is_shown_and_warnings_of_all(
     pool: sky.ComputePool, recorded: RecordedEvents
 ) -> None:
