@@ -1,5 +1,6 @@
 """Real machines that you own: three hosts and a spare one."""
 
+import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,11 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
+from skyward_core import cli
 from skyward_core.events.events import BootstrapProgress
 from tests.conftest import RecordedEvents
 from tests.real_hosts import executions, hosts, names_of, owned, pool_on, square, tagged, where  # noqa: F401 - fixtures
+from tests.testbed.command import run
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
 
 pytestmark = [pytest.mark.timeout(300)]
@@ -31,7 +34,13 @@ def prepared() -> tuple[str, list[str], str, str]:
     return here.name, files, (here / "data/words.txt").read_text(), (here / "upper.txt").read_text()
 
 
-def test_three_bare_hosts_become_a_pool(hosts, owned, tmp_path, monkeypatch):
+def command_line(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    """Run a command of `skyward`; return the lines that it prints."""
+    assert cli.main([*words]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out.splitlines()
+
+
+def test_three_bare_hosts_become_a_pool(hosts, owned, tmp_path, monkeypatch, capsys):
     """From hosts with nothing but sshd to broadcast, map, numpy and logs. Included files are on each of
     them, and a command has run once. A second opening installs nothing and runs no command, and at the end nothing runs
     on them. With a wrong host key nothing is started at all.
@@ -57,6 +66,16 @@ def test_three_bare_hosts_become_a_pool(hosts, owned, tmp_path, monkeypatch):
         matrix, vector = np.random.default_rng(0).random((300, 300)), np.arange(300.0)
         found = pool.map(solved, [matrix, matrix.T], [vector, vector])
         assert all(np.allclose(one @ answer, vector) for one, answer in zip((matrix, matrix.T), found, strict=True))
+
+        (login,) = command_line(capsys, "ssh", pool.id, "1", "--print")
+        assert run(*shlex.split(login), "hostname").split() == [hosts[1].name]
+        command_line(capsys, "cp", "data", f"{pool.id}:1:/root/copied")
+        assert (hosts[1].root / "root/copied/words.txt").read_text() == "one two\n"
+        command_line(capsys, "cp", f"{pool.id}:2:upper.txt", "back.txt")
+        command_line(capsys, "cp", f"{pool.id}:1:/root/copied", "back")
+        assert (Path("back.txt").read_text(), Path("back/words.txt").read_text()) == ("ONE TWO\n", "one two\n")
+        assert cli.main(["cp", f"{pool.id}:1:/no/such", "."]) == 1
+        assert f"node 1 of pool {pool.id}: there is no file or folder /no/such" in capsys.readouterr().err
 
         call = pool.submit(square(7))
         assert call.result() == 49
