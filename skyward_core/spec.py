@@ -67,6 +67,7 @@ MOST_USD = 1e12
 """The ledger counts whole micro-dollars in 64 bits."""
 
 type Display = Literal["log", "spinner", "quiet"]
+type Output = Literal["all", "head"]
 
 type AnyProvider = Annotated[
     SerializeAsAny[Provider] | tuple[SerializeAsAny[Provider], ...],
@@ -121,6 +122,7 @@ class Wishes(TypedDict, total=False):
     concurrency: int
     provision_timeout: float
     display: Display
+    output: Output
     collect_metrics: bool
     name: str | None
     keep_warm: float
@@ -215,6 +217,10 @@ class PoolSpec(BaseModel):
         default=1800, gt=0, le=LONGEST_SECONDS, description="Seconds within which the machines must be ready."
     )
     display: Display = Field(default="log", description='What is printed: "log", "spinner" or "quiet".')
+    output: Output = Field(
+        default="all",
+        description='Of which nodes the output of a broadcast is shown: "all", or only the first one\'s, "head".',
+    )
     collect_metrics: bool = Field(
         default=True, description="Sample processor, memory and GPUs of each node every two seconds."
     )

@@ -440,7 +440,15 @@ def _shared() -> Iterator[tuple[sky.ComputePool, RecordedEvents]]:
     # a test moves the clock of all pools of this process by an hour, and a pool that is idle for an hour ends
     month = 30 * 86_400.0
     with shared(
-        sky.ComputePool(provider=sky.Local(), nodes=2, timeout=month, display="quiet", on_event=recorded)
+        sky.ComputePool(
+            provider=sky.Local(),
+            nodes=2,
+            image=sky.Image(includes=[str(Path(__file__).with_name("README.md"))]),
+            timeout=month,
+            display="quiet",
+            output="head",
+            on_event=recorded,
+        )
     ) as pool:
         yield pool, recorded
 

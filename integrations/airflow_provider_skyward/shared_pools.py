@@ -17,7 +17,7 @@ from airflow_provider_skyward.pool_keywords import as_plain_data
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-EACH_ITS_OWN = frozenset({"retries", "lease_seconds", "provision_timeout", "collect_metrics"})
+EACH_ITS_OWN = frozenset({"retries", "lease_seconds", "provision_timeout", "output", "collect_metrics"})
 """Fields that a task on a shared pool may set itself: they say how it uses the pool, not which machines there are."""
 HAS_RUN = frozenset({"success", "failed", "skipped", "upstream_failed", "removed", "running"})
 """States of a teardown after which it does not end a pool that is rented now."""

@@ -148,7 +148,7 @@ class StepEvents:
                 self._end_opening("the pool is ready")
             case sky.Metrics() | sky.CallReported() | sky.CallProgress() | sky.InstanceLost():
                 self._report.use.see(event)
-            case sky.LogLine() if self._prints:
+            case sky.LogLine(is_shown=True) if self._prints:
                 self._do(lambda: print_line(event))
             case sky.Error(message) if self._spans.is_written:
                 self._do(lambda step=self._step: self._spans.error(step, message))

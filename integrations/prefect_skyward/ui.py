@@ -83,6 +83,9 @@ class RunLog:
     def say_line(self, line: sky.LogLine) -> None:
         """Write a line of a node."""
         log, text = self._log_of(line.line) if self.has_nested_runs else (self, line.line)
+        if not line.is_shown:
+            log.say(logging.DEBUG, f"[node {line.node}] {text}")
+            return
         write = log.say_record if line.level else log.say
         write(line.level or logging.INFO, f"[node {line.node}] {text}")
 

@@ -42,7 +42,7 @@ def command_tree() -> Any:
     app.callback()(_root)
     _add(app, run.run, context_settings=run.PASS_ON)
     _add(app, pools.ps, users.users, cost.cost, calls.calls, sweep.sweep, warm.warm, pools.stop)
-    _add(app, top.top, live.logs, live.metrics, live.stacks, live.ssh, live.dashboard, ui.ui)
+    _add(app, top.top, live.logs, live.metrics, live.stacks, live.ssh, live.cp, live.dashboard, ui.ui)
     _add(app, attempts.why, offers.offers, quote.quote, receipt.receipt, doctor.doctor)
     app.add_typer(_add(_group("the ledger itself"), ledger.prune), name="ledger")
     app.add_typer(_add(_group("accounts that pay for pools"), budget.set_, budget.list_), name="budget")

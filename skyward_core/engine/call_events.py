@@ -8,11 +8,15 @@ from skyward_core.events.events import CallReported, LogLine
 from skyward_core.worker.wire import Output, Report, ReportedMetrics
 
 
-def call_events(report: Report, item: Output | ReportedMetrics) -> Iterator[LogLine | CallReported]:
-    """Yield an event for each line, or one for the metrics."""
+def call_events(
+    report: Report, item: Output | ReportedMetrics, place: int | None = None
+) -> Iterator[LogLine | CallReported]:
+    """Yield an event for each line, or one for the metrics; `place` as in `LogLine`."""
     if isinstance(item, ReportedMetrics):
         step, values = item.metrics
         yield CallReported(report.node, report.instance_id, item.call_id, step, values, item.timestamp)
         return
     for line in item.lines:
-        yield LogLine(report.node, report.instance_id, line, item.timestamp, item.call_id, item.stream, item.level)
+        yield LogLine(
+            report.node, report.instance_id, line, item.timestamp, item.call_id, item.stream, item.level, place
+        )

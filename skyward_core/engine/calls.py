@@ -119,6 +119,11 @@ class CallTable:
         self._is_closed = True
         self.end(error)
 
+    def place_of(self, call_id: str | None) -> int | None:
+        """Return the place of a call's node among those of its broadcast; None if it is of none, or has ended."""
+        entry = None if call_id is None else self.entries.get(call_id)
+        return None if entry is None or entry.call.place is None else entry.call.place[0]
+
     # ── outcomes ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def ended(self, outcome: Outcome, node: int, instance_id: str, now: float) -> None:

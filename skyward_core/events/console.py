@@ -132,7 +132,7 @@ class _Log:
                 return
             if line := self._narrator.tell(event):
                 log = _node_log if isinstance(event, LogLine | CallReported) else _log
-                write = log_record_of_node if isinstance(event, LogLine) and event.level else log.log
+                write = log_record_of_node if isinstance(event, LogLine) and event.level and event.is_shown else log.log
                 write(line[0], "%s", line[1], extra=self._fields(event))
 
     def _fields(self, event: SkywardEvent) -> dict[str, object]:
@@ -317,6 +317,8 @@ class _Spinner:
                 return
             line = self._narrator.tell(event)
             match event:
+                case LogLine(is_shown=False):
+                    pass
                 case LogLine() | ContactRegained() | CallsWaiting():
                     self._print_above(line[1] if line else "")
                 case CallReported() if line is not None:

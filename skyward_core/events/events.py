@@ -97,7 +97,7 @@ class BootstrapStarting:
 
 @dataclass(frozen=True, slots=True)
 class BootstrapProgress:
-    """A machine enters a step: "uv", "apt", "deps", "keep", "skyward", "volumes", "mig" or "server"."""
+    """A machine enters a step: "uv", "apt", "deps", "keep", "skyward", "volumes", "shell", "mig" or "server"."""
 
     instance_id: str
     step: str
@@ -196,6 +196,9 @@ class LogLine:
     `timestamp` is the node's clock, seconds since 1970; `call_id` names the call
     (`None`: written between calls), `stream` is "stdout" or "stderr". `level` is
     that of a log record, as in `logging` (30 is WARNING); None for other lines.
+    `place` is for a call of a broadcast: that of its node among those of the
+    broadcast, from 0 on; None for other calls. `is_shown` is False if displays
+    leave the line out, because the pool has `output="head"`.
     """
 
     node: int
@@ -205,6 +208,8 @@ class LogLine:
     call_id: str | None = None
     stream: str = "stdout"
     level: int | None = None
+    place: int | None = None
+    is_shown: bool = True
 
 
 # ── shut-down ────────────────────────────────────────────────────────────────────────────────────────────────────────

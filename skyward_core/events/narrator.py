@@ -67,7 +67,8 @@ class Narrator:
                 self._nodes[instance_id] = node
                 return logging.INFO, _provisioned(event)
             case LogLine(node, _, line):
-                return event.level or logging.INFO, f"[node {node}] {line}"
+                level = (event.level or logging.INFO) if event.is_shown else logging.DEBUG
+                return level, f"[node {node}] {line}"
             case CallReported():
                 return self._reported(event)
             case CallProgress():

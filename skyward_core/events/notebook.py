@@ -196,7 +196,7 @@ class NotebookDisplay:
                 return
             line = self._narrator.tell(event)
             if isinstance(event, LogLine | CallReported):
-                if line is not None:
+                if line is not None and getattr(event, "is_shown", True):
                     stream = getattr(event, "stream", "stdout")
                     self._present.run(_print, line[1], stream)
                 return

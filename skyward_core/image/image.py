@@ -12,12 +12,21 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, NoReturn
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, ConfigDict, Field, field_serializer, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
 from skyward_core.accelerators.cuda import cuda_of
 from skyward_core.errors import BadRequest
 from skyward_core.frozen import Frozen
 from skyward_core.image import local_files, shell
+from skyward_core.image.included_files import IncludedFiles, NodeFile, included_in, pinned
 from skyward_core.image.local_files import LocalFile
 from skyward_core.image.locking import locked
 from skyward_core.image.packages import NAME, Step, canonical, lacks, locked_steps, name_of, read_lock, steps
@@ -76,9 +85,13 @@ class Image(Frozen):
     "name=version". `env` is set in every call, its values literally; in repr and JSON values that look like secrets are
     masked (docs/secrets.md). `preload` are modules that a node imports once, before it starts the processes of calls:
     the first call of each process finds them imported. A module that cannot be imported, starts threads or opens a GPU
-    is skipped, and a warning says so. With `cache` a provider that can keep disks (AWS) keeps the disk of the first
-    machine with these packages, and later machines start from it; with other providers it has no effect. Lists become
-    tuples. Raises BadRequest before anything starts.
+    is skipped, and a warning says so. `includes` are files and folders of this machine (`included_files`): calls find
+    them at the same relative path below their working directory. `excludes` are patterns ("*.ckpt", "data/raw") of what
+    of the included folders does not travel. `shell` are commands of bash that run once on each machine, in that
+    directory, after the packages are installed and before the first call; one that fails ends the preparation. With
+    `cache` a provider that can keep disks (AWS) keeps the disk of the first machine with these packages, and later
+    machines start from it; with other providers it has no effect. Lists become tuples. Raises BadRequest before
+    anything starts.
 
     >>> Image(python="3.13", pip=["torch"], env={"OMP_NUM_THREADS": "1"}).pip
     ('torch',)
@@ -89,6 +102,9 @@ class Image(Frozen):
         **dict.fromkeys(("packages", "pip_install", "pip_packages", "requirements"), "pip"),
         **dict.fromkeys(("apt_install", "apt_packages", "system_packages"), "apt"),
         **dict.fromkeys(("environment", "env_vars"), "env"),
+        **dict.fromkeys(("include", "files", "file_mounts", "local_files", "workdir"), "includes"),
+        **dict.fromkeys(("exclude", "ignore"), "excludes"),
+        **dict.fromkeys(("setup", "commands", "run_commands", "setup_commands"), "shell"),
     }
 
     python: str = Field(default_factory=lambda: "{}.{}".format(*sys.version_info))
@@ -102,6 +118,9 @@ class Image(Frozen):
     apt: Sequence[str] = ()
     env: Annotated[dict[str, str], AfterValidator(FrozenEnv)] = Field(default_factory=FrozenEnv)
     preload: Sequence[str] = ()
+    excludes: Sequence[str] = ()
+    includes: Sequence[str] = ()
+    shell: Sequence[str] = ()
     cache: bool = False
 
     @property
@@ -128,20 +147,33 @@ class Image(Frozen):
         """The files of this machine among the packages."""
         return tuple(dict.fromkeys(local_files.files_in("\n".join((*self.pip, self.lock or "")))))
 
+    @property
+    def included(self) -> tuple[IncludedFiles, ...]:
+        """The included files: one archive, or none."""
+        return (IncludedFiles(included_in(self.includes), tuple(self.excludes)),) if self.includes else ()
+
+    @property
+    def uploads(self) -> tuple[NodeFile, ...]:
+        """All that a machine gets from this one."""
+        return (*self.files, *self.included)
+
     def refuse_changed_files(self) -> None:
         """Raise BadRequest for a file that has changed since the image was made, or is gone."""
         for file in self.files:
             if not file.is_unchanged:
                 what = "has changed since this image was made" if file.path.exists() else "is not on this machine"
                 raise BadRequest(f"{file.path} {what}: make the image again, with the file that is to be installed")
+        for files in self.included:
+            if changed := files.changed:
+                raise BadRequest(f"{changed}: make the image again, with the files that are to be included")
 
     def content_hash(self, *, runtime: Sequence[str] | None = None) -> str:
         """Return 12 hexadecimal characters that identify the installed software; they name environments and snapshots.
 
         Two images have the same hash if and only if they install the same: python, pip, apt (in any order), the
-        indexes, hashes and `runtime`, the node's own packages (default: `runtime_pins()`). `env`, `preload` and
-        `cache` are left out, because they do not change the installation. The hash is the same in every process and on
-        every machine.
+        indexes, hashes and `runtime`, the node's own packages (default: `runtime_pins()`). `env`, `preload`,
+        `includes`, `shell` and `cache` are left out, because they do not change the installation of packages. The hash
+        is the same in every process and on every machine.
         """
         parts: dict[str, Any] = {
             "python": self.python,
@@ -316,6 +348,38 @@ class Image(Frozen):
                 raise ValueError(f'preload has {entry!r}: write the names of modules as in an import, "sklearn.tree"')
         return tuple(preload)
 
+    @field_validator("excludes")
+    @classmethod
+    def _look_like_patterns(cls, excludes: Sequence[str]) -> tuple[str, ...]:
+        for pattern in excludes:
+            if not pattern.strip("/") or pattern.startswith(("/", "./", "../", "!")):
+                raise ValueError(
+                    f'excludes has {pattern!r}: write a name ("*.ckpt"), or a path below the working directory of the'
+                    ' calls ("data/raw")'
+                )
+        return tuple(excludes)
+
+    @field_validator("includes")
+    @classmethod
+    def _pin_what_is_included(cls, includes: Sequence[str], info: ValidationInfo) -> tuple[str, ...]:
+        try:
+            return pinned(includes, info.data.get("excludes", ()))
+        except OSError as error:
+            raise ValueError(f"{error.filename}, which the image includes, cannot be read: {error.strerror}") from error
+
+    @field_validator("shell")
+    @classmethod
+    def _look_like_commands(cls, shell: Sequence[str]) -> tuple[str, ...]:
+        for command in shell:
+            if not command.strip() or "\0" in command:
+                raise ValueError(f'shell has {command!r}: write commands of bash, as "python -m spacy download de"')
+            if _LOGIN_IN_SHELL.search(command):
+                raise ValueError(
+                    "shell must not hold a password or token, because images are written to logs and the ledger:"
+                    " put it into env, and write $NAME in the command"
+                )
+        return tuple(shell)
+
     @field_validator("env")
     @classmethod
     def _can_be_exported(cls, env: dict[str, str]) -> dict[str, str]:
@@ -373,6 +437,7 @@ def runtime_pins() -> tuple[str, ...]:
     )
 
 
+_LOGIN_IN_SHELL = re.compile(r"https?://[^/?#\s@$]+@")
 _LOGIN = re.compile(r"https?://(?!\$\{)[^/?#\s@]+@")
 # Names: Debian Policy 5.6.1. A trailing "-" would make apt-get remove the package.
 _DEBIAN_PACKAGE = re.compile(

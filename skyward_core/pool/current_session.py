@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 from skyward_core.concurrency.greenlets import refuse_greenlets
 from skyward_core.errors import InstancesLeft, PoolClosed, SkywardError
 from skyward_core.events import console
-from skyward_core.events.events import Callback, CostFinal, compose, registered_callback
-from skyward_core.events.queue import EventQueue
+from skyward_core.events.events import Callback, CostFinal
 from skyward_core.ledger.names_policy import NOTHING_USED, Usage
 from skyward_core.machines.instances import Lease
 from skyward_core.machines.sealing import secret_keys
@@ -36,6 +35,7 @@ from skyward_core.pool.preparation import Prepared
 from skyward_core.providers.base import Provider
 from skyward_core.session.attached import Attached
 from skyward_core.session.call_ledger import CallLedger
+from skyward_core.session.event_emitter import event_queue
 from skyward_core.session.named_use import NamedUse
 from skyward_core.session.pool_uses import PoolUses
 from skyward_core.session.sealed_lease import PoolKeys, find_lease
@@ -481,9 +481,7 @@ def _attach(
     ledger: Ledger | None = None,
 ) -> Attached:
     """Connect to the nodes of a lease; nothing stays open if that fails. `log` as in `EventQueue`."""
-    show = console.display(spec.display, pool_id=claim.pool_id)
-    callback = compose(*[sink for sink in (registered_callback(), on_event) if sink is not None], show)
-    events = EventQueue(callback, show.close, log=log)
+    events = event_queue(spec, on_event, log, claim.pool_id)
     attached = Attached(
         claim, key, sealed, spec.lease_seconds, spec.retries, events, pays=pays, work=work, ledger=ledger
     )

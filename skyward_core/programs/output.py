@@ -27,6 +27,8 @@ class ProgramOutput:
 
     def __call__(self, event: SkywardEvent, /) -> None:
         if isinstance(event, LogLine) and event.call_id is not None:
+            if not event.is_shown:
+                return
             is_error = event.stream == "stderr" or event.level is not None
             line = f"[node {event.node}] {event.line}" if self._has_ranks else event.line
             self._print("stderr" if is_error else "stdout", line)

@@ -91,7 +91,7 @@ class Provider(Frozen):
 
     name: ClassVar[str]
     refuses: ClassVar[Mapping[str, str]] = {}
-    """What the provider can never do ("apt", "volume", "mig"), each with the reason and an alternative.
+    """What the provider can never do ("apt", "shell", "volume", "mig"), each with the reason and an alternative.
 
     Such a spec is refused before anything is launched.
     """

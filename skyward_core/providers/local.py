@@ -112,6 +112,9 @@ class Local(Provider):
         "apt": (
             "installing Debian packages would change this machine; install them by hand and leave Image(apt=...) out"
         ),
+        "shell": (
+            "commands that prepare a machine would change this one; run them by hand and leave Image(shell=...) out"
+        ),
         "volume": (
             "mounting a bucket would change this machine; read the data in the function, for instance with boto3 or"
             " fsspec"

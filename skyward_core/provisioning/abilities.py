@@ -27,7 +27,12 @@ def able(spec: PoolSpec, providers: Sequence[Provider]) -> list[Provider]:
 def refuse(spec: PoolSpec, provider: Provider) -> None:
     """Raise BadRequest for a feature that the provider never has, before any request to it."""
     is_partitioned = spec.accelerator is not None and bool(spec.accelerator.mig)
-    needed = {"apt": bool(spec.image.apt), "volume": bool(spec.volume), "mig": is_partitioned}
+    needed = {
+        "apt": bool(spec.image.apt),
+        "shell": bool(spec.image.shell),
+        "volume": bool(spec.volume),
+        "mig": is_partitioned,
+    }
     for feature, reason in type(provider).refuses.items():
         if needed.get(feature):
             raise NotYetSupported(f"{provider.name} does not do {feature}: {reason}")

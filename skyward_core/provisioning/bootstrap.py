@@ -25,18 +25,21 @@ from skyward_core.errors import BootstrapFailed, CommandFailed, ProvisioningTime
 from skyward_core.events.events import BootstrapProgress, BootstrapStarting, LogLine, SkywardEvent
 from skyward_core.image import shell
 from skyward_core.image.image import FrozenEnv
-from skyward_core.image.local_files import LocalFile, on_node
+from skyward_core.image.included_files import NodeFile
+from skyward_core.image.local_files import on_node
 from skyward_core.image.mig_shell import partition_gpus
 from skyward_core.image.volume_shell import mount_volumes
+from skyward_core.image.work_shell import make_work
 from skyward_core.machines.instances import Instance
 from skyward_core.machines.offers import memory_gb
 from skyward_core.providers.base import Provider
 from skyward_core.providers.local import installing_environment
 from skyward_core.provisioning.guard import guard_script
 from skyward_core.spec import PoolSpec
-from skyward_core.transport.code_upload import FileChanged, shipped_archive, shipped_package
+from skyward_core.transport.code_upload import FileChanged, shipped_archive, shipped_file, shipped_package
 from skyward_core.transport.transport import Transport
 from skyward_core.urls import without_logins
+from skyward_core.worker.masking import Mask
 from skyward_core.worker.preemption_notice import Notice
 from skyward_core.worker.settings import NodeSettings, this_process
 
@@ -75,14 +78,18 @@ def startup_script(spec: PoolSpec, provider: Provider, paid_seconds: float | Non
         return guard_script(spec.lease_seconds, spec.max_lifetime, provider.end_command, paid_seconds)
     lines = ["#!/usr/bin/env bash", WATCHER]
     if spec.image.is_bare:
-        lines.append(f"export SKYWARD_ENV_PYTHON={shlex.quote(sys.executable)}")
+        lines += [
+            shell.prelude() if spec.image.included else "",
+            f"export SKYWARD_ENV_PYTHON={shlex.quote(sys.executable)}",
+        ]
     else:
         lines += [
             f"export SKYWARD_PYTHON={shlex.quote(sys.executable)} SKYWARD_UV={shlex.quote(uv.find_uv_bin())}",
             "export PYTHONDONTWRITEBYTECODE=",
             *_for_installing(spec.image.bootstrap()),
         ]
-    return "\n".join(lines) + "\n" + _server(spec, shlex.quote(str(shipped_package())), is_kept=True)
+    archive = "".join(shlex.quote(str(shipped_file(one))) for one in spec.image.included)
+    return "\n".join(lines) + "\n" + _server(spec, shlex.quote(str(shipped_package())), archive, is_kept=True)
 
 
 def _for_installing(installation: str) -> list[str]:
@@ -95,7 +102,7 @@ def node_script(spec: PoolSpec) -> str:
     """Return the bash script that makes a node of a machine over SSH: environment, our package, volumes, partitions of
     GPUs, supervisor.
     """
-    return on_node(spec.image.bootstrap()) + "\n" + _server(spec, f'"$SKYWARD_HOME/ship/{shipped_archive().name}"')
+    return on_node(spec.image.bootstrap()) + "\n" + _server_over_ssh(spec)
 
 
 def node_script_in_two(spec: PoolSpec) -> tuple[str, str]:
@@ -112,9 +119,7 @@ def node_script_in_two(spec: PoolSpec) -> tuple[str, str]:
         "skyward_run sync",
         f"skyward_phase {KEEP_PHASE}",
     ]
-    return "\n".join([*(line for line in first if line), _awaited(REST)]), _server(
-        spec, f'"$SKYWARD_HOME/ship/{shipped_archive().name}"'
-    )
+    return "\n".join([*(line for line in first if line), _awaited(REST)]), _server_over_ssh(spec)
 
 
 def _awaited(name: str) -> str:
@@ -122,17 +127,25 @@ def _awaited(name: str) -> str:
     return f"until [ -e {file} ]; do sleep 0.1; done\n. {file}\n"
 
 
-def _server(spec: PoolSpec, package: str, *, is_kept: bool = False) -> str:
-    """Return the last part of a node's script. `is_kept`: it already runs below a keeper (`worker/keeper.py`)."""
+def _server_over_ssh(spec: PoolSpec) -> str:
+    archive = "".join(f'"$SKYWARD_HOME/{one.place}"' for one in spec.image.included)
+    return _server(spec, f'"$SKYWARD_HOME/ship/{shipped_archive().name}"', archive)
+
+
+def _server(spec: PoolSpec, package: str, archive: str, *, is_kept: bool = False) -> str:
+    """Return the last part of a node's script. `archive`: of the included files (`work_shell`). `is_kept`: it already
+    runs below a keeper (`worker/keeper.py`).
+    """
     keeper = "" if is_kept else f'"$SKYWARD_ENV_PYTHON" -I -S {package}/skyward_core/worker/keeper.py -- '
     lines = [f"export {name}={shlex.quote(value)}" for name, value in spec.node_environment.items()]
     lines += [
         f"echo '{MARK}phase skyward'",
         f"export PYTHONPATH={package}",
         mount_volumes(spec.volume),
+        make_work(spec.image, archive),
         partition_gpus(spec.accelerator.mig, spec.accelerator.count) if spec.accelerator is not None else "",
         f"echo '{MARK}phase {LAST_PHASE}'",
-        f'exec {keeper}"$SKYWARD_ENV_PYTHON" -m skyward_core.worker.supervisor "$SKYWARD_INSTANCE_DIRECTORY"',
+        f'exec {keeper}"$SKYWARD_ENV_PYTHON" -P -m skyward_core.worker.supervisor "$SKYWARD_INSTANCE_DIRECTORY"',
     ]
     return "\n".join(line for line in lines if line) + "\n"
 
@@ -208,8 +221,12 @@ def settings_of(
 class Preparation:
     """Prepares one instance, and follows the preparation in its log."""
 
-    def __init__(self, transport: Transport, rank: int, emit: Callable[[SkywardEvent], object]) -> None:
+    def __init__(
+        self, transport: Transport, rank: int, emit: Callable[[SkywardEvent], object], mask: Mask | None = None
+    ) -> None:
+        """`mask` hides the secrets of the image's and the pool's `env` in what the machine prints."""
         self.transport = transport
+        self._mask = mask or Mask()
         self.rank = rank
         self.phase = ""
         self.head: str | None = None
@@ -239,7 +256,7 @@ class Preparation:
         """The machine."""
         return self.transport.instance
 
-    def start(self, script: str, timeout_seconds: float, files: Sequence[LocalFile] = ()) -> None:
+    def start(self, script: str, timeout_seconds: float, files: Sequence[NodeFile] = ()) -> None:
         """Connect to the machine, upload the image's files and start its script.
 
         Raises BootstrapFailed if it cannot be reached in time, or a file is not here.
@@ -268,7 +285,7 @@ class Preparation:
             kind, _, rest = line.removeprefix(MARK).partition(" ")
             if not line.startswith(MARK):
                 # pip, uv and git may repeat the address of an index or a repository
-                self._tail = [*self._tail, without_logins(line)][-LAST_LINES:]
+                self._tail = [*self._tail, self._mask.text(without_logins(line))][-LAST_LINES:]
                 if line.startswith(GUARD_ENDS):
                     self.has_ended = True
                     raise self.failure(line.removeprefix("skyward: "))
@@ -299,6 +316,7 @@ class Preparation:
 
     def failure(self, what: str) -> BootstrapFailed:
         """Return the error of a failed preparation, with the phase and the last lines."""
+        what = self._mask.text(what)
         fields = {name: value for name, _, value in (part.partition("=") for part in what.split(" ", 2))}
         last_lines = "\n".join(f"  {line}" for line in self._tail)
         code = fields.get("exit", "")

@@ -6,7 +6,9 @@ Every user of a disk image can read it. So the machine is prepared in two parts,
                                proxies), is kept in the machine's memory
     sync, phase "keep"         and the machine waits
     `Provider.keep_image`      returns when the content of the disk image is fixed, or fails; the machine goes on
-    rest.sh, settings.json     the environment of calls, volumes with their credentials, the pool's certificate
+    included files             of `Image(includes=...)`
+    rest.sh, settings.json     the environment of calls, volumes with their credentials, the commands of
+                               `Image(shell=...)`, the pool's certificate
 
 The disk is that of the head, because each pool has one; the other machines go on meanwhile. If the client is killed,
 the machine waits until its lease runs out, and `Provider.prune` removes the incomplete disk image. Replacements and new
@@ -24,6 +26,7 @@ from skyward_core.machines.instances import Instance
 from skyward_core.providers.base import STARTED_FROM_TAG, Provider
 from skyward_core.provisioning.bootstrap import IMAGE_ENV, KEEP_PHASE, REST, Preparation, node_script_in_two
 from skyward_core.spec import PoolSpec
+from skyward_core.transport.code_upload import FileChanged
 
 LOOK_SECONDS = 0.05
 
@@ -55,7 +58,10 @@ def start_and_keep(
                 raise PoolClosed("the pool is not going to open")
         if can_be_kept:
             _keep(node.instance, spec, provider)
+        node.transport.send(spec.image.included)
         node.transport.write(REST, rest)
+    except FileChanged as error:
+        raise node.failure(str(error)) from error
     except (Unreachable, CommandFailed) as error:
         raise node.failure(f"it does not answer any more: {error}") from error
 

@@ -30,6 +30,7 @@ from skyward_core.provisioning.port_forwarding import ALL_AT_ONCE, PortForwardin
 from skyward_core.provisioning.rental import Emit, Rental
 from skyward_core.spec import PoolSpec
 from skyward_core.transport.transport import LocalTransport, Transport
+from skyward_core.worker.masking import Mask
 from skyward_core.worker.preemption_notice import Notice
 from skyward_core.worker.settings import NodeSettings
 from skyward_core.worker.watchdog import MISSED
@@ -51,6 +52,8 @@ class Nodes:
         self._rental = rental
         self._certificate = certificate
         self._emit = emit
+        env = {**spec.image.env, **(spec.env or {})}
+        self._mask = Mask(env[name] for name in spec.plain_secrets)
         self.settings_lock = threading.Lock()
         self.all: dict[int, Preparation] = {}
         """The present nodes, by rank."""
@@ -130,7 +133,7 @@ class Nodes:
 
     def preparation_of(self, instance: Instance, rank: int) -> Preparation:
         """Return the preparation of a machine. The machine has no rank in the pool yet."""
-        return Preparation(self._rental.transports.to(instance), rank, self._emit)
+        return Preparation(self._rental.transports.to(instance), rank, self._emit, self._mask)
 
     def script(self) -> str:
         """Return the script that makes a node of a machine."""

@@ -156,7 +156,7 @@ class Replacement:
         if rank in self._adding:
             self._adding[rank] = node
         try:
-            node.start(self._nodes.script(), self._spec.provision_timeout, self._spec.image.files)
+            node.start(self._nodes.script(), self._spec.provision_timeout, self._spec.image.uploads)
         except BaseException:
             self._rental.end(node)
             raise

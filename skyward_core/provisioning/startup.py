@@ -81,7 +81,7 @@ class Startup:
         if node.rank == 0 and is_to_be_kept(self._spec, self._rental.provider, node.instance):
             start_and_keep(node, self._spec, self._rental.provider, timeout, self._has_failed)
         else:
-            node.start(self._nodes.script(), timeout, self._spec.image.files)
+            node.start(self._nodes.script(), timeout, self._spec.image.uploads)
         if node.rank == 0:
             self._send_settings(node, None)
 

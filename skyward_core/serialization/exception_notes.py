@@ -62,6 +62,6 @@ def _missing_file(path: object) -> str | None:
         return None
     return (
         f"{path!r} is a relative path, and the working directory of a call is the node's own: the files beside your"
-        " program are not there. Pass the content as an argument, or name an absolute path on the node, such as that"
-        " of a volume"
+        " program are not there. Include the file in the image, Image(includes=[...]), pass the content as an argument,"
+        " or name an absolute path on the node, such as that of a volume"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 
 from skyward_core.errors import SkywardError
@@ -18,10 +19,22 @@ from skyward_core.events.events import (
     compose,
     registered_callback,
 )
+from skyward_core.events.head_output import hide_other_nodes
 from skyward_core.events.queue import EventQueue
 from skyward_core.ledger.metering import Meter
 from skyward_core.ledger.rows import Bucket
 from skyward_core.spec import PoolSpec
+
+
+def event_queue(spec: PoolSpec, on_event: Callback | None, log: Callable[..., object], pool_id: str = "") -> EventQueue:
+    """Return the queue of a pool's events: to the registered callback, `on_event` and the display, in this order.
+
+    `pool_id` is that of a pool which is open already, `log` as in `EventQueue`.
+    """
+    display = console.display(spec.display, pool_id=pool_id)
+    first = hide_other_nodes if spec.output == "head" else None
+    sinks = [callback for callback in (first, registered_callback(), on_event) if callback is not None]
+    return EventQueue(compose(*sinks, display), display.close, log=log)
 
 
 class EventEmitter:
@@ -33,12 +46,7 @@ class EventEmitter:
         self.final: CostFinal | None = None
         """The bill, once it was emitted."""
         self._slots = spec.concurrency * spec.workers_per_node
-        self.queue = queue or self._new_queue(spec, on_event)
-
-    def _new_queue(self, spec: PoolSpec, on_event: Callback | None) -> EventQueue:
-        display = console.display(spec.display)
-        sinks = [callback for callback in (registered_callback(), on_event) if callback is not None]
-        return EventQueue(compose(*sinks, display), display.close, log=console.log_of(spec.display))
+        self.queue = queue or event_queue(spec, on_event, console.log_of(spec.display))
 
     def emit(self, event: SkywardEvent) -> int:
         """Count one event, and queue it for the callbacks; return its number in `queue`.

@@ -26,6 +26,7 @@ from pathlib import Path
 import uv
 
 from skyward_core.errors import BadRequest
+from skyward_core.image.included_files import IncludedFiles, NodeFile
 from skyward_core.image.local_files import LocalFile, sha256_of
 from skyward_core.image.uv_wheels import VERSION, WHEELS, Wheel
 from skyward_core.paths import cache_places, first_private
@@ -91,8 +92,9 @@ def shipped_package() -> Path:
         return _package()
 
 
-def shipped_file(file: LocalFile) -> Path:
-    """Return a copy of a file with the content that it had when the image was made, in the user's cache.
+def shipped_file(file: NodeFile) -> Path:
+    """Return a copy of a file with the content that it had when the image was made, in the user's cache; or the archive
+    of the included files.
 
     So a machine that replaces another gets the same file, though it was built again meanwhile. Raises FileChanged.
     """
@@ -102,15 +104,25 @@ def shipped_file(file: LocalFile) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
             try:
-                shutil.copyfile(file.path, partial)
-                if sha256_of(partial) != file.sha256:
-                    raise FileChanged(f"{file.path} has changed since the pool's image was made")
+                if (
+                    changed := file.write_archive(partial)
+                    if isinstance(file, IncludedFiles)
+                    else _copied(file, partial)
+                ):
+                    raise FileChanged(changed)
                 partial.replace(path)
-            except FileNotFoundError as error:
-                raise FileChanged(f"{file.path}, which the pool's image installs, is not on this machine") from error
             finally:
                 partial.unlink(missing_ok=True)
         return path
+
+
+def _copied(file: LocalFile, place: Path) -> str:
+    """Copy a file; return how it has changed since the image was made, in words."""
+    try:
+        shutil.copyfile(file.path, place)
+    except FileNotFoundError:
+        return f"{file.path}, which the pool's image installs, is not on this machine"
+    return "" if sha256_of(place) == file.sha256 else f"{file.path} has changed since the pool's image was made"
 
 
 @cache

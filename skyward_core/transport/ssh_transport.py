@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 
 from skyward_core.errors import CommandFailed, ConnectionLost, SkywardError
 from skyward_core.events.events import ContactLost, ContactRegained, SkywardEvent
-from skyward_core.image.local_files import LocalFile
+from skyward_core.image.included_files import NodeFile
 from skyward_core.machines.instances import Instance
 from skyward_core.transport.code_upload import CompressedFile, shipped_archive, shipped_file, shipped_uv
 from skyward_core.transport.ssh_connection import SSHConnection
@@ -284,7 +284,7 @@ class SSHTransport:
         *,
         timeout_seconds: float,
         emit: Callable[[SkywardEvent], object],
-        files: Sequence[LocalFile] = (),
+        files: Sequence[NodeFile] = (),
     ) -> None:
         deadline = time.monotonic() + timeout_seconds
         archive = shipped_archive()
@@ -303,6 +303,10 @@ class SSHTransport:
             archive.name,
         ]
         self._again(lambda: self._command(START, words, stdin=script), deadline)
+
+    def send(self, files: Sequence[NodeFile]) -> None:
+        for file in files:
+            self._patiently(functools.partial(self._upload, file))
 
     def join(self, *, timeout_seconds: float, guard_seconds: float | None = None, archive: str = "") -> set[str]:
         """Connect, wait for the node's guard, then renew its lease and follow its log. Return the lines that LOOK
@@ -545,7 +549,7 @@ class SSHTransport:
         if "shipped" not in found:
             self._connection.put(shipped_archive().path, f"{self._directory}/ship.tar.gz")
 
-    def _upload(self, file: LocalFile) -> None:
+    def _upload(self, file: NodeFile) -> None:
         path = f"{PurePosixPath(self._directory).parent.parent}/{file.place}"
         if not self._command('if [ -f "$1" ]; then echo there; fi', [path]):
             self._connection.put(shipped_file(file), path)

@@ -16,7 +16,7 @@ from typing import Protocol, cast
 from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import SkywardError
 from skyward_core.events.events import SkywardEvent
-from skyward_core.image.local_files import LocalFile
+from skyward_core.image.included_files import NodeFile
 from skyward_core.machines.instances import Instance
 from skyward_core.worker.private_folders import is_private
 from skyward_core.worker.settings import memory_directory, write_atomically
@@ -53,13 +53,17 @@ class Transport(Protocol):
         *,
         timeout_seconds: float,
         emit: Callable[[SkywardEvent], object],
-        files: Sequence[LocalFile] = (),
+        files: Sequence[NodeFile] = (),
     ) -> None:
         """Give the node these files, and let it run its bootstrap script. Does nothing if the provider has done so
         already.
 
         Raises FileChanged if a file is not here any more.
         """
+        ...
+
+    def send(self, files: Sequence[NodeFile]) -> None:
+        """Give the node these files, unless it has them. Raises FileChanged."""
         ...
 
     def join(self, *, timeout_seconds: float, guard_seconds: float | None = None) -> object:
@@ -196,9 +200,12 @@ class LocalTransport:
         *,
         timeout_seconds: float,
         emit: Callable[[SkywardEvent], object],
-        files: Sequence[LocalFile] = (),
+        files: Sequence[NodeFile] = (),
     ) -> None:
         """Nothing to do: the provider runs the script, and the files are here."""
+
+    def send(self, files: Sequence[NodeFile]) -> None:
+        """Nothing to do: the files are here."""
 
     def join(self, *, timeout_seconds: float, guard_seconds: float | None = None) -> object:
         """Nothing to connect to."""

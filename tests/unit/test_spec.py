@@ -38,6 +38,7 @@ FULL: dict[str, Any] = {
     "provision_timeout": 90.0,
     "architecture": "arm64",
     "display": "quiet",
+    "output": "head",
     "collect_metrics": False,
     "name": "nightly",
     "keep_warm": 600.0,
@@ -281,6 +282,7 @@ def test_another_python_is_refused_with_the_reason() -> None:
         ({"volume": sky.S3Volume(mount_path="/data", bucket="weather")}, "volume"),
         ({"accelerator": sky.Accelerator.NVIDIA.H100(mig="3g.40gb")}, "mig"),
         ({"image": sky.Image(apt=["ffmpeg"])}, "apt"),
+        ({"image": sky.Image(shell=["true"])}, "shell"),
     ],
 )
 def test_a_setting_that_local_does_not_support_is_refused(options: dict[str, Any], name: str) -> None:

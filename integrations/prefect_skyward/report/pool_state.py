@@ -10,7 +10,7 @@ from typing import Any
 import skyward_core as sky
 
 SECONDS_PER_HOUR = 3600
-STEPS = ("uv", "apt", "deps", "keep", "skyward", "volumes", "mig", "server")
+STEPS = ("uv", "apt", "deps", "keep", "skyward", "volumes", "shell", "mig", "server")
 """The steps of a machine that is being prepared, in their order."""
 RENTED_SHARE, PREPARED_SHARE = 0.3, 0.95
 """How far a machine is when it exists, and when it is a node. The rest is the start of the cluster."""

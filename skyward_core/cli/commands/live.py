@@ -1,4 +1,4 @@
-"""`skyward logs`, `metrics`, `stacks`, `ssh` and `dashboard`: a look at a live pool."""
+"""`skyward logs`, `metrics`, `stacks`, `ssh`, `cp` and `dashboard`: a look at a live pool."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 import threading
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -15,7 +16,7 @@ from skyward_core.cli.options import AsJson, PoolName, open_ledger
 from skyward_core.cli.printing import print_json, print_json_line, print_table, print_warnings, visible
 from skyward_core.cli.views import live as view
 
-OnNode = Annotated[int, typer.Option("--node", parser=values.whole, metavar="N", help="the node, from 0")]
+OnNode = Annotated[int, typer.Argument(parser=values.whole, metavar="[NODE]", help="the node, from 0")]
 
 
 def logs(
@@ -93,8 +94,8 @@ def stacks(context: typer.Context, pool: PoolName, *, as_json: AsJson = False) -
 def ssh(
     context: typer.Context,
     pool: PoolName,
-    *,
     node: OnNode = 0,
+    *,
     show: Annotated[bool, typer.Option("--print", help="print the command, and do not run it")] = False,
 ) -> int:
     """Log in to a node of a live pool with OpenSSH; for a node of this machine, open a shell in its folder."""
@@ -109,6 +110,32 @@ def ssh(
     sys.stdout.flush()
     sys.stderr.flush()
     return run_in_place(command)
+
+
+def cp(
+    context: typer.Context,
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="a file or folder here, or POOL:NODE:PATH")],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="the same; one of both is on a node")],
+) -> int:
+    """Copy a file or folder to or from a node of a live pool. A relative PATH begins where its calls run."""
+    from skyward_core.errors import BadRequest
+    from skyward_core.live.copying import copy_from, copy_to, read_place
+    from skyward_core.live.pool_nodes import find_nodes
+
+    there, here = read_place(source), read_place(target)
+    place = here if there is None else there
+    if place is None or (there is not None and here is not None):
+        raise BadRequest(
+            "one of both must be on a node, and the other one here: write `skyward cp data.csv POOL:NODE:PATH`, and"
+            " ./a:b for a file here with a colon in its name"
+        )
+    with open_ledger(context) as ledger:
+        nodes = find_nodes(ledger, place.pool)
+    if there is None:
+        copy_to(nodes, place.node, Path(source), place.path)
+    else:
+        copy_from(nodes, place.node, place.path, Path(target))
+    return 0
 
 
 def dashboard(context: typer.Context, pool: PoolName) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
+from skyward_core.events.events import InstanceProvisioned
 from skyward_core.transport.ssh_connection import SSHConnection
 from tests.conftest import RecordedEvents, members
 from tests.real_hosts import owned_by, tagged
@@ -211,3 +212,15 @@ def test_hosts_that_cannot_reach_each_other_are_one_pool(fleet, mirror):
             whole = client.submit(b"".join, parts, workers=[address], pure=False)
             assert client.submit(len, whole).result(timeout=30) == 3 * MIB
     assert cloud.machines == {}
+
+
+def test_a_command_that_fails_ends_the_pool_with_its_last_lines(cloud):
+    """No other machine is rented for it, and values of `env` that look like secrets are masked."""
+    recorded = RecordedEvents()
+    command = 'echo "asking with $HUB_TOKEN for $NAME"; exit 9'
+    env = {"HUB_TOKEN": "t0k-of-the-team", "NAME": "weights"}
+    error = failure(cloud, recorded, image=sky.Image(shell=["true", command], env=env))
+    assert (error.phase, error.exit_code, len(recorded.of(InstanceProvisioned))) == ("shell", 9, 1)
+    assert f"exit=9 command={command}" in str(error)
+    assert error.output[-1] == "asking with *** for weights"
+    assert "t0k-of-the-team" not in f"{error} {error.output} {recorded.events}"

@@ -22,6 +22,7 @@ from skyward_core.image import shell, uv_wheels
 from skyward_core.image.image import Image, runtime_pins
 from skyward_core.image.volume import S3Volume
 from skyward_core.image.volume_shell import mount_volumes
+from skyward_core.image.work_shell import make_work
 from skyward_core.transport import code_upload
 from tests.waiting import wait_until
 
@@ -101,6 +102,58 @@ def reported(output: str) -> list[str]:
     return [line.removeprefix("::skyward ") for line in output.splitlines() if line.startswith("::skyward ")]
 
 
+def prepared(machine: Machine, image: Image, node: str) -> subprocess.CompletedProcess[str]:
+    """Make the working directory of a node's calls, after the packages."""
+    folder = machine.home / "instances" / node
+    folder.mkdir(parents=True, exist_ok=True)
+    archive = "".join(f"'{code_upload.shipped_file(one)}'" for one in image.included)
+    script = image.bootstrap(runtime=()) + make_work(image, archive) + "\necho in $PWD\n"
+    return machine.run(script, SKYWARD_INSTANCE_DIRECTORY=str(folder), TOKEN="tok")
+
+
+def test_commands_run_once_on_a_machine_where_the_included_files_are(machine: Machine, tmp_path: Path) -> None:
+    """Each node gets a copy of what they have made, and may change it. They run again if a command or a file is another
+    one, and the environment's programs come first.
+    """
+    machine.link("cp", "tar", "gzip", "wc", "tr")
+    machine.uv()
+    (tmp_path / "words.txt").write_text("one two\n")
+    commands = ["tr a-z A-Z <words.txt >upper.txt; command -v python", 'echo "ran with ${TOKEN}" >>"$LOG"']
+    image = Image(includes=[str(tmp_path / "words.txt")], shell=commands)
+    done = [prepared(machine, image, node) for node in ("first", "second")]
+    work = [machine.home / "instances" / node / "work" for node in ("first", "second")]
+    assert [run.stdout.splitlines()[-1] for run in done] == [f"in {one}" for one in work], done[0].stderr
+    assert [sorted(path.name for path in one.iterdir()) for one in work] == [["upper.txt", "words.txt"]] * 2
+    assert (work[1] / "upper.txt").read_text() == "ONE TWO\n"
+    assert machine.called("ran") == ["with tok"]
+    assert f"{machine.environment(image)}/bin/python" in done[0].stdout.splitlines()
+    assert reported(done[0].stdout)[-1] == "phase shell"
+    (work[0] / "upper.txt").write_text("changed by a call")
+    prepared(machine, Image(includes=[str(tmp_path / "words.txt")], shell=[*commands, "true"]), "third")
+    (tmp_path / "words.txt").write_text("three\n")
+    prepared(machine, Image(includes=[str(tmp_path / "words.txt")], shell=commands), "fourth")
+    assert (machine.home / "instances/fourth/work/upper.txt").read_text() == "THREE\n"
+    assert machine.called("ran") == ["with tok"] * 3
+    assert machine.log.read_text().count("[venv]") == 1, "the packages are the same"
+
+
+def test_a_command_that_fails_is_reported_and_runs_again(machine: Machine) -> None:
+    """With its exit code; also the first of a pipe, and of several lines. It begins in an empty directory."""
+    machine.link("cp", "ls", "wc")
+    machine.uv()
+    image = Image(shell=["echo it begins", 'ls; touch left; [ -e "$HOME/mended" ] || (exit 7) | cat\necho not reached'])
+    failed = prepared(machine, image, "first")
+    assert failed.returncode == 7
+    said = failed.stdout.splitlines()
+    assert "it begins" in said
+    assert reported(failed.stdout)[-1].startswith("failed phase=shell exit=7 command=ls; touch left;")
+    assert "not reached" not in said
+    (machine.home.parent / "mended").touch()
+    again = prepared(machine, image, "first")
+    assert (again.returncode, "left" in again.stdout.splitlines()) == (0, False)
+    assert prepared(machine, Image(), "bare").stdout.splitlines()[-1].endswith("/instances/bare/work")
+
+
 # ── the text ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -120,7 +173,8 @@ def test_the_script_passes_shellcheck(fields: dict, ttl: int) -> None:
         S3Volume(mount_path="/it's $HOME", bucket="a.b.c", prefix="`x`"),
         S3Volume(mount_path="/out", bucket="out", read_only=False, region="eu-west-1"),
     ]
-    script = Image(**fields).bootstrap(ttl) + mount_volumes(volumes if fields else []) + "\n"
+    image = Image(**fields, shell=["echo 'a $b'"] if fields else ())
+    script = image.bootstrap(ttl) + mount_volumes(volumes if fields else []) + "\n" + make_work(image, "a") + "\n"
     command = [Path(sys.executable).with_name("shellcheck"), "--shell=bash", "-"]
     assert subprocess.run(command, input=script, capture_output=True, text=True, check=False).stdout == ""
 

@@ -707,6 +707,7 @@ def rank() -> None:
     info = sky.instance_info()
     assert info is not None
     PipesContext.get().report_custom_message(info.node)
+    print("a line of each node")
 
 
 def fail() -> None:
@@ -755,7 +756,9 @@ def test_functions_and_scripts_report_with_pipes(tmp_path: Path) -> None:
             pipes.run(context=context)
         return done.get_materialize_result()
 
-    client = PipesSkywardClient(compute=SkywardResource(provider=sky.Local(price_per_hour=36.0), nodes=2))
+    client = PipesSkywardClient(
+        compute=SkywardResource(provider=sky.Local(price_per_hour=36.0), nodes=2, output="head")
+    )
     with dg.DagsterInstance.ephemeral() as instance:
         result = dg.materialize([model, scripted, everywhere], resources={"pipes": client}, instance=instance)
         assert seen == {
@@ -764,6 +767,12 @@ def test_functions_and_scripts_report_with_pipes(tmp_path: Path) -> None:
             "everywhere": [0, 1],
         }
         logged = {step: messages(instance, result, step) for step in ("model", "scripted", "everywhere")}
+        of_nodes = {
+            (entry.level, entry.user_message)
+            for entry in instance.all_logs(result.run_id)
+            if "a line of each node" in entry.user_message
+        }
+    assert of_nodes == {(logging.INFO, "[node 0] a line of each node"), (logging.DEBUG, "[node 1] a line of each node")}
     assert "step 1 of model with 3" in logged["model"]
     assert any(line.endswith("printed") and line.startswith("[node ") for line in logged["model"])
     assert any(line.endswith("] from the script") for line in logged["scripted"])

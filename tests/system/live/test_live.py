@@ -18,12 +18,14 @@ import pytest
 import skyward_core as sky
 from skyward_core.cli.commands import live as commands
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.live.pool_nodes import find_nodes
+from skyward_core.live.copying import copy_from, copy_to
+from skyward_core.live.pool_nodes import PoolNodes, find_nodes
 from skyward_core.machines.owner import Owner
 from skyward_core.worker import stacks
 from tests.cli.ledger import check_fields, documented
 from tests.unit.live.test_live import (  # noqa: F401 - fixtures
     ledger,
+    machine,
     skyward,
     url,
 )
@@ -84,6 +86,56 @@ def load_at_last(file: str) -> str:
     return "done"
 
 
+def copy_there_and_back(skyward: Callable[..., str], pool: str, work: Path, here: Path) -> None:
+    """Copy files and folders to the working directory of the calls on node 0, and back. Faults are named."""
+    (here / "tree/inner").mkdir(parents=True)
+    program = here / "tree/inner/run.sh"
+    program.write_bytes(b"#!/bin/sh\n" * 200_000)  # more than a pipe holds
+    program.chmod(0o755)
+    (here / "tree/link").symlink_to("inner/run.sh")
+    skyward(f"cp {program} {pool}:copied.sh")
+    skyward(f"cp {here}/tree {pool}:0:{work}")
+    skyward(f"cp {here}/tree {pool}:0:renamed/")
+    skyward(f"cp {here}/tree {pool}:0:renamed")
+    for copy in ("copied.sh", "tree/inner/run.sh", "renamed/link", "renamed/tree/inner/run.sh"):
+        assert (work / copy).read_bytes() == program.read_bytes()
+        assert os.access(work / copy, os.X_OK)
+    skyward(f"cp {pool}:0:tree {here}/back")
+    skyward(f"cp {pool}:tree/inner/run.sh {here}")
+    skyward(f"cp {pool}:0: {here}")
+    for copy in ("back/link", "run.sh", "work/tree/inner/run.sh", "work/copied.sh"):
+        assert (here / copy).read_bytes() == program.read_bytes()
+        assert os.access(here / copy, os.X_OK)
+    assert sorted(path.name for path in here.iterdir()) == ["back", "run.sh", "tree", "work"], "and no parts"
+    for words, fault in (
+        (f"{pool}:0:/no/such {here}", f"node 0 of pool {pool}: there is no file or folder /no/such"),
+        (f"{here}/none {pool}:0:a", f"there is no file or folder {here}/none on this machine"),
+        (f"{program} {pool}:0:/no/such/place", "there is no folder /no/such"),
+        (f"{pool}:0:tree {here}/no/such", f"there is no folder {here}/no on this machine"),
+        (f"{pool}:9:tree {here}", "has no node 9; its nodes are 0"),
+        (f"{here}/tree {pool}:0:copied.sh", "copied.sh"),
+    ):
+        assert fault in skyward(f"cp {words}", code=1)
+    (work / "escape").mkdir()
+    (work / "escape/outside").symlink_to("/etc/passwd")
+    assert "outside' is a link to an absolute path: the copy stopped there" in skyward(
+        f"cp {pool}:0:escape {here}", code=1
+    )
+
+
+def test_a_node_that_does_not_run_takes_and_gives_no_files(tmp_path: Path) -> None:
+    """Its directory is there, and names a process that is not its supervisor."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "supervisor").write_text(f"{os.getpid()}\n")
+    (tmp_path / "file").write_text("content")
+    nodes = PoolNodes("sky-1", (machine(directory=str(tmp_path)),))
+    with pytest.raises(sky.NodeLost, match="node 0 of pool sky-1 does not run: it is being prepared, or has ended"):
+        copy_to(nodes, 0, tmp_path / "file", "copy")
+    with pytest.raises(sky.NodeLost, match="does not run"):
+        copy_from(nodes, 0, "a", tmp_path / "copy")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "supervisor", "work"]
+
+
 def test_a_live_pool_is_looked_at(
     tmp_path: Path, skyward: Callable[..., str], monkeypatch: pytest.MonkeyPatch, url: str
 ) -> None:
@@ -113,7 +165,9 @@ def test_a_live_pool_is_looked_at(
         assert pool.id in skyward("top")
         with Ledger(url) as ledger:
             folder = find_nodes(ledger, pool.id).instances[0].directory
-        assert skyward(f"ssh {pool.id} --print").startswith(f"sh -c 'cd {folder} && exec")
+        assert skyward(f"ssh {pool.id} 0 --print").startswith(f"sh -c 'cd {folder} && exec")
+        assert "has no node 7" in skyward(f"ssh {pool.id} 7 --print", code=1)
+        copy_there_and_back(skyward, pool.id, Path(folder, "work"), tmp_path / "copies")
         pages: list[bytes] = []
 
         def read_page() -> None:

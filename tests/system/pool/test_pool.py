@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import os
 import pydoc
 import random
@@ -95,6 +96,47 @@ def test_a_broadcast_runs_on_all_nodes_at_once_in_their_order(pool: sky.ComputeP
     assert (first.head_addr, first.head_port) == (second.head_addr, second.head_port)
     assert first.accelerators == []
     assert (where() @ pool)[0].job_id != first.job_id
+
+
+def test_an_included_file_is_in_the_working_directory_of_each_node(pool: sky.ComputePool) -> None:
+    """One of elsewhere lies there under its name. The directory is each node's own, and has no modules."""
+
+    @sky.compute
+    def look(name: str) -> tuple[str, Path, bool]:
+        here = Path.cwd()
+        return Path(name).read_text(), here, any(Path(entry or ".").resolve() == here for entry in sys.path)
+
+    path = Path(__file__).parents[2] / "README.md"
+    (text, first, is_first_searched), (other, second, is_second_searched) = look(path.name) @ pool
+    assert text == other == path.read_text()
+    assert first != second
+    assert not is_first_searched | is_second_searched
+
+
+def test_of_a_broadcast_only_the_first_node_s_output_is_shown_and_warnings_of_all(
+    pool: sky.ComputePool, recorded: RecordedEvents
+) -> None:
+    """The events have all lines. Calls that are no broadcast are shown wherever they run."""
+
+    @sky.compute
+    def speaks(word: str) -> None:
+        print(word)
+        logging.getLogger("theirs").warning("careful")
+
+    broadcast = pool.submit_broadcast(speaks("everywhere"))
+    alone = pool.submit_all([speaks("alone")] * 2)
+    for future in (*broadcast, *alone):
+        future.result(60)
+    shown = [
+        [(line.node, line.line, line.is_shown) for line in recorded.of(sky.LogLine) if line.call_id == future.call_id]
+        for future in broadcast
+    ]
+    assert shown == [
+        [(0, "everywhere", True), (0, "careful", True)],
+        [(1, "everywhere", False), (1, "careful", True)],
+    ]
+    ids = {future.call_id for future in alone}
+    assert {line.is_shown for line in recorded.of(sky.LogLine) if line.call_id in ids} == {True}
 
 
 def test_gathered_calls_run_at_once_and_keep_their_order(pool: sky.ComputePool, tmp_path: Path) -> None:

@@ -503,5 +503,6 @@ def test_each_line_and_each_report_of_metrics_is_an_event() -> None:
     assert list(call_events(report, output)) == [
         LogLine(2, "i-2", line, 12.5, "call", "stderr", 30) for line in ("first", "second")
     ]
+    assert [event.place for event in call_events(report, output, 1)] == [1, 1]
     metrics = ReportedMetrics("call", (10, {"loss": 0.5}), 12.5)
     assert list(call_events(report, metrics)) == [CallReported(2, "i-2", "call", 10, {"loss": 0.5}, 12.5)]

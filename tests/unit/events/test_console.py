@@ -11,6 +11,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.events.console import display
+from skyward_core.events.head_output import hide_other_nodes
 from skyward_core.events.narrator import Narrator, digits
 
 OPENING: list[sky.SkywardEvent] = [
@@ -242,6 +243,39 @@ def test_log_records_have_pool_node_and_call_as_fields(unconfigured: logging.Log
         ("skyward", "CallRetrying", "sky-1", None, "c-1"),
         ("skyward", "ClusterRestarting", "sky-2", None, None),
     ]
+
+
+ASIDE = [
+    hide_other_nodes(sky.LogLine(node, "i", text, 0.0, level=level, place=place))
+    for node, text, level, place in (
+        (3, "of the first node", None, 0),
+        (4, "of another node", None, 1),
+        (4, "a record", logging.INFO, 1),
+        (4, "a warning", logging.WARNING, 1),
+        (4, "of no broadcast", None, None),
+    )
+]
+SHOWN = ["[node 3] of the first node", "[node 4] a warning", "[node 4] of no broadcast"]
+
+
+@pytest.mark.parametrize("kind", ["log", "spinner"])
+@pytest.mark.usefixtures("unconfigured")
+def test_of_a_broadcast_the_lines_of_the_first_node_are_shown(kind: str):
+    """And warnings of all nodes."""
+    assert _written(kind, ASIDE).splitlines() == SHOWN
+
+
+def test_lines_that_are_not_shown_are_in_the_log_at_debug(caplog: pytest.LogCaptureFixture):
+    show = display("log")
+    with caplog.at_level(logging.DEBUG, "skyward.node"):
+        for event in ASIDE:
+            show(event)
+    show.close()
+    assert [one.getMessage() for one in caplog.records if one.levelno == logging.DEBUG] == [
+        "[node 4] of another node",
+        "[node 4] a record",
+    ]
+    assert hide_other_nodes(sky.InfraCreating()) == sky.InfraCreating()
 
 
 def test_spinner_without_a_terminal_prints_plain_lines():

@@ -2,6 +2,8 @@
 
 import hashlib
 import pickle
+import shutil
+import tarfile
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
@@ -260,6 +262,114 @@ def test_a_machine_that_comes_later_gets_the_same_file(tmp_path: Path) -> None:
     second.path.unlink()
     with pytest.raises(code_upload.FileChanged, match="is not on this machine"):
         code_upload.shipped_file(second)
+
+
+def tree(folder: Path) -> Path:
+    """Make a folder `data` with two files, a program, an empty folder and what never travels."""
+    for name in ("data/raw", "data/out", "data/__pycache__", "data/.git"):
+        (folder / name).mkdir(parents=True)
+    for name in ("data/vocab.txt", "data/raw/big.ckpt", "data/run.sh", "data/__pycache__/a.pyc", "data/.git/config"):
+        (folder / name).write_text(name)
+    (folder / "data/run.sh").chmod(0o755)
+    return folder / "data"
+
+
+def packed(image: Image, folder: Path) -> dict[str, tarfile.TarInfo]:
+    """Return the entries of the archive that nodes get, after the archive was written."""
+    (files,) = image.included
+    with tarfile.open(code_upload.shipped_file(files)) as archive:
+        return {entry.name: entry for entry in archive}
+
+
+@pytest.mark.parametrize(
+    ("includes", "excludes", "places"),
+    [
+        (["data"], [], ["data", "data/out", "data/raw", "data/raw/big.ckpt", "data/run.sh", "data/vocab.txt"]),
+        (["./data/"], ["*.ckpt", "out"], ["data", "data/raw", "data/run.sh", "data/vocab.txt"]),
+        (["data"], ["data/raw", "data/*.sh"], ["data", "data/out", "data/vocab.txt"]),
+        (["data/vocab.txt"], ["vocab.txt"], ["data/vocab.txt"]),
+        (["../{here}/data/vocab.txt"], [], ["vocab.txt"]),
+        (["{folder}/data/raw"], [], ["raw", "raw/big.ckpt"]),
+    ],
+)
+def test_included_files_lie_at_the_same_relative_path(
+    includes: list[str], excludes: list[str], places: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is named travels, whatever is excluded; one from elsewhere lies under its last name."""
+    monkeypatch.chdir(tmp_path)
+    tree(tmp_path)
+    named = [entry.format(folder=tmp_path, here=tmp_path.name) for entry in includes]
+    found = packed(Image(includes=named, excludes=excludes), tmp_path)
+    assert sorted(found) == places
+    assert all(bool(entry.mode & 0o100) == (name.endswith(".sh") or entry.isdir()) for name, entry in found.items())
+    assert {(entry.uid, entry.uname) for entry in found.values()} == {(0, "")}
+
+
+def test_another_content_is_another_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its packages are the same. A pool is not opened with files that have changed since the image was made."""
+    monkeypatch.chdir(tmp_path)
+    data = tree(tmp_path)
+    (data / "own.txt").write_text("of this test: what was shipped before is in the cache")
+    first = Image(includes=["data"])
+    assert first.includes[0].startswith(f"data @ file://{data}#sha256=")
+    assert Image(includes=["data"]) == first == Image.model_validate_json(first.model_dump_json())
+    assert (first.content_hash(), first.uploads) == (Image().content_hash(), first.included)
+    (data / "__pycache__" / "b.pyc").write_text("")
+    assert Image(includes=["data"]) == first
+    (data / "vocab.txt").write_text("other")
+    second = Image(includes=["data"])
+    assert second != first
+    assert second.included[0].place != first.included[0].place
+    with pytest.raises(BadRequest, match=r"data has changed since this image was made: make the image again"):
+        sky.PoolSpec.of(image=first).refuse_what_cannot_be()
+    with pytest.raises(code_upload.FileChanged, match="data has changed"):
+        code_upload.shipped_file(first.included[0])
+    shipped = code_upload.shipped_file(second.included[0])
+    shutil.rmtree(data)
+    with pytest.raises(BadRequest, match="data is not on this machine"):
+        sky.PoolSpec.of(image=second).refuse_what_cannot_be()
+    assert code_upload.shipped_file(second.included[0]) == shipped, "a machine that comes later gets the same files"
+    assert str(tmp_path) not in node_script(sky.PoolSpec.of(image=second))
+
+
+@pytest.mark.parametrize(
+    ("fields", "advice"),
+    [
+        ({"includes": ["no/such.txt"]}, "there is no file or folder {folder}/no/such.txt on this machine"),
+        ({"includes": ["/"]}, "which has no name"),
+        ({"includes": ["data", "{folder}/other/data"]}, "both would be data on a node"),
+        ({"includes": ["links"]}, "links/data is a link to a folder"),
+        ({"includes": ["broken"]}, "broken/nowhere is no file and no folder"),
+        ({"includes": ["large"]}, "the includes have 101 MB, and 100 MB is the limit"),
+        ({"includes": ["large"]}, "The largest of 2 files is {folder}/large/a.bin, 101 MB. Leave files out"),
+        ({"excludes": ["./data"]}, "excludes has './data'"),
+        ({"shell": [" "]}, "shell has ' '"),
+        ({"shell": ["git clone https://me:secret@x.org/a"]}, "put it into env, and write $NAME in the command"),
+        ({"setup": ["true"]}, "did you mean 'shell'"),
+    ],
+)
+def test_what_cannot_be_included_or_run_is_refused_when_the_image_is_made(
+    fields: dict[str, Any], advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tree(tmp_path)
+    tree(tmp_path / "other")
+    for name in ("links", "broken", "large"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "links/data").symlink_to("../data")
+    (tmp_path / "broken/nowhere").symlink_to("nowhere")
+    (tmp_path / "large/b.bin").write_bytes(b"")
+    with (tmp_path / "large/a.bin").open("wb") as file:
+        file.truncate(101_000_000)
+    fields = {name: [entry.replace("{folder}", str(tmp_path)) for entry in fields[name]] for name in fields}
+    with pytest.raises(BadRequest) as caught:
+        Image(**fields)
+    assert advice.format(folder=tmp_path) in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_token_in_a_command_is_named_by_its_variable() -> None:
+    assert Image(shell=["git clone https://me:$TOKEN@x.org/a"]).shell == ("git clone https://me:$TOKEN@x.org/a",)
 
 
 def test_the_lines_of_a_requirements_file_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -609,3 +609,14 @@ def test_a_preemption_notice_has_the_time_that_is_left() -> None:
     notice = notices.notice_of(sky.PreemptionNoticed("i-0", 0, "terminate", 1000.0, 118.0), PoolState(""))
     assert notice is not None
     assert (notice.event, notice.payload["seconds_left"]) == ("skyward.preemption.noticed", 118.0)
+
+
+def test_a_line_that_is_not_shown_is_at_debug_in_the_run_s_log(caplog: pytest.LogCaptureFixture) -> None:
+    log = RunLog(logging.getLogger("of the run"), copy_context())
+    with caplog.at_level(logging.DEBUG, "of the run"):
+        for node, is_shown in ((0, True), (1, False)):
+            log.say_line(sky.LogLine(node, "i", "trained", 0.0, level=logging.INFO, place=node, is_shown=is_shown))
+    assert [(one.levelno, one.getMessage()) for one in caplog.records] == [
+        (logging.INFO, "[node 0] trained"),
+        (logging.DEBUG, "[node 1] trained"),
+    ]

@@ -17,7 +17,8 @@ from skyward_core.errors import Unreachable
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.live import metrics
 from skyward_core.live.calls import call_list, calls_of
-from skyward_core.live.login import login_command
+from skyward_core.live.copying import read_place
+from skyward_core.live.login import command_on, login_command
 from skyward_core.live.metrics import PoolUses
 from skyward_core.live.pool_nodes import PoolNodes
 from skyward_core.machines.instances import Endpoint, Instance, InstanceState
@@ -64,6 +65,7 @@ def ledger(url: str) -> Iterator[Ledger]:
 def test_a_pool_that_cannot_be_looked_at_says_why(ledger: Ledger, skyward: Callable[..., str]) -> None:
     for command in ("logs", "metrics", "stacks", "ssh", "dashboard", "calls"):
         assert "the ledger has no pool 'nonesuch'" in skyward(f"{command} nonesuch", code=1)
+        assert "the ledger has no pool 'nonesuch'" in skyward("cp nonesuch:0:/a .", code=1)
         assert "local lists no node of pool sky-1" in skyward(f"{command} sky-1", code=1)
     ledger.end_pool("sky-1")
     for command in ("logs", "metrics", "stacks", "ssh", "dashboard", "calls"):
@@ -103,6 +105,43 @@ def test_a_login_without_the_pools_key_is_refused(tmp_path: Path) -> None:
     endpoint = Endpoint(host="10.0.0.7", key=str(tmp_path / "nowhere"))
     with pytest.raises(sky.BadRequest, match="is not on this machine: run the command where the pool was opened"):
         login_command(PoolNodes("sky-1", (machine(endpoint=endpoint),)), 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("nightly:1:/data/a.csv", ("nightly", 1, "/data/a.csv")),
+        ("nightly:/data/a:b", ("nightly", 0, "/data/a:b")),
+        ("nightly:out.csv", ("nightly", 0, "out.csv")),
+        ("nightly:2:", ("nightly", 2, "")),
+        ("team/etl:gpu:3:out", ("team/etl:gpu", 3, "out")),
+        ("./nightly:1:/data", None),
+        ("/data/a:b", None),
+        ("../a:b", None),
+        ("data.csv", None),
+    ],
+)
+def test_a_place_on_a_node_is_written_as_for_scp(text: str, place: tuple[str, int, str] | None) -> None:
+    assert read_place(text) == place
+
+
+@pytest.mark.parametrize("words", ["a.csv b.csv", "nightly:0:/a other:0:/b"])
+def test_a_copy_has_one_end_on_a_node(words: str, skyward: Callable[..., str]) -> None:
+    assert "one of both must be on a node, and the other one here" in skyward(f"cp {words}", code=1)
+
+
+def test_a_script_on_a_node_has_the_login_s_key_and_proxy(tmp_path: Path) -> None:
+    """It is one word of OpenSSH's command line, and a node without an address is refused."""
+    key = tmp_path / "key"
+    key.write_text("")
+    endpoint = Endpoint(host="10.0.0.7", user="ada", key=str(key), proxy_command=("aws", "ssm"))
+    nodes = PoolNodes("sky-1", (machine(endpoint=endpoint, directory="/home/ada/node"), machine(1, endpoint=endpoint)))
+    words = command_on(nodes, 0, "cat $2", ["it's"])
+    assert words[-2:] == ["ada@10.0.0.7", shlex.join(["sh", "-c", "cat $2", "skyward", "/home/ada/node", "it's"])]
+    login = login_command(nodes, 0)
+    assert words[: len(login) - 1] == login[:-1]
+    with pytest.raises(sky.NodeLost, match="node 1 of pool sky-1 does not run: it has no address yet"):
+        command_on(nodes, 1, "", [])
 
 
 def test_a_pool_out_of_reach_is_tried_again_later(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:

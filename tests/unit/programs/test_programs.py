@@ -100,6 +100,7 @@ def test_lines_of_the_program_go_to_their_streams(has_ranks: bool, first: str) -
     out, err = io.StringIO(), io.StringIO()
     output = ProgramOutput(out, err, has_ranks=has_ranks, least_level=logging.WARNING)
     output(line("result"))
+    output(line("of another node of a broadcast", is_shown=False))
     output(line("complaint", stream="stderr"))
     output(line("a log record", level=logging.INFO))
     output(sky.BootstrapCompleted("i-1"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,6 +13,7 @@ import pytest
 
 from skyward_core.errors import BootstrapFailed, ConnectionLost, PoolClosed
 from skyward_core.image.image import Image
+from skyward_core.image.included_files import IncludedFiles
 from skyward_core.ledger.budgets import Commitment
 from skyward_core.ledger.journal import Journal
 from skyward_core.ledger.ledger import Ledger
@@ -92,6 +93,9 @@ class Machine:
         if name == IMAGE_ENV:
             self.node.phase = KEEP_PHASE
 
+    def send(self, files: Sequence[IncludedFiles]) -> None:
+        self.given += [("send", file.place) for file in files]
+
     def keep_image(self, instance: Instance, image_hash: str) -> str | None:
         self.given.append(("keep", image_hash))
         return self._keep_disk()
@@ -116,6 +120,16 @@ def test_an_image_is_captured_before_secrets_reach_the_disk(caplog: pytest.LogCa
     caplog.clear()
     assert Machine(keep=lambda: None).prepare()[-1] == REST
     assert "is being kept" not in caplog.text, "another pool has captured it earlier"
+
+
+def test_included_files_and_commands_reach_the_disk_after_the_capture(tmp_path: Path) -> None:
+    (tmp_path / "patients.csv").write_text("a,b")
+    image = Image(cache=True, includes=[str(tmp_path / "patients.csv")], shell=["echo prepared"])
+    machine = Machine()
+    machine.node.phase = KEEP_PHASE
+    assert machine.prepare(PoolSpec(image=image)) == ["start", "keep", "send", REST]
+    written = dict(machine.given)
+    assert ("echo prepared" in written[REST], "echo prepared" in written["start"]) == (True, False)
 
 
 def test_a_failed_capture_does_not_fail_the_pool(caplog: pytest.LogCaptureFixture) -> None:

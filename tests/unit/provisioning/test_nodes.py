@@ -155,3 +155,22 @@ def test_a_machine_is_lost_only_if_a_listing_lacks_it(
         return
     with pytest.raises(BootstrapFailed, match="its machine is gone"):
         pool.nodes.raise_if_lost(node)
+
+
+def test_the_error_of_a_command_has_no_secrets_of_the_environment() -> None:
+    """Those of the image's `env` and of the pool's, in the last lines and in the command itself."""
+    lines = [
+        "asked with t0k-image and pa55-pool for weights",
+        "::skyward failed phase=shell exit=9 command=get t0k-image",
+    ]
+    transport = SimpleNamespace(
+        instance=Instance.model_construct(id="i-1"), new_lines=lambda: ["::skyward phase shell", *lines]
+    )
+    env, image = {"DB_PASSWORD": "pa55-pool"}, sky.Image(env={"HUB_TOKEN": "t0k-image", "NAME": "weights"})
+    spec = sky.PoolSpec.of(provider=sky.Local(), image=image, env=env)
+    rental: Any = SimpleNamespace(transports=SimpleNamespace(to=lambda _: transport))
+    node = Nodes(spec, "sky-test", rental, Future(), lambda _: None).preparation_of(transport.instance, 1)
+    with pytest.raises(BootstrapFailed, match=r"phase shell: phase=shell exit=9 command=get \*\*\*") as caught:
+        node.follow()
+    assert (caught.value.exit_code, caught.value.output[-1]) == (9, "asked with *** and *** for weights")
+    assert "t0k-image" not in str(caught.value)
