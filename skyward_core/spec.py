@@ -44,8 +44,8 @@ OTHER_NAMES = {
     "gpus": 'accelerator="4xA100"',
     "instance_type": 'machine="p5.48xlarge"',
     "region": 'the provider\'s: provider=sky.AWS(region="us-east-1")',
-    "max_hourly_cost": "max_cost for all its time, in USD, and max_lifetime for its time, in seconds",
-    "max_hourly_price": "max_cost for all its time, in USD, and max_lifetime for its time, in seconds",
+    "max_hourly_price": "max_hourly_cost=5, for all machines of the pool, in USD per hour",
+    "max_price_per_hour": "max_hourly_cost=5, for all machines of the pool, in USD per hour",
     "max_nodes": "nodes=(1, 8)",
     "min_nodes": "nodes=(1, 8)",
     "num_nodes": "nodes=2",
@@ -115,6 +115,7 @@ class Wishes(TypedDict, total=False):
     lease_seconds: float
     retries: int
     max_cost: float | None
+    max_hourly_cost: float | None
     budget: str | None
     env: Mapping[str, str] | None
     secrets: str | Sequence[str] | Mapping[str, Any] | None
@@ -194,6 +195,12 @@ class PoolSpec(BaseModel):
     )
     max_cost: float | None = Field(
         default=None, gt=0, le=MOST_USD, description="Hard limit of the pool's cost, in USD."
+    )
+    max_hourly_cost: float | None = Field(
+        default=None,
+        gt=0,
+        le=MOST_USD,
+        description="The most that all machines of the pool together may cost, in USD per hour.",
     )
     budget: str | None = Field(
         default=None,
@@ -329,6 +336,11 @@ class PoolSpec(BaseModel):
     def is_elastic(self) -> bool:
         """Whether the number of machines may change while the pool is open."""
         return self.most_nodes > self.least_nodes
+
+    def may_cost(self, usd_per_hour: float) -> bool:
+        """Return whether all machines of the pool together may cost so much (`max_hourly_cost`)."""
+        # sums of prices differ from the number that a user writes in their last binary digit
+        return self.max_hourly_cost is None or usd_per_hour <= self.max_hourly_cost * (1 + 1e-9)
 
     @property
     def workers_per_node(self) -> int:

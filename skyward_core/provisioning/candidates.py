@@ -8,6 +8,7 @@ demand. `order` puts candidates that have failed recently behind others. Only `a
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ from skyward_core.errors import (
     Refusal,
     SkywardError,
 )
+from skyward_core.events.narrator import usd
 from skyward_core.ledger.rows import Attempt
 from skyward_core.machines import spot
 from skyward_core.machines.offers import Offer, Requirements, describe, matches, why_none
@@ -98,6 +100,11 @@ class Candidate:
         return sum(part.offer.total_per_hour * part.count for part in self.parts)
 
     @property
+    def machines(self) -> str:
+        """The machines in words: how many of which offers."""
+        return " + ".join(f"{part.count} x {part.offer.name}" for part in self.parts)
+
+    @property
     def region(self) -> str:
         """The region of the machines."""
         return self.parts[0].offer.region
@@ -155,7 +162,7 @@ def candidates(spec: PoolSpec, sold: Iterable[ProviderOffers]) -> tuple[list[Can
     want = spec.requirements
     found: list[Candidate] = []
     refusals: list[Refusal] = []
-    has_offers = may_be_sold = False
+    has_offers = has_ways = may_be_sold = False
     for one in sold:
         may_be_sold |= bool(one.errors) or one.provider.may_sell_spot(want)
         refusals += refusals_of(one)
@@ -168,18 +175,35 @@ def candidates(spec: PoolSpec, sold: Iterable[ProviderOffers]) -> tuple[list[Can
         else:
             has_offers = True
             ways = _of_one_size(_ways(spec, _groups(good)), want)
-            found += [
+            has_ways |= bool(ways)
+            cheapest = [
                 Candidate(one.provider, one.account, _parts(group, *counts))
                 for group, counts in nsmallest(MOST_CANDIDATES, ways, key=_weight)
             ]
+            found += [candidate for candidate in cheapest if spec.may_cost(candidate.price_per_hour)]
+            if ways and not spec.may_cost(cheapest[0].price_per_hour):
+                refusals.append(refusal(one.provider, None, _too_dear(spec, cheapest[0]), one.seconds))
             if not ways:
                 why = "it has no spot machine free" if one.provider.may_sell_spot(want) else "it sells no spot machine"
                 refusals.append(
                     refusal(one.provider, None, NoCapacity(f"{why} that fits {describe(want)}"), one.seconds)
                 )
-    if has_offers and not found and not may_be_sold:
+    if has_offers and not has_ways and not may_be_sold:
         spot.split(spec.spot, spec.least_nodes, spot_sold=False)
     return sorted(found, key=lambda candidate: _total(candidate.parts))[:MOST_CANDIDATES], refusals
+
+
+def _too_dear(spec: PoolSpec, cheapest: Candidate) -> NoCapacity:
+    """Return the error of a provider whose cheapest candidate is above `max_hourly_cost`."""
+    price = cheapest.price_per_hour
+    why = f"the cheapest that fits costs {usd(price)} per hour ({cheapest.machines})"
+    return NoCapacity(f"{why}, and {above_hourly_limit(spec, price)}, or ask for fewer or cheaper machines")
+
+
+def above_hourly_limit(spec: PoolSpec, price_per_hour: float) -> str:
+    """Return the words for a price of all machines that is above `max_hourly_cost`, with the number to write."""
+    enough = math.ceil(round(price_per_hour * 100, 6)) / 100
+    return f"max_hourly_cost={spec.max_hourly_cost:g} is less: write max_hourly_cost={enough:.10g}"
 
 
 def _elsewhere(one: ProviderOffers, want: Requirements) -> str:

@@ -46,7 +46,7 @@ from skyward_core.provisioning.candidates import (
     refusal,
     resting,
 )
-from skyward_core.provisioning.growth import ENOUGH_SECONDS, offers_for_one_more
+from skyward_core.provisioning.growth import ENOUGH_SECONDS, offers_for_one_more, within_hourly_limit
 from skyward_core.provisioning.rental import Emit, Rental
 from skyward_core.provisioning.termination import Termination
 from skyward_core.spec import PoolSpec
@@ -73,7 +73,9 @@ class Selection:
         self._journal = journal
         self.offers: dict[int, Offer] = {}
         """The offer of each rank."""
-        self.adopted: Mapping[int, Instance] = {}
+        self._rented: dict[int, Offer] = {}
+        """The offer of a rank's machine, where another one may stand for the rank's own."""
+        self.adopted: dict[int, Instance] = {}
         """The machines that another process has rented, by rank: their offers are searched when one is lost."""
         self.others: list[Offer] = []
         """Other offers of the provider in the same region: they may replace a lost machine too."""
@@ -199,7 +201,7 @@ class Selection:
         """Choose the offers of a rank that the pool has not had (`growth`), for the next `rent_one`. The provider is
         asked for its present offers; if it does not answer, the offers of the opening count.
 
-        Raises NoCapacity if the strategy and the size of the pool's machines allow none of them.
+        Raises NoCapacity if the strategy, the size of the pool's machines and `max_hourly_cost` allow none of them.
         """
         self._find_offers([*self.adopted])
         provider, want = self._rental.provider, self._spec.requirements
@@ -212,12 +214,15 @@ class Selection:
                 raise NoCapacity(
                     f"{provider.name} sells no machine that the pool's spot strategy and the size of its machines allow"
                 )
+            offers = within_hourly_limit(self._spec, self._rented_beside(rank), offers)
             self.offers[rank], self._choices[rank] = offers[0], offers
 
     def forget(self, rank: int) -> None:
         """A rank has no node any more, and will have none."""
         with self._choice_lock:
             self.offers.pop(rank, None)
+            self._rented.pop(rank, None)
+            self.adopted.pop(rank, None)
             self._choices.pop(rank, None)
 
     # ── replacements ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -231,24 +236,41 @@ class Selection:
         """
         if rank in self._choices:
             return self._rent_chosen(rank)
-        self._find_offers([rank])
+        self._find_offers([rank, *self.adopted])
         own = self.offers[rank]
         try:
-            return self._rental.launch(own, 1, rank)[0]
+            return self._launch(own, rank)
         except (NoCapacity, BudgetExceeded):
             for other in self.others:
                 if other != own and self._may_stand_for(other, own):
                     with contextlib.suppress(NoCapacity, BudgetExceeded):  # the next offer may be cheaper
-                        return self._rental.launch(other, 1, rank)[0]
+                        return self._launch(other, rank)
             if termination is None:
                 raise
         termination.over.wait(min(self._rental.provider.gone_deadline_seconds, self._spec.provision_timeout))
-        return self._rental.launch(own, 1, rank)[0]
+        return self._launch(own, rank)
+
+    def _launch(self, offer: Offer, rank: int) -> Instance:
+        self._count(offer, rank)
+        return self._rental.launch(offer, 1, rank)[0]
+
+    def _count(self, offer: Offer, rank: int) -> None:
+        """Count the price of an offer for a rank. Raises NoCapacity if the pool would cost more per hour than
+        `max_hourly_cost`.
+        """
+        with self._choice_lock:  # several ranks may come or be replaced at once
+            within_hourly_limit(self._spec, self._rented_beside(rank), [offer])
+            self._rented[rank] = offer
+
+    def _rented_beside(self, rank: int) -> list[Offer]:
+        """Return the offers of the machines of all other ranks; a vacant one keeps its offer."""
+        return [self._rented.get(other, offer) for other, offer in [*self.offers.items()] if other != rank]
 
     def _rent_chosen(self, rank: int) -> Instance:
         refusals: list[SkywardError] = []
         for offer in self._choices[rank]:
             try:
+                self._count(offer, rank)
                 (instance,) = self._rental.launch(offer, 1, rank, least_seconds=ENOUGH_SECONDS)
             except (NoCapacity, BudgetExceeded) as error:  # the next offer may be cheaper
                 refusals.append(error)

@@ -333,11 +333,14 @@ def test_a_pool_that_could_not_be_opened_is_a_fault(
 ) -> None:
     tasks = (
         sky.PlannedTask("w", "huge", sky.PoolSpec.of(cpu=1000)),
+        sky.PlannedTask("w", "dear", sky.PoolSpec.of(nodes=2, max_hourly_cost=1.5)),
         sky.PlannedTask("w", "old", sky.PoolSpec.of(image=sky.Image(python="3.9"))),
     )
     install(monkeypatch, lambda _: sky.Plan(tasks, ("jobs/bad.py: SyntaxError",)))
     errors = skyward("quote jobs/", code=1)
     assert "cron:w/huge: nothing to rent" in errors
+    assert "costs $4.00 per hour" in errors
+    assert "max_hourly_cost=1.5 is less: write max_hourly_cost=4" in errors
     assert "cron:w/old: the image wants Python 3.9" in errors
     assert "cron: jobs/bad.py: SyntaxError" in errors
 
