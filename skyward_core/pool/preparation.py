@@ -14,7 +14,7 @@ from skyward_core.events import console
 from skyward_core.events.events import Callback
 from skyward_core.providers.base import Provider
 from skyward_core.providers.local import Local
-from skyward_core.provisioning.abilities import able
+from skyward_core.provisioning.abilities import questions
 from skyward_core.secret import read_values, too_short_to_mask
 from skyward_core.serialization import pickling
 from skyward_core.spec import PoolSpec
@@ -87,7 +87,7 @@ def prepare(
     spec, providers, why_provider = complete(spec, credentials)
     spec.refuse_what_cannot_be()
     spec.refuse_keep_warm_without_a_name()
-    able(spec, providers)
+    questions(spec, providers)
     limit = _run_limit(run_max_cost, spec, work)
     own = (work if spec.name is None else NO_WORK) if belongs_to is None else belongs_to
     given = SecretValues(secrets or {})
@@ -136,11 +136,11 @@ def complete(
             spec.providers,
             f"provider {names}, from {settings.sources['provider']}" if "provider" in missing else "",
         )
-    here = Local() if spec.accelerator is None else Local().standing_in_for(spec.accelerator)
+    here = Local() if spec.first_accelerator is None else Local().standing_in_for(spec.first_accelerator)
     why = "no provider was named, neither in the program nor in the settings: running on this machine (Local)"
     if here.simulates:
         why += (
-            f", which has no GPU and stands in for {spec.accelerator}: calls find it in instance_info(), simulated, and"
-            " no device"
+            f", which has no GPU and stands in for {spec.first_accelerator}: calls find it in instance_info(),"
+            " simulated, and no device"
         )
     return spec, (here,), why

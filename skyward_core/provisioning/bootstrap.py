@@ -130,7 +130,7 @@ def _server(spec: PoolSpec, package: str, *, is_kept: bool = False) -> str:
         f"echo '{MARK}phase skyward'",
         f"export PYTHONPATH={package}",
         mount_volumes(spec.volume),
-        partition_gpus(spec.accelerator.mig, spec.accelerator.count) if spec.accelerator is not None else "",
+        partition_gpus(chips.mig, chips.count) if (chips := spec.first_accelerator) is not None else "",
         f"echo '{MARK}phase {LAST_PHASE}'",
         f'exec {keeper}"$SKYWARD_ENV_PYTHON" -m skyward_core.worker.supervisor "$SKYWARD_INSTANCE_DIRECTORY"',
     ]

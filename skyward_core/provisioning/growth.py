@@ -66,7 +66,7 @@ def _is_too_large(offer: Offer, spec: PoolSpec, present: Sequence[Offer]) -> boo
 
     The opening leaves those out beside smaller ones; the smaller ones may not be listed any more.
     """
-    if spec.accelerator is None:
+    if spec.first_accelerator is None:
         return False
     return offer.accelerators > max(its.accelerators for its in present) and offer.total_per_hour > max(
         its.total_per_hour for its in present

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from skyward_core.errors import Refusal
 from skyward_core.events.narrator import usd
 from skyward_core.providers.base import Provider
-from skyward_core.provisioning.abilities import able
-from skyward_core.provisioning.candidates import ask, candidates
+from skyward_core.provisioning.abilities import questions
+from skyward_core.provisioning.alternatives import ask_each, rank_all
 from skyward_core.spec import PoolSpec
 
 SECONDS_PER_HOUR = 3600
@@ -59,7 +59,8 @@ def quote(spec: PoolSpec, providers: Sequence[Provider]) -> Quote:
 
     Raises BadRequest if no provider can do what the spec asks for.
     """
-    found, refusals = candidates(spec, ask(able(spec, providers), spec.requirements))
+    asked = questions(spec, providers)
+    found, refusals = rank_all(asked, ask_each(asked))
     ways = tuple(QuotedWay(candidate.machines, candidate.price_per_hour) for candidate in found)
     return Quote(ways, ceiling_of(spec, ways), spec.budget, tuple(refusals))
 

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 
 from skyward_core.accelerators.mig import RESET_MAY_BE_REFUSED, needs_reset
@@ -31,19 +31,20 @@ from skyward_core.machines import spot
 from skyward_core.machines.instances import Instance
 from skyward_core.machines.offers import Offer, matches
 from skyward_core.providers.base import Provider
-from skyward_core.provisioning.abilities import able
+from skyward_core.provisioning.abilities import Question, questions
+from skyward_core.provisioning.alternatives import ask_each, rank_all
 from skyward_core.provisioning.candidates import (
     MEMORY_SECONDS,
     Candidate,
     ProviderOffers,
     ask,
-    candidates,
     is_sold_as_spot,
     may_come,
     none_left,
     order,
     own_mistake,
     refusal,
+    refusals_of,
     resting,
 )
 from skyward_core.provisioning.growth import ENOUGH_SECONDS, offers_for_one_more, within_hourly_limit
@@ -96,14 +97,16 @@ class Selection:
         that refuses the credentials or the request is not tried again; if it is the only one, its error is raised at
         once.
         """
-        providers = able(self._spec, self._providers)
-        warn(self._spec, providers)
+        asked = questions(self._spec, self._providers)
+        is_only_one = len({id(provider) for one in asked for provider in one.providers}) == 1
+        for one in asked:
+            warn(one.spec, one.providers)
         excluded = Excluded()
         strategy = self._spec.spot
         rounds, interval = (strategy.retries + 1, strategy.interval) if isinstance(strategy, spot.Always) else (1, 0.0)
         while True:
             rounds -= 1
-            found, refusals, errors = self._candidates(providers, excluded)
+            found, refusals, errors = self._candidates(asked, excluded)
             for candidate in found:
                 if excluded.has(candidate):
                     continue
@@ -115,38 +118,50 @@ class Selection:
                     if self._rental.is_closing or time.monotonic() > deadline:
                         raise
                     ours = own_mistake([*errors, error])
-                    excluded.note(candidate.provider, ours or error)
-                    if len(providers) == 1 and ours:
-                        raise ours from error
-                    if len(providers) == 1 and excluded.error_of(candidate.provider) is error:
+                    excluded.note(candidate.provider, ours or error, candidate.place)
+                    if is_only_one and not excluded.left(asked):
+                        if ours:
+                            raise ours from error
                         raise
                     if self._rental.may_be_left:
                         self._rental.end_all()  # an error does not prove that no machine was launched
                     errors.append(ours or error)
-            want = self._spec.requirements
-            left = [provider for provider in providers if excluded.error_of(provider) is None]
-            is_hopeless = not left or not may_come(left, found, want, errors)
+            is_hopeless = not any(
+                may_come(
+                    one.providers,
+                    [candidate for candidate in found if candidate.place == one.place],
+                    one.spec.requirements,
+                    errors,
+                )
+                for one in excluded.left(asked)
+            )
             if not rounds or is_hopeless or time.monotonic() + interval > deadline:
-                refused = own_mistake(errors, len(errors)) or none_left(want, self._spec.least_nodes, refusals, errors)
+                wanted = [one.spec.requirements for one in asked]
+                refused = own_mistake(errors, len(errors)) or none_left(
+                    wanted, self._spec.least_nodes, refusals, errors
+                )
                 raise refused from next((error for error in reversed(errors) if error is not refused), None)
             self._rental.go_on_until(deadline, "no spot machine became free in time", interval)
 
     def _candidates(
-        self, providers: Sequence[Provider], excluded: Excluded
+        self, asked: Sequence[Question], excluded: Excluded
     ) -> tuple[list[Candidate], list[Refusal], list[SkywardError]]:
         """Ask the providers that are not excluded. The errors of the others are among the refusals, and emitted
         once.
         """
-        known = excluded.answers()
-        asked = ask([one for one in providers if excluded.error_of(one) is None], self._spec.requirements)
-        sold = [*asked, *known]
-        found, refusals = candidates(self._spec, sold)
-        for answer in asked:
-            if answer.error is not None:
-                excluded.note(answer.provider, answer.error)
-        for one in refusals[: len(refusals) - len(known)]:
-            self._emit(_refused(one))
-            self._journal.note_refusal(one)
+        known = [excluded.answers(one) for one in asked]
+        new = ask_each([excluded.without(one) for one in asked])
+        sold = [[*answers, *errors] for answers, errors in zip(new, known, strict=True)]
+        found, refusals = rank_all(asked, sold)
+        for one, answers in zip(asked, new, strict=True):
+            for answer in answers:
+                if answer.error is not None:
+                    excluded.note(answer.provider, answer.error, one.place)
+        old = {replace(one, seconds=0.0) for errors in known for answer in errors for one in refusals_of(answer)}
+        for one in refusals:
+            if replace(one, seconds=0.0) not in old:
+                self._emit(_refused(one))
+                self._journal.note_refusal(one)
         rest = (
             resting(self._journal.recent_attempts(MEMORY_SECONDS), datetime.now(UTC), self._spec.least_nodes)
             if len(found) > 1
@@ -158,14 +173,15 @@ class Selection:
                 "/".join(map(str, key[:3])),
                 rest[key].isoformat(timespec="seconds"),
             )
-        return order(found, rest), refusals, [error for one in sold for error in one.errors]
+        errors = {str(error): error for answers in sold for answer in answers for error in answer.errors}
+        return order(found, rest), refusals, [*errors.values()]
 
     def _rent_from(self, candidate: Candidate, refusals: list[Refusal], candidates: int) -> list[Instance]:
         """Rent all machines of a candidate.
 
         A refusal names the part that refused: a mixed candidate has two.
         """
-        self._rental.turn_to(candidate.provider, candidate.account)
+        self._rental.turn_to(candidate.provider, candidate.account, candidate.spec)
         limits = self._spec.max_cost, self._spec.budget
         self._emit(InfraCreated(candidate.region, candidates, candidate.price_per_hour, *limits))
         instances: list[Instance] = []
@@ -189,7 +205,13 @@ class Selection:
 
         Log if the spec allows both spot and on-demand machines, and there is no spot offer.
         """
-        near = [other for other in found if other.provider is candidate.provider and other.region == candidate.region]
+        near = [
+            other
+            for other in found
+            if (other.provider, other.region, other.place) == (candidate.provider, candidate.region, candidate.place)
+        ]
+        if len(self._spec.alternatives) > 1:
+            _log.info("%s is rented, of %s", candidate.spec.accelerator_words, self._spec.accelerator_words)
         self.others = [part.offer for other in near for part in other.parts]
         is_free = self._spec.spot is None or isinstance(self._spec.spot, spot.IfAvailable)
         if is_free and candidate.price_per_hour and not is_sold_as_spot(candidate, found):
@@ -204,12 +226,12 @@ class Selection:
         Raises NoCapacity if the strategy, the size of the pool's machines and `max_hourly_cost` allow none of them.
         """
         self._find_offers([*self.adopted])
-        provider, want = self._rental.provider, self._spec.requirements
+        provider, want = self._rental.provider, self._rental.spec.requirements
         (answer,) = ask([provider], want)
         sold = [offer for offer in answer.offers if matches(offer, want) is None]
         with self._choice_lock:
             present = [offer for other, offer in sorted(self.offers.items()) if other != rank]
-            offers = offers_for_one_more(self._spec, provider, present, sold or [*present, *self.others])
+            offers = offers_for_one_more(self._rental.spec, provider, present, sold or [*present, *self.others])
             if not offers:
                 raise NoCapacity(
                     f"{provider.name} sells no machine that the pool's spot strategy and the size of its machines allow"
@@ -301,7 +323,8 @@ class Selection:
         """
         if all(rank in self.offers for rank in ranks) or not self.adopted:
             return
-        found, refusals, errors = self._candidates([self._rental.provider], Excluded())
+        question = Question(0, self._rental.spec, (self._rental.provider,))
+        found, refusals, errors = self._candidates([question], Excluded())
         regions = {instance.region for instance in self.adopted.values()}
         self.others = [offer for region in sorted(regions) for offer in _near(found, region)]
         first = self.adopted[min(self.adopted)]
@@ -309,7 +332,7 @@ class Selection:
             own = self.adopted.get(rank, first)
             near = _near(found, own.region)
             if not near:
-                raise none_left(self._spec.requirements, self._spec.least_nodes, refusals, errors)
+                raise none_left([question.spec.requirements], self._spec.least_nodes, refusals, errors)
             same = [one for one in near if (one.instance_type, one.is_spot) == (own.instance_type, own.is_spot)]
             self.offers.setdefault(rank, (same or near)[0])
 
@@ -331,33 +354,45 @@ class Excluded:
     """Providers that an opening does not try again, because their other offers would be refused for the same reason:
     the request, a setting or the credentials are wrong.
 
-    A provider that only lacks the right to rent spot machines is tried with on-demand ones.
+    A provider that only lacks the right to rent spot machines is tried with on-demand ones. A wrong request for one
+    alternative may be right for another one; credentials are refused for all.
     """
 
     def __init__(self) -> None:
-        self._errors: list[tuple[Provider, SkywardError]] = []
+        self._errors: list[tuple[Provider, int | None, SkywardError]] = []
+        """The errors, each with the place of its alternative; None: of all."""
         self._without_spot: list[Provider] = []
 
-    def note(self, provider: Provider, error: SkywardError) -> None:
+    def note(self, provider: Provider, error: SkywardError, place: int) -> None:
         """Exclude the provider, or its spot machines, if the error concerns its other offers too."""
         if isinstance(error, CredentialsError) and error.is_about_spot:
             self._without_spot.append(provider)
         elif isinstance(error, BadRequest | CredentialsError):
-            self._errors.append((provider, error))
+            self._errors.append((provider, None if isinstance(error, CredentialsError) else place, error))
 
-    def error_of(self, provider: Provider) -> SkywardError | None:
-        """Return why a provider is excluded; None if it is not."""
-        return next((error for one, error in self._errors if one is provider), None)
+    def error_of(self, provider: Provider, place: int) -> SkywardError | None:
+        """Return why a provider is excluded for an alternative; None if it is not."""
+        return next((error for one, its, error in self._errors if one is provider and its in (None, place)), None)
+
+    def without(self, question: Question) -> Question:
+        """Return the question to the providers that are not excluded."""
+        left = [provider for provider in question.providers if self.error_of(provider, question.place) is None]
+        return replace(question, providers=tuple(left))
+
+    def left(self, asked: Sequence[Question]) -> list[Question]:
+        """Return the questions for which a provider is left."""
+        return [one for one in map(self.without, asked) if one.providers]
 
     def has(self, candidate: Candidate) -> bool:
         """Return whether a candidate is excluded."""
         is_spot = any(part.offer.is_spot for part in candidate.parts)
         is_without = is_spot and any(one is candidate.provider for one in self._without_spot)
-        return is_without or self.error_of(candidate.provider) is not None
+        return is_without or self.error_of(candidate.provider, candidate.place) is not None
 
-    def answers(self) -> list[ProviderOffers]:
+    def answers(self, question: Question) -> list[ProviderOffers]:
         """Return the error of each excluded provider, as its answer to a question that is not asked again."""
-        return [ProviderOffers(provider, error=error) for provider, error in self._errors]
+        errors = [(provider, self.error_of(provider, question.place)) for provider in question.providers]
+        return [ProviderOffers(provider, error=error) for provider, error in errors if error is not None]
 
 
 def _near(found: Sequence[Candidate], region: str) -> list[Offer]:
@@ -380,11 +415,11 @@ def _runs(ranks: Sequence[int], offers: Mapping[int, Offer]) -> list[tuple[int, 
 def warn(spec: PoolSpec, providers: Sequence[Provider]) -> None:
     """Log what may fail only after machines have been paid for."""
     if (
-        spec.accelerator is not None
-        and needs_reset(spec.accelerator)
+        spec.first_accelerator is not None
+        and needs_reset(spec.first_accelerator)
         and any(provider.end_command for provider in providers)
     ):
-        _log.warning("%s: %s", spec.accelerator, RESET_MAY_BE_REFUSED)
+        _log.warning("%s: %s", spec.first_accelerator, RESET_MAY_BE_REFUSED)
 
 
 def _refused(one: Refusal) -> CandidateRefused:

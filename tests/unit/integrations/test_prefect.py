@@ -202,6 +202,8 @@ def test_a_pool_s_fields_become_its_spec() -> None:
         concurrency=2,
     )
     assert blocks.SkywardPool().get_spec() == sky.PoolSpec.of()
+    either = blocks.SkywardPool(more={"accelerator": ["H100", {"accelerator": "A100", "provider": "aws"}]}).get_spec()
+    assert either.accelerator_words == "H100 80GB, else A100 80GB on aws"
     with pytest.raises(sky.BadRequest, match="keep_warm needs a name"):
         blocks.SkywardPool(keep_warm=60).get_pool()
 

@@ -330,7 +330,7 @@ def test_the_error_has_all_reasons(
     """If all reasons have one type, the error has that type, else it is NoCapacity."""
     errors = [first("no"), second("neither")]
     refusals = [refusal(CHEAP, offer(), error.coded("x7"), 1.5) for error in errors]
-    error = none_left(Requirements(), 2, refusals, errors)
+    error = none_left([Requirements()], 2, refusals, errors)
     assert (type(error), error.code) == (kind, "x7")
     assert all(words in str(error) for words in ("local/r-1 a: ", "no", "neither"))
     if isinstance(error, NoCapacity):
@@ -341,7 +341,7 @@ def test_missing_money_is_reported_as_such() -> None:
     """All offers that fit cost too much, and other providers sell nothing. The error has the account and its balance."""
     errors = [BudgetExceeded("no", "team", Decimal(3)), BudgetExceeded("neither", "team", Decimal(2))]
     nothing = refusal(DEAR, None, NoCapacity("nothing fits"), 0.1)
-    error = none_left(Requirements(), 1, [nothing, *(refusal(CHEAP, offer(), one, 0.1) for one in errors)], errors)
+    error = none_left([Requirements()], 1, [nothing, *(refusal(CHEAP, offer(), one, 0.1) for one in errors)], errors)
     assert isinstance(error, BudgetExceeded)
     assert (error.account, error.left_usd) == ("team", Decimal(2))
     assert "nothing fits" in str(error)
