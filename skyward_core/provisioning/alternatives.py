@@ -8,7 +8,8 @@ alternative are tried before those of the next one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 
 from skyward_core.concurrency.threads import side_by_side
@@ -35,7 +36,7 @@ def rank_all(
     A reason that holds for several questions is in it once. Raises BadRequest if `candidates` does for each of them.
     """
     found: list[Candidate] = []
-    refusals: list[Refusal] = []
+    refusals: list[list[Refusal]] = []
     unsold: list[BadRequest] = []
     for question, sold in zip(asked, answers, strict=True):
         try:
@@ -44,13 +45,24 @@ def rank_all(
             unsold.append(error)
             its, reasons = [], [refusal(one.provider, None, error, one.seconds) for one in sold]
         found += its
-        refusals += reasons
+        refusals.append(reasons)
     if unsold and len(unsold) == len(asked):
         raise unsold[0]
     is_cheapest_first = any(question.spec.selection == "cheapest" for question in asked)
     found.sort(key=lambda one: one.weight if is_cheapest_first else (one.place, *one.weight))
-    return found, _once(refusals)
+    return found, joined(refusals, lambda one: replace(one, seconds=0.0))
 
 
-def _once(refusals: Iterable[Refusal]) -> list[Refusal]:
-    return list({replace(one, seconds=0.0): one for one in refusals}.values())
+def joined[T](lists: Iterable[Sequence[T]], key: Callable[[T], Hashable]) -> list[T]:
+    """Return the items of all lists without those that an earlier list has: a provider gives each question the same
+    error. Items of one list stay, because two providers may have the same error.
+    """
+    found: list[T] = []
+    for one in lists:
+        known = Counter(map(key, found))
+        for item in one:
+            if known[key(item)]:
+                known[key(item)] -= 1
+            else:
+                found.append(item)
+    return found

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -32,7 +33,7 @@ from skyward_core.machines.instances import Instance
 from skyward_core.machines.offers import Offer, matches
 from skyward_core.providers.base import Provider
 from skyward_core.provisioning.abilities import Question, questions
-from skyward_core.provisioning.alternatives import ask_each, rank_all
+from skyward_core.provisioning.alternatives import ask_each, joined, rank_all
 from skyward_core.provisioning.candidates import (
     MEMORY_SECONDS,
     Candidate,
@@ -157,9 +158,11 @@ class Selection:
             for answer in answers:
                 if answer.error is not None:
                     excluded.note(answer.provider, answer.error, one.place)
-        old = {replace(one, seconds=0.0) for errors in known for answer in errors for one in refusals_of(answer)}
+        old = Counter(one for errors in known for answer in errors for one in refusals_of(answer))
         for one in refusals:
-            if replace(one, seconds=0.0) not in old:
+            if old[one]:
+                old[one] -= 1
+            else:
                 self._emit(_refused(one))
                 self._journal.note_refusal(one)
         rest = (
@@ -173,8 +176,8 @@ class Selection:
                 "/".join(map(str, key[:3])),
                 rest[key].isoformat(timespec="seconds"),
             )
-        errors = {str(error): error for answers in sold for answer in answers for error in answer.errors}
-        return order(found, rest), refusals, [*errors.values()]
+        errors = [[error for answer in answers for error in answer.errors] for answers in sold]
+        return order(found, rest), refusals, joined(errors, lambda error: (type(error), str(error)))
 
     def _rent_from(self, candidate: Candidate, refusals: list[Refusal], candidates: int) -> list[Instance]:
         """Rent all machines of a candidate.
