@@ -246,6 +246,27 @@ def test_why_lists_every_attempt(skyward: Skyward) -> None:
     assert "sky-nowhere" in skyward("why sky-nowhere", code=1)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "provider", "note"),
+    [
+        ("A100", "aws", 'on AWS A100 80GB is a p4de.24xlarge; a p4d.24xlarge has A100 40GB: write "A100-40GB"'),
+        ("A100-40GB", "aws", 'on AWS A100 40GB is a p4d.24xlarge; a p4de.24xlarge has A100 80GB: write "A100-80GB"'),
+        (
+            ["H100", "A100"],
+            "aws",
+            'on AWS A100 80GB is a p4de.24xlarge; a p4d.24xlarge has A100 40GB: write "A100-40GB"',
+        ),
+        ("A100", "runpod", ""),
+        ("H100", "aws", ""),
+    ],
+)
+def test_why_says_which_type_of_aws_an_a100_is(skyward: Skyward, wanted: Any, provider: str, note: str) -> None:
+    now, spec = skyward.clock.now, sky.PoolSpec.of(accelerator=wanted).model_dump_json()
+    skyward.ledger.open_pool("p", owner=HERE, provider={"name": provider}, spec_json=spec, lease_expires_at=now)
+    skyward.ledger.note_attempts([Attempt("p", now, provider, "r", "t", is_spot=True, seconds=1.0, error="NoCapacity")])
+    assert skyward("why p").splitlines()[2:] == ([note] if note else [])
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[list[object], list[Offer]]:
     """The requests for offers, and what is sold: one type at 2 USD per hour."""
