@@ -84,7 +84,7 @@ class Selection:
         self._choices: dict[int, list[Offer]] = {}
         """The offers for a rank that the pool has not had, the best first, until its machine is rented."""
         self._choice_lock = threading.Lock()
-        """Several ranks may come at once, and the share of spot machines holds for all of them."""
+        """Several ranks may come at once. The share of spot machines, and the price per hour, hold for all of them."""
 
     # ── all machines of a pool that opens ────────────────────────────────────────────────────────────────────────────
 
