@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from skyward_core.accelerators import Accelerator as Accelerator
     from skyward_core.accelerators import is_nvidia as is_nvidia
     from skyward_core.accelerators import is_trainium as is_trainium
+    from skyward_core.accelerators.alternative import Alternative as Alternative
     from skyward_core.compute import ComputeFunction as ComputeFunction
     from skyward_core.compute import PendingBatch as PendingBatch
     from skyward_core.compute import PendingCompute as PendingCompute
@@ -183,6 +184,7 @@ __version__: str  # that of the installed distribution, which has it from the gi
 
 _HOMES = {
     "accelerators": "Accelerator NVIDIA is_nvidia is_trainium",
+    "accelerators.alternative": "Alternative",
     "serialization.plain_arguments": "PlainObject PlainTypes",
     "session.detached_call": "CallAttempt CallNews DetachedCall",
     "compute": "ComputeFunction PendingBatch PendingCompute PendingItems gather",

@@ -24,6 +24,7 @@ from pydantic import (
 
 from skyward_core import accelerators
 from skyward_core.accelerators import Accelerator
+from skyward_core.accelerators.alternative import Alternative
 from skyward_core.accelerators.catalog import find
 from skyward_core.accelerators.neuron import slot_cores
 from skyward_core.errors import BadRequest
@@ -44,8 +45,8 @@ OTHER_NAMES = {
     "gpus": 'accelerator="4xA100"',
     "instance_type": 'machine="p5.48xlarge"',
     "region": 'the provider\'s: provider=sky.AWS(region="us-east-1")',
-    "max_hourly_cost": "max_cost for all its time, in USD, and max_lifetime for its time, in seconds",
-    "max_hourly_price": "max_cost for all its time, in USD, and max_lifetime for its time, in seconds",
+    "max_hourly_price": "max_hourly_cost=5, for all machines of the pool, in USD per hour",
+    "max_price_per_hour": "max_hourly_cost=5, for all machines of the pool, in USD per hour",
     "max_nodes": "nodes=(1, 8)",
     "min_nodes": "nodes=(1, 8)",
     "num_nodes": "nodes=2",
@@ -75,12 +76,15 @@ type AnyProvider = Annotated[
     PlainSerializer(lambda one: _plain(one)),
 ]
 type AnyAccelerator = Annotated[
-    Accelerator,
-    BeforeValidator(
-        lambda given: Accelerator.from_json(given) if isinstance(given, Mapping) else accelerators.parse(given)
+    Accelerator | tuple[Alternative, ...],
+    BeforeValidator(lambda given: _accelerators(given)),
+    PlainSerializer(
+        lambda given: [one.to_json() for one in given] if isinstance(given, tuple) else given.to_json(),
+        return_type=dict[str, Any] | list[dict[str, Any]],
     ),
-    PlainSerializer(lambda accelerator: accelerator.to_json(), return_type=dict[str, Any]),
 ]
+"""The accelerators of one machine, or alternatives in the order of the user."""
+type Selection = Literal["first", "cheapest"]
 type AnySpot = Annotated[
     spot.Strategy,
     BeforeValidator(lambda given: spot.from_json(given) if isinstance(given, Mapping) else spot.parse(given)),
@@ -105,7 +109,10 @@ class Wishes(TypedDict, total=False):
     pip: Sequence[str]
     nodes: int | tuple[int, int]
     machine: str | None
-    accelerator: str | Accelerator | Mapping[str, Any] | None
+    accelerator: (
+        str | Accelerator | Mapping[str, Any] | Sequence[str | Accelerator | Alternative | Mapping[str, Any]] | None
+    )
+    selection: Selection
     cpu: int | None
     memory: str | None
     architecture: Architecture | None
@@ -116,6 +123,7 @@ class Wishes(TypedDict, total=False):
     lease_seconds: float
     retries: int
     max_cost: float | None
+    max_hourly_cost: float | None
     budget: str | None
     env: Mapping[str, str] | None
     secrets: str | Sequence[str] | Mapping[str, Any] | None
@@ -161,7 +169,13 @@ class PoolSpec(BaseModel):
     machine: str | None = Field(
         default=None, description='Instance type, in the provider\'s own words ("p5.48xlarge").'
     )
-    accelerator: AnyAccelerator | None = Field(default=None, description="The accelerators of one machine.")
+    accelerator: AnyAccelerator | None = Field(
+        default=None, description="The accelerators of one machine; a list has alternatives, the best first."
+    )
+    selection: Selection = Field(
+        default="first",
+        description='Which alternative of `accelerator` is rented: the "first" that is to be had, or the "cheapest".',
+    )
     cpu: int | None = Field(default=None, ge=1, le=MOST_CORES, description="CPU cores of one worker, at least.")
     memory: str | None = Field(
         default=None, description='Memory of one worker, at least ("32GB"; GB = 10⁹ bytes, GiB = 2³⁰).'
@@ -196,6 +210,12 @@ class PoolSpec(BaseModel):
     )
     max_cost: float | None = Field(
         default=None, gt=0, le=MOST_USD, description="Hard limit of the pool's cost, in USD."
+    )
+    max_hourly_cost: float | None = Field(
+        default=None,
+        gt=0,
+        le=MOST_USD,
+        description="The most that all machines of the pool together may cost, in USD per hour.",
     )
     budget: str | None = Field(
         default=None,
@@ -309,10 +329,10 @@ class PoolSpec(BaseModel):
 
     @property
     def requirements(self) -> Requirements:
-        """The hardware requirements, for one machine with all its workers."""
+        """The hardware requirements, for one machine with all its workers; of several alternatives the first ones."""
         memory = memory_gb(self.memory) if self.memory is not None else None
         return Requirements(
-            accelerator=self.accelerator,
+            accelerator=self.first_accelerator,
             instance_type=self.machine,
             vcpus=self.cpu * self.workers_per_node if self.cpu is not None else None,
             memory_gb=memory * self.workers_per_node if memory is not None else None,
@@ -336,19 +356,39 @@ class PoolSpec(BaseModel):
         """Whether the number of machines may change while the pool is open."""
         return self.most_nodes > self.least_nodes
 
+    def may_cost(self, usd_per_hour: float) -> bool:
+        """Return whether all machines of the pool together may cost so much (`max_hourly_cost`)."""
+        # sums of prices differ from the number that a user writes in their last binary digit
+        return self.max_hourly_cost is None or usd_per_hour <= self.max_hourly_cost * (1 + 1e-9)
+
     @property
     def workers_per_node(self) -> int:
         """How many workers one machine holds: one for each MIG partition of its GPUs, or one."""
-        return (
-            self.accelerator.count * len(self.accelerator.mig)
-            if self.accelerator is not None and self.accelerator.mig
-            else 1
-        )
+        return _workers_on(self.first_accelerator)
+
+    @property
+    def alternatives(self) -> tuple[Alternative, ...]:
+        """The accelerators that the pool may have, if they are several; it has one of them when it is open."""
+        return self.accelerator if isinstance(self.accelerator, tuple) else ()
+
+    @property
+    def first_accelerator(self) -> Accelerator | None:
+        """The accelerators of one machine; of several alternatives the first ones."""
+        return self.accelerator[0].accelerator if isinstance(self.accelerator, tuple) else self.accelerator
+
+    @property
+    def accelerator_words(self) -> str:
+        """The accelerators of one machine, with all alternatives, for messages; "" without any."""
+        return ", else ".join(map(str, self.alternatives)) or str(self.accelerator or "")
+
+    def each_alternative(self) -> tuple[Self, ...]:
+        """Return the spec with each of its alternatives as its accelerator, in their order; else only itself."""
+        return tuple(self.with_(accelerator=one.accelerator) for one in self.alternatives) or (self,)
 
     def accelerator_on(self, offer: Offer) -> Accelerator | None:
         """Return the accelerators that calls on this machine may use: those of the spec, or all of the machine."""
         if self.accelerator is not None or offer.accelerator is None:
-            return self.accelerator
+            return self.first_accelerator
         chip = find(offer.accelerator)
         choices = chip.memory_choices(None)
         offered_gb = offer.accelerator_memory_gb or choices[0]
@@ -362,7 +402,7 @@ class PoolSpec(BaseModel):
 
         Raises BadRequest if there are too few.
         """
-        return self.neuron_cores_of(self.accelerator)
+        return self.neuron_cores_of(self.first_accelerator)
 
     def neuron_cores_of(self, accelerator: Accelerator | None) -> tuple[tuple[int, ...], ...]:
         """The same on a machine with calls that may use these accelerators (`accelerator_on`)."""
@@ -417,7 +457,8 @@ class PoolSpec(BaseModel):
             )
         self.image.refuse_changed_files()
         refuse_overlaps(self.volume)
-        _ = self.neuron_cores  # raises
+        for spec in self.each_alternative():
+            _ = spec.neuron_cores  # raises
 
 
 def signature(*own: inspect.Parameter) -> inspect.Signature:
@@ -439,6 +480,33 @@ def _loaded(given: Any) -> Provider | tuple[Provider, ...]:
     """Read one provider or several; BadRequest is a ValueError, which pydantic reports as the field's error."""
     found = base.load_all(given)
     return next(iter(found)) if len(found) == 1 else found
+
+
+def _accelerators(given: Any) -> Accelerator | tuple[Alternative, ...]:
+    """Read an accelerator, or a list of alternatives. Raises BadRequest, which is the field's error for pydantic."""
+    if isinstance(given, Mapping):
+        return Accelerator.from_json(cast("Mapping[str, Any]", given))
+    if isinstance(given, Alternative):
+        raise BadRequest("an alternative stands in a list: accelerator=[...]")
+    if not isinstance(given, list | tuple):
+        return accelerators.parse(given)
+    found = tuple(Alternative.read(one) for one in cast("Sequence[Any]", given))
+    if not found:
+        raise BadRequest("an empty list of accelerators: name one, or leave it out")
+    if len(set(found)) < len(found):
+        raise BadRequest("the same accelerator is named twice")
+    workers = {_workers_on(one.accelerator) for one in found}
+    if len(workers) > 1:
+        numbers = ", ".join(f"{one}: {_workers_on(one.accelerator)}" for one in found)
+        raise BadRequest(
+            f"the alternatives make different numbers of workers of one machine ({numbers}): write partitions (mig=...)"
+            " that make equally many"
+        )
+    return found
+
+
+def _workers_on(accelerator: Accelerator | None) -> int:
+    return accelerator.count * len(accelerator.mig) if accelerator is not None and accelerator.mig else 1
 
 
 def _with_pip_in_the_image(given: Any) -> Any:

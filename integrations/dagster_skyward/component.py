@@ -17,7 +17,7 @@ from dagster_skyward.lifecycle import CONFIG_TAG
 from dagster_skyward.pipes import PipesSkywardClient
 from dagster_skyward.resource import OWN_FIELDS, SkywardResource
 
-SHORT_FIELDS = ("provider", "accelerator", "nodes", "spot", "max_cost", "budget")
+SHORT_FIELDS = ("provider", "accelerator", "nodes", "spot", "max_cost", "max_hourly_cost", "budget")
 """Fields of a pool that are fields of the component too."""
 
 
@@ -62,6 +62,7 @@ class SkywardComponent(dg.Component, dg.Model, dg.Resolvable):
     nodes: Annotated[Any, _of_pool("nodes", 2)] = None
     spot: Annotated[Any, _of_pool("spot", "if-available")] = None
     max_cost: Annotated[float | None, _of_pool("max_cost", 5.0)] = None
+    max_hourly_cost: Annotated[float | None, _of_pool("max_hourly_cost", 12.0)] = None
     budget: Annotated[str | None, _of_pool("budget", "team")] = None
     compute: Annotated[
         dict[str, Any],

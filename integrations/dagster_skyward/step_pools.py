@@ -346,7 +346,12 @@ class StepPools:
             return None
         block, seconds = cost - before, time.monotonic() - began
         usage = Usage(
-            block, seconds, pool.spec.most_nodes, str(pool.spec.accelerator or "none"), (pool.id,), savings(pool, block)
+            block,
+            seconds,
+            pool.spec.most_nodes,
+            pool.spec.accelerator_words or "none",
+            (pool.id,),
+            savings(pool, block),
         )
         if context is not None:
             usage = replace(usage, measured=self.events.of_step(context).numbers())

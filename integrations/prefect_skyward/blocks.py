@@ -222,6 +222,11 @@ class SkywardPool(Block):
         description="Environment variables of the calls, each with the name of the Secret block that has its value.",
     )
     max_cost: float | None = Field(default=None, gt=0, description="Hard limit of the flow run's cost, in USD.")
+    max_hourly_cost: float | None = Field(
+        default=None,
+        gt=0,
+        description="The most that all machines of the pool together may cost, in USD per hour.",
+    )
     budget: str | None = Field(default=None, description="Account of the ledger that pays.")
     max_lifetime: float | None = Field(default=None, gt=0, description="Hard limit of the pool's life, in seconds.")
     name: str | None = Field(
@@ -241,7 +246,10 @@ class SkywardPool(Block):
         """
         fields: dict[str, Any] = {
             name: value
-            for name in ("accelerator", "machine", "cpu", "memory", "spot", "max_cost", "budget", "max_lifetime")
+            for name in (
+                *("accelerator", "machine", "cpu", "memory", "spot"),
+                *("max_cost", "max_hourly_cost", "budget", "max_lifetime"),
+            )
             if (value := getattr(self, name)) is not None
         }
         if (provider := self.get_provider()) is not None:

@@ -86,7 +86,7 @@ class PoolLife:
     @property
     def spec_text(self) -> str:
         """The machines in words: `2 x H100`."""
-        return f"{self.spec.most_nodes} x {self.spec.accelerator or self.spec.machine or 'machine'}"
+        return f"{self.spec.most_nodes} x {self.spec.accelerator_words or self.spec.machine or 'machine'}"
 
     @property
     def cost(self) -> float:
@@ -175,7 +175,7 @@ class PoolLife:
         if self._facts.report is None or self.spec.name is None or not pool.is_active:
             return
         try:
-            shared = SharedPool(self.spec.name, pool.id, str(self.spec.accelerator or ""), pool.lease.nodes)
+            shared = SharedPool(self.spec.name, pool.id, self.spec.accelerator_words, pool.lease.nodes)
         except Exception as error:  # it has ended already, or its lease cannot be signed
             self._facts.log.say(
                 logging.WARNING, f"what this flow run has cost on {self.spec.name} is not shown: {error}"

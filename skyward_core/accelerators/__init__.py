@@ -13,7 +13,7 @@ from enum import EnumType, StrEnum
 from typing import Any, Protocol, Self, cast
 
 from skyward_core.accelerators.catalog import Chip, FormFactor, Vendor, find
-from skyward_core.accelerators.mig import partitions, split
+from skyward_core.accelerators.mig import partitions, profiles, split
 from skyward_core.errors import BadRequest
 from skyward_core.hints import question
 
@@ -154,7 +154,10 @@ class Accelerator:
         size = _memory_gb(memory) if memory is not None else choices[0] if memory_gb is None else memory_gb
         if type(size) is not int or size not in choices:
             sizes = " or ".join(f"{gb}GB" for gb in choices)
-            raise BadRequest(f"there is no {_called(chip, form_factor)} with memory_gb={size!r}; it comes with {sizes}")
+            raise BadRequest(
+                f"there is no {_called(chip, form_factor)} with memory_gb={size!r}; it comes with"
+                f" {sizes}{_partition_of(chip.name, choices, size)}"
+            )
         partitions_of_each = split(chip.name, size, cast("tuple[str, ...]", mig or ()))
         for field, value in zip(
             self.__dataclass_fields__, (chip.name, size, count, partitions_of_each, form_factor), strict=True
@@ -366,6 +369,13 @@ class NVIDIA(StrEnum, metaclass=_ByValueToo):
     RTX_PRO_6000 = "RTX PRO 6000"
     Quadro_RTX_6000 = "Quadro RTX 6000"
     Quadro_RTX_8000 = "Quadro RTX 8000"
+
+
+def _partition_of(name: str, sizes: Sequence[int], memory_gb: object) -> str:
+    """Return which partition of the chip has this memory, for a message; "" if none has."""
+    found = [profile.name for size in sizes for profile in profiles(name, size)]
+    fitting = next((profile for profile in found if profile.endswith(f".{memory_gb}gb")), None)
+    return f". A partition of it has {memory_gb}GB: mig={fitting!r}" if fitting else ""
 
 
 def parse(requested: "str | NVIDIA | Accelerator") -> Accelerator:

@@ -162,6 +162,27 @@ def rented_by(name: str) -> tuple[str, ...]:
     return tuple(CLOUDS[cloud] for cloud, chips in RENTED.items() if name in chips)
 
 
+A100_ON_AWS: Mapping[int, str] = {80: "p4de.24xlarge", 40: "p4d.24xlarge"}
+"""The types with A100, by the memory of each chip in GB. AWS's API names both chips A100, and reports 40960 and 81920
+MiB (DescribeInstanceTypes, checked 2026-11).
+"""
+
+
+def sizes_on_aws(accelerator: Accelerator) -> str:
+    """Return which AWS type has this size of the chip, and how to get the other one; "" if all types have the same.
+
+    >>> sizes_on_aws(Accelerator("A100"))
+    'on AWS A100 80GB is a p4de.24xlarge; a p4d.24xlarge has A100 40GB: write "A100-40GB"'
+    """
+    if accelerator.name != "A100" or accelerator.memory_gb not in A100_ON_AWS:
+        return ""
+    ((other, its_type),) = [one for one in A100_ON_AWS.items() if one[0] != accelerator.memory_gb]
+    return (
+        f"on AWS A100 {accelerator.memory} is a {A100_ON_AWS[accelerator.memory_gb]}; a {its_type} has A100 {other}GB:"
+        f' write "A100-{other}GB"'
+    )
+
+
 def advice(accelerator: Accelerator) -> str:
     """Return which clouds rent the accelerator, as text; if none does, the most similar chip that is rented.
 

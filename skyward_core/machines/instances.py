@@ -119,6 +119,11 @@ class Lease(BaseModel):
     pool_id: str
     provider: dict[str, Any]
     """The provider, from `Provider.to_json()`."""
+    accelerator: dict[str, Any] | None = Field(default=None, exclude_if=lambda value: value is None)
+    """The alternative that the pool has, from `Accelerator.to_json()`; None if its spec has none.
+
+    Without one it is not in the JSON: then releases before alternatives can read and verify the lease.
+    """
     nodes: tuple[Node, ...] = ()
     scheduler: str = ""
     """Address of the pool's Dask scheduler."""

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from skyward_core.accelerators import Accelerator, parse
-from skyward_core.accelerators.cloud_catalogs import advice
+from skyward_core.accelerators.cloud_catalogs import advice, sizes_on_aws
 from skyward_core.errors import BadRequest, NoCapacity
 from skyward_core.events.narrator import usd
 
@@ -203,6 +203,9 @@ def why_none(offers: Sequence[Offer], want: Requirements) -> str:
     reasons = [f"{offer.name} {matches(offer, want)}" for offer in near]
     more = [f"and {len(offers) - len(near)} others"] if len(offers) > len(near) else []
     text = "; ".join([*reasons, *more]) or "there are no offers at all"
+    is_aws = any(offer.provider == "aws" for offer in offers)
+    if want.accelerator is not None and is_aws and (sizes := sizes_on_aws(want.accelerator)):
+        text += f". {sizes[0].upper()}{sizes[1:]}"
     if want.accelerator is None or any(offer.accelerator == wanted for offer in offers):
         return text
     simulation = (

@@ -448,4 +448,4 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
         state = "open" if self.is_active else "closed" if self._session.was_opened else "new"
         spec, names = self._prepared.spec, " or ".join(provider.name for provider in self._prepared.providers)
         nodes = f"{spec.least_nodes} to {spec.most_nodes}" if spec.is_elastic else spec.least_nodes
-        return f"<ComputePool {state}, {nodes} x {spec.accelerator or 'node'} on {names}>"
+        return f"<ComputePool {state}, {nodes} x {spec.accelerator_words or 'node'} on {names}>"

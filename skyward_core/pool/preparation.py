@@ -12,9 +12,11 @@ from skyward_core.config.settings import Settings
 from skyward_core.errors import BadRequest
 from skyward_core.events import console
 from skyward_core.events.events import Callback
+from skyward_core.events.narrator import usd
+from skyward_core.machines import spot
 from skyward_core.providers.base import Provider
 from skyward_core.providers.local import Local
-from skyward_core.provisioning.abilities import able
+from skyward_core.provisioning.abilities import questions
 from skyward_core.secret import read_values, too_short_to_mask
 from skyward_core.serialization import pickling
 from skyward_core.spec import PoolSpec
@@ -45,7 +47,8 @@ class Prepared:
         Called while the pool opens, because the display may not show yet.
         """
         if self.why_provider:
-            is_stand_in = not self.spec.providers and any(provider.simulates for provider in self.providers)
+            here = self.providers[0]
+            is_stand_in = here not in self.spec.providers and isinstance(here, Local) and here != Local()
             self._log(logging.WARNING if is_stand_in else logging.INFO, "%s", self.why_provider)
 
     def read_secrets(self) -> SecretValues:
@@ -87,7 +90,7 @@ def prepare(
     spec, providers, why_provider = complete(spec, credentials)
     spec.refuse_what_cannot_be()
     spec.refuse_keep_warm_without_a_name()
-    able(spec, providers)
+    questions(spec, providers)
     limit = _run_limit(run_max_cost, spec, work)
     own = (work if spec.name is None else NO_WORK) if belongs_to is None else belongs_to
     given = SecretValues(secrets or {})
@@ -113,7 +116,9 @@ def _run_limit(run_max_cost: float | None, spec: PoolSpec, work: Work) -> Decima
 def complete(
     spec: PoolSpec, credentials: Provider | Sequence[Provider] | None = None
 ) -> tuple[PoolSpec, tuple[Provider, ...], str]:
-    """Return the spec completed by the settings, the providers to ask, and their source if it is not the caller."""
+    """Return the spec completed by the settings, the providers to ask, and in words their source, if it is not the
+    caller, and what this machine simulates in place of a cloud.
+    """
     settings = Settings.read(pool=spec.name)
     missing = {
         name: value
@@ -127,20 +132,37 @@ def complete(
             raise BadRequest(
                 f"{error} (from the settings: {', '.join(f'{name} from {settings.sources[name]}' for name in missing)})"
             ) from error
+    providers, source = (Local(),), "no provider was named, neither in the program nor in the settings"
     if credentials is not None:
-        return spec, (credentials,) if isinstance(credentials, Provider) else tuple(credentials), ""
-    if spec.providers:
+        providers, source = (credentials,) if isinstance(credentials, Provider) else tuple(credentials), ""
+    elif spec.providers:
         names = ", ".join(repr(provider.name) for provider in spec.providers)
-        return (
-            spec,
-            spec.providers,
-            f"provider {names}, from {settings.sources['provider']}" if "provider" in missing else "",
+        providers = spec.providers
+        source = f"provider {names}, from {settings.sources['provider']}" if "provider" in missing else ""
+    providers, simulated = _simulating(spec, providers)
+    if not spec.providers and credentials is None:
+        source += ": running on this machine (Local)"
+    return spec, providers, "; ".join(filter(None, (source, simulated)))
+
+
+def _simulating(spec: PoolSpec, providers: tuple[Provider, ...]) -> tuple[tuple[Provider, ...], str]:
+    """Let this machine simulate what the pool needs and it lacks, if it is the only provider, and say so.
+
+    Beside a cloud it does not: it costs nothing, so it would always be rented in place of the cloud.
+    """
+    asked = providers[0]
+    if len(providers) > 1 or type(asked) is not Local:  # a subclass knows what it sells
+        return providers, ""
+    here = asked.standing_in_for(spec.first_accelerator, needs_spot=isinstance(spec.spot, spot.Always | spot.Percent))
+    said: list[str] = []
+    if here.simulate != asked.simulate:
+        said.append(
+            f"this machine has no GPU and stands in for {spec.first_accelerator}, at {usd(here.price_per_hour)} per"
+            " hour: calls find it in instance_info(), simulated, and no device"
         )
-    here = Local() if spec.accelerator is None else Local().standing_in_for(spec.accelerator)
-    why = "no provider was named, neither in the program nor in the settings: running on this machine (Local)"
-    if here.simulates:
-        why += (
-            f", which has no GPU and stands in for {spec.accelerator}: calls find it in instance_info(), simulated, and"
-            " no device"
+    if here.spot_price_per_hour is not None and asked.spot_price_per_hour is None:
+        price = usd(here.spot_price_per_hour)
+        said.append(
+            f"its spot machines are simulated, at {price} per hour: Local(spot_price_per_hour=...) sets another"
         )
-    return spec, (here,), why
+    return (here,), "; ".join(said)

@@ -293,7 +293,7 @@ def load(provider: str | Mapping[str, Any] | Provider) -> Provider:
 
 def kind_of(name: str) -> type[Provider]:
     """Return the class of a provider. Raises BadRequest for a name that no provider has."""
-    key = re.sub("[-_. ]", "", name).casefold()  # so that the name of the class will do, and that of the cloud
+    key = plain_name(name)
     if key in BUILT_IN:
         module, _, class_name = BUILT_IN[key].rpartition(".")
         return cast("type[Provider]", getattr(importlib.import_module(f"skyward_core.providers.{module}"), class_name))
@@ -302,6 +302,11 @@ def kind_of(name: str) -> type[Provider]:
     known = sorted({*BUILT_IN, *found})
     near = question(name, known)
     raise BadRequest(f"no provider is called {name!r}; {near}{' ' if near else ''}known here: {', '.join(known)}")
+
+
+def plain_name(name: str) -> str:
+    """Return a name without case and punctuation: the name of the class will do, and that of the cloud."""
+    return re.sub("[-_. ]", "", name).casefold()
 
 
 @functools.lru_cache(maxsize=1)

@@ -67,6 +67,7 @@ TERM_SECONDS = 1.0
 KILL_SECONDS = 10.0
 RANK_VARIABLE = "SKYWARD_RANK"
 PRICE_VARIABLE = "SKYWARD_PRICE_PER_HOUR"
+SPOT_VARIABLE = "SKYWARD_IS_SPOT"
 DIRECTORY_VARIABLE = "SKYWARD_INSTANCE_DIRECTORY"
 
 KEPT_VARIABLES = (
@@ -102,6 +103,9 @@ class Local(Provider):
     `price_per_hour` (USD for one node) makes cost visible without a cloud. A node sees a small part of this process's
     environment (paths, locale, certificates, proxies), as a machine elsewhere would; `ComputePool(env=...)` adds to it.
 
+    Nodes are on demand. With `spot_price_per_hour` this machine sells simulated spot machines too, at this price.
+    Nobody takes them back.
+
     `simulate` ("A100", "A100:2", an `Accelerator`) makes this machine pretend to have these accelerators, so that a
     program for them can be tried without them. Pools that need them open. Calls find them in
     `instance_info().accelerators`, with `is_simulated`. Calls see no GPU, not even a real one of this machine.
@@ -126,6 +130,7 @@ class Local(Provider):
     ending_seconds: ClassVar[float] = 1.0
 
     price_per_hour: float = Field(default=0.0, ge=0, le=MOST_USD_PER_HOUR)
+    spot_price_per_hour: float | None = Field(default=None, ge=0, le=MOST_USD_PER_HOUR)
     simulate: (
         Annotated[str, BeforeValidator(lambda value: _as_text(value)), AfterValidator(lambda text: _checked(text))]
         | None
@@ -136,12 +141,21 @@ class Local(Provider):
         """Whether the accelerators of its machines are simulated."""
         return self.simulate is not None
 
-    def standing_in_for(self, accelerator: Accelerator) -> Local:
-        """Return a copy that simulates the accelerator; this provider if the machine has a GPU, or for MIG."""
-        return self if accelerator.mig or gpus_here() else self.model_copy(update={"simulate": _as_text(accelerator)})
+    def standing_in_for(self, accelerator: Accelerator | None, *, needs_spot: bool) -> Local:
+        """Return a copy that simulates what a pool needs and this machine lacks; this provider if there is nothing.
+
+        The accelerator, unless the machine has a GPU or it is for MIG; spot machines, at the price of this machine.
+        """
+        lacks: dict[str, Any] = {}
+        if accelerator is not None and self.simulate is None and not accelerator.mig and not gpus_here():
+            lacks["simulate"] = _as_text(accelerator)
+        if needs_spot and self.spot_price_per_hour is None:
+            lacks["spot_price_per_hour"] = self.price_per_hour
+        return self.model_copy(update=lacks) if lacks else self
 
     def offers(self, want: Requirements) -> list[Offer]:
-        """Return one offer: this machine, with the GPUs that its driver shows, or those that it simulates.
+        """Return this machine, with the GPUs that its driver shows, or those that it simulates: one offer, or a second
+        one as a simulated spot machine.
 
         Raises BadRequest for more nodes than its memory has room for.
         """
@@ -156,26 +170,28 @@ class Local(Provider):
         gpus = gpus_here() if want.accelerator is not None and simulated is None else ()
         if simulated is not None:
             gpus = ((simulated.name, float(simulated.memory_gb)),) * simulated.count
-        return [
-            Offer(
-                provider=self.name,
-                instance_type="local",
-                region="local",
-                price_per_hour=self.price_per_hour,
-                on_demand_price_per_hour=self.price_per_hour,
-                vcpus=float(len(os.sched_getaffinity(0))),
-                memory_gb=memory_bytes / GB,
-                accelerator=_catalogue_name(gpus[0][0]) if gpus else None,
-                accelerators=len(gpus),
-                architecture=ARCHITECTURES.get(platform.machine()),
-                accelerator_memory_gb=gpus[0][1] if gpus else None,
-                form_factor=simulated.form_factor if simulated is not None else None,
-            )
-        ]
+        here = Offer(
+            provider=self.name,
+            instance_type="local",
+            region="local",
+            price_per_hour=self.price_per_hour,
+            on_demand_price_per_hour=self.price_per_hour,
+            vcpus=float(len(os.sched_getaffinity(0))),
+            memory_gb=memory_bytes / GB,
+            accelerator=_catalogue_name(gpus[0][0]) if gpus else None,
+            accelerators=len(gpus),
+            architecture=ARCHITECTURES.get(platform.machine()),
+            accelerator_memory_gb=gpus[0][1] if gpus else None,
+            form_factor=simulated.form_factor if simulated is not None else None,
+        )
+        if self.spot_price_per_hour is None:
+            return [here]
+        return [here, here.model_copy(update={"is_spot": True, "price_per_hour": self.spot_price_per_hour})]
 
     def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
         """Start `count` sessions that run the startup script."""
-        return [self._launch_one(of_machine(tags, int(tags[RANK_TAG]) + index), startup) for index in range(count)]
+        first = int(tags[RANK_TAG])
+        return [self._launch_one(offer, of_machine(tags, first + index), startup) for index in range(count)]
 
     def instances(self, pool_id: str | None = None) -> list[Instance]:
         """Return the pool's instances with a living process; without a pool, those of all this user's pools.
@@ -260,24 +276,30 @@ class Local(Provider):
             for parent, number in sorted(Counter(directory.parent for directory in found).items())
         ]
 
-    def _launch_one(self, tags: dict[str, str], startup: str) -> Instance:
+    def _launch_one(self, offer: Offer, tags: dict[str, str], startup: str) -> Instance:
         instance_id = f"local-{uuid.uuid4().hex[:12]}"
         directory = make_folders(instance_id)
         try:
-            return self._start(instance_id, directory, tags, startup)
+            self._start(instance_id, directory, offer, tags, startup)
         except BaseException:  # a signal too; if a process has started, `terminate` finds it by its tags
             if not members(instance_id):
                 remove_folders(instance_id, directory)
             raise
+        return _instance(tags, instance_id, self._price(offer), str(directory), is_spot=offer.is_spot)
 
-    def _start(self, instance_id: str, directory: Path, tags: dict[str, str], startup: str) -> Instance:
+    def _price(self, offer: Offer) -> float:
+        """Return the present price of an offer, which may be of another process with other settings."""
+        return (self.spot_price_per_hour or 0.0) if offer.is_spot else self.price_per_hour
+
+    def _start(self, instance_id: str, directory: Path, offer: Offer, tags: dict[str, str], startup: str) -> None:
         owner = this_process()
         environ = kept_environment() | {
             INSTANCE_TAG: instance_id,
             POOL_VARIABLE: tags[POOL_TAG],
             RANK_VARIABLE: tags[RANK_TAG],
             TAGS_VARIABLE: to_word(tags),
-            PRICE_VARIABLE: repr(self.price_per_hour),
+            PRICE_VARIABLE: repr(self._price(offer)),
+            SPOT_VARIABLE: "1" if offer.is_spot else "",
             DIRECTORY_VARIABLE: str(directory),
             "SKYWARD_OWNER": f"{owner.pid}:{owner.started}",
         }
@@ -300,7 +322,6 @@ class Local(Provider):
                 start_new_session=True,
             )
         threading.Thread(target=process.wait, name="skyward-reap", daemon=True).start()
-        return _instance(tags, instance_id, self.price_per_hour, str(directory))
 
 
 def kept_environment() -> dict[str, str]:
@@ -417,10 +438,11 @@ def _from_process(environ: Mapping[str, str], pool_id: str, instance_id: str) ->
     """
     tags = from_word(environ.get(TAGS_VARIABLE, ""), pool_id, rank_in(environ.get(RANK_VARIABLE, ""), instance_id))
     price = price_in(environ.get(PRICE_VARIABLE, "0"), 0.0, instance_id)
-    return _instance(tags, instance_id, price, _directory_of(environ, instance_id))
+    is_spot = bool(environ.get(SPOT_VARIABLE))
+    return _instance(tags, instance_id, price, _directory_of(environ, instance_id), is_spot=is_spot)
 
 
-def _instance(tags: dict[str, str], instance_id: str, price: float, directory: str) -> Instance:
+def _instance(tags: dict[str, str], instance_id: str, price: float, directory: str, *, is_spot: bool) -> Instance:
     return Instance(
         id=instance_id,
         provider=Local.name,
@@ -429,8 +451,9 @@ def _instance(tags: dict[str, str], instance_id: str, price: float, directory: s
         state=InstanceState.RUNNING,
         region="local",
         instance_type="local",
+        is_spot=is_spot,
         price_per_hour=price,
-        on_demand_price_per_hour=price,
+        on_demand_price_per_hour=None if is_spot else price,
         ip="127.0.0.1",
         private_ip="127.0.0.1",
         tags=tags,

@@ -1,12 +1,47 @@
-"""Which providers have the features that a spec asks for; known before any request to them."""
+"""Which providers may rent which alternative of a spec, by the features that it asks for: known before any request."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from skyward_core.errors import NotYetSupported
-from skyward_core.providers.base import Provider
+from skyward_core.errors import BadRequest, NotYetSupported
+from skyward_core.providers.base import Provider, plain_name
 from skyward_core.spec import PoolSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One alternative: its place in the user's list, the spec with it alone, and the providers that may rent it."""
+
+    place: int
+    spec: PoolSpec
+    providers: tuple[Provider, ...]
+
+
+def questions(spec: PoolSpec, providers: Sequence[Provider]) -> list[Question]:
+    """Return a question for each alternative that a provider can do.
+
+    Raises BadRequest if none can, or if an alternative names a provider that the pool does not have.
+    """
+    names = [one.provider for one in spec.alternatives] or [None]
+    found: list[Question] = []
+    reasons: list[NotYetSupported] = []
+    for place, (alone, name) in enumerate(zip(spec.each_alternative(), names, strict=True)):
+        own = [one for one in providers if name is None or plain_name(one.name) == plain_name(name)]
+        if not own:
+            having = ", ".join(sorted({provider.name for provider in providers}))
+            raise BadRequest(
+                f"accelerator: {spec.alternatives[place]} is for a provider that the pool does not have (it has"
+                f" {having}): add it to provider=[...]"
+            )
+        try:
+            found.append(Question(place, alone, tuple(able(alone, own))))
+        except NotYetSupported as error:
+            reasons.append(error)
+    if not found:
+        raise reasons[0]
+    return found
 
 
 def able(spec: PoolSpec, providers: Sequence[Provider]) -> list[Provider]:
@@ -26,7 +61,7 @@ def able(spec: PoolSpec, providers: Sequence[Provider]) -> list[Provider]:
 
 def refuse(spec: PoolSpec, provider: Provider) -> None:
     """Raise BadRequest for a feature that the provider never has, before any request to it."""
-    is_partitioned = spec.accelerator is not None and bool(spec.accelerator.mig)
+    is_partitioned = spec.first_accelerator is not None and bool(spec.first_accelerator.mig)
     needed = {
         "apt": bool(spec.image.apt),
         "shell": bool(spec.image.shell),

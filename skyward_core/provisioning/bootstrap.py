@@ -143,7 +143,7 @@ def _server(spec: PoolSpec, package: str, archive: str, *, is_kept: bool = False
         f"export PYTHONPATH={package}",
         mount_volumes(spec.volume),
         make_work(spec.image, archive),
-        partition_gpus(spec.accelerator.mig, spec.accelerator.count) if spec.accelerator is not None else "",
+        partition_gpus(chips.mig, chips.count) if (chips := spec.first_accelerator) is not None else "",
         f"echo '{MARK}phase {LAST_PHASE}'",
         f'exec {keeper}"$SKYWARD_ENV_PYTHON" -P -m skyward_core.worker.supervisor "$SKYWARD_INSTANCE_DIRECTORY"',
     ]

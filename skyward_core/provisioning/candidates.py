@@ -8,6 +8,7 @@ demand. `order` puts candidates that have failed recently behind others. Only `a
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ from skyward_core.errors import (
     Refusal,
     SkywardError,
 )
+from skyward_core.events.narrator import usd
 from skyward_core.ledger.rows import Attempt
 from skyward_core.machines import spot
 from skyward_core.machines.offers import Offer, Requirements, describe, matches, why_none
@@ -91,11 +93,25 @@ class Candidate:
     provider: Provider
     account: str
     parts: tuple[Part, ...]
+    spec: PoolSpec
+    """The spec with the accelerator of this candidate alone."""
+    place: int = 0
+    """The place of that accelerator among the alternatives of the pool."""
+
+    @property
+    def weight(self) -> tuple[float, float, float]:
+        """The sort key: the price of all machines, then their size."""
+        return _total(self.parts)
 
     @property
     def price_per_hour(self) -> float:
         """The price of all machines with all extras, in USD."""
         return sum(part.offer.total_per_hour * part.count for part in self.parts)
+
+    @property
+    def machines(self) -> str:
+        """The machines in words: how many of which offers."""
+        return " + ".join(f"{part.count} x {part.offer.name}" for part in self.parts)
 
     @property
     def region(self) -> str:
@@ -125,10 +141,11 @@ def ask(
     An error of one provider is part of its answer, so that the others' answers are not lost. Examples are an outage,
     refused credentials, and a spec that it does not support.
     """
-    return side_by_side(lambda provider: _query(provider, want, clock), providers, "skyward-offers", len(providers))
+    return side_by_side(lambda provider: query(provider, want, clock), providers, "skyward-offers", len(providers))
 
 
-def _query(provider: Provider, want: Requirements, clock: Callable[[], float]) -> ProviderOffers:
+def query(provider: Provider, want: Requirements, clock: Callable[[], float] = time.monotonic) -> ProviderOffers:
+    """Ask one provider. An error is part of the answer."""
     began = clock()
     try:
         account = provider.account()
@@ -145,9 +162,9 @@ def _query(provider: Provider, want: Requirements, clock: Callable[[], float]) -
         return ProviderOffers(provider, error=error, seconds=clock() - began)
 
 
-def candidates(spec: PoolSpec, sold: Iterable[ProviderOffers]) -> tuple[list[Candidate], list[Refusal]]:
+def candidates(spec: PoolSpec, sold: Iterable[ProviderOffers], place: int = 0) -> tuple[list[Candidate], list[Refusal]]:
     """Return the candidates for a spec, the cheapest first and then the smallest, and the reason of each provider that
-    has none.
+    has none. The spec has one accelerator, at this place among its alternatives.
 
     Without a strategy, and with "if-available", a type that is sold on demand and as spot is two candidates. Raises
     BadRequest if the spec demands spot, all providers have answered, and none of them sells it at any time.
@@ -155,7 +172,7 @@ def candidates(spec: PoolSpec, sold: Iterable[ProviderOffers]) -> tuple[list[Can
     want = spec.requirements
     found: list[Candidate] = []
     refusals: list[Refusal] = []
-    has_offers = may_be_sold = False
+    has_offers = has_ways = may_be_sold = False
     for one in sold:
         may_be_sold |= bool(one.errors) or one.provider.may_sell_spot(want)
         refusals += refusals_of(one)
@@ -168,18 +185,35 @@ def candidates(spec: PoolSpec, sold: Iterable[ProviderOffers]) -> tuple[list[Can
         else:
             has_offers = True
             ways = _of_one_size(_ways(spec, _groups(good)), want)
-            found += [
-                Candidate(one.provider, one.account, _parts(group, *counts))
+            has_ways |= bool(ways)
+            cheapest = [
+                Candidate(one.provider, one.account, _parts(group, *counts), spec, place)
                 for group, counts in nsmallest(MOST_CANDIDATES, ways, key=_weight)
             ]
+            found += [candidate for candidate in cheapest if spec.may_cost(candidate.price_per_hour)]
+            if ways and not spec.may_cost(cheapest[0].price_per_hour):
+                refusals.append(refusal(one.provider, None, _too_dear(spec, cheapest[0]), one.seconds))
             if not ways:
                 why = "it has no spot machine free" if one.provider.may_sell_spot(want) else "it sells no spot machine"
                 refusals.append(
                     refusal(one.provider, None, NoCapacity(f"{why} that fits {describe(want)}"), one.seconds)
                 )
-    if has_offers and not found and not may_be_sold:
+    if has_offers and not has_ways and not may_be_sold:
         spot.split(spec.spot, spec.least_nodes, spot_sold=False)
-    return sorted(found, key=lambda candidate: _total(candidate.parts))[:MOST_CANDIDATES], refusals
+    return sorted(found, key=lambda candidate: candidate.weight)[:MOST_CANDIDATES], refusals
+
+
+def _too_dear(spec: PoolSpec, cheapest: Candidate) -> NoCapacity:
+    """Return the error of a provider whose cheapest candidate is above `max_hourly_cost`."""
+    price = cheapest.price_per_hour
+    why = f"the cheapest that fits costs {usd(price)} per hour ({cheapest.machines})"
+    return NoCapacity(f"{why}, and {above_hourly_limit(spec, price)}, or ask for fewer or cheaper machines")
+
+
+def above_hourly_limit(spec: PoolSpec, price_per_hour: float) -> str:
+    """Return the words for a price of all machines that is above `max_hourly_cost`, with the number to write."""
+    enough = math.ceil(round(price_per_hour * 100, 6)) / 100
+    return f"max_hourly_cost={spec.max_hourly_cost:g} is less: write max_hourly_cost={enough:.10g}"
 
 
 def _elsewhere(one: ProviderOffers, want: Requirements) -> str:
@@ -315,12 +349,13 @@ def resting(attempts: Iterable[Attempt], now: datetime, nodes: int = 1) -> dict[
 
 def order(found: Sequence[Candidate], rest: Mapping[Key, datetime]) -> list[Candidate]:
     """Sort candidates that rest behind those that cost little more (WORTH_A_REST). Resting candidates are still
-    tried.
+    tried. With selection="first" they stay before the candidates of later alternatives.
     """
 
-    def rank(candidate: Candidate) -> tuple[float, bool]:
+    def rank(candidate: Candidate) -> tuple[int, float, bool]:
         rests = bool(candidate.keys & rest.keys())
-        return candidate.price_per_hour * (WORTH_A_REST if rests else 1.0), rests
+        place = 0 if candidate.spec.selection == "cheapest" else candidate.place
+        return place, candidate.price_per_hour * (WORTH_A_REST if rests else 1.0), rests
 
     return sorted(found, key=rank) if rest else list(found)
 
@@ -377,7 +412,7 @@ def refusals_of(one: ProviderOffers) -> list[Refusal]:
 
 
 def none_left(
-    want: Requirements, nodes: int, refusals: Sequence[Refusal], errors: Sequence[SkywardError]
+    wanted: Sequence[Requirements], nodes: int, refusals: Sequence[Refusal], errors: Sequence[SkywardError]
 ) -> SkywardError:
     """Return the error to raise when all candidates have refused, with all reasons.
 
@@ -390,7 +425,8 @@ def none_left(
         shown = [str(one) for one in refusals[:MOST_SHOWN]]
         more = [f"and {len(refusals) - MOST_SHOWN} others"] if len(refusals) > MOST_SHOWN else []
         error = _all_of_a_kind(
-            f"no provider rents out {nodes} x {describe(want)}:\n  " + "\n  ".join([*shown, *more]),
+            f"no provider rents out {nodes} x {', else '.join(map(describe, wanted))}:\n  "
+            + "\n  ".join([*shown, *more]),
             errors,
             len(refusals),
         )

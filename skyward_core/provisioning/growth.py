@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from skyward_core.errors import BadRequest
+from skyward_core.errors import BadRequest, NoCapacity
+from skyward_core.events.narrator import usd
 from skyward_core.machines import spot
 from skyward_core.machines.offers import Offer
 from skyward_core.providers.base import Provider
-from skyward_core.provisioning.candidates import ProviderOffers, candidates
+from skyward_core.provisioning.candidates import ProviderOffers, above_hourly_limit, candidates
 from skyward_core.spec import PoolSpec
 
 ENOUGH_SECONDS = 600.0
@@ -35,7 +36,8 @@ def offers_for_one_more(
     kinds = _kinds(spec.spot, present, has_spot=any(offer.is_spot for offer in near))
     if not kinds:
         return []
-    found, _ = candidates(spec.with_(spot=_only(kinds)), [ProviderOffers(provider, near)])
+    # the price of the pool with the new node is `within_hourly_limit`'s: these candidates are one node each
+    found, _ = candidates(spec.with_(spot=_only(kinds), max_hourly_cost=None), [ProviderOffers(provider, near)])
     types = {offer.instance_type for offer in present}
     return sorted(
         (part.offer for candidate in found for part in candidate.parts),
@@ -43,12 +45,28 @@ def offers_for_one_more(
     )
 
 
+def within_hourly_limit(spec: PoolSpec, present: Sequence[Offer], offers: Sequence[Offer]) -> list[Offer]:
+    """Return the offers with which the pool costs no more than `max_hourly_cost`. Raises NoCapacity if there is none.
+
+    `present` are the offers of the other nodes, also of those that are coming.
+    """
+    costs = sum(offer.total_per_hour for offer in present)
+    good = [offer for offer in offers if spec.may_cost(costs + offer.total_per_hour)]
+    if offers and not good:
+        cheapest = min(offers, key=lambda offer: offer.total_per_hour)
+        price = costs + cheapest.total_per_hour
+        raise NoCapacity(
+            f"with 1 x {cheapest.name} more the pool costs {usd(price)} per hour, and {above_hourly_limit(spec, price)}"
+        )
+    return good
+
+
 def _is_too_large(offer: Offer, spec: PoolSpec, present: Sequence[Offer]) -> bool:
     """Return whether an offer has more chips than any machine of the pool, and costs more than the dearest.
 
     The opening leaves those out beside smaller ones; the smaller ones may not be listed any more.
     """
-    if spec.accelerator is None:
+    if spec.first_accelerator is None:
         return False
     return offer.accelerators > max(its.accelerators for its in present) and offer.total_per_hour > max(
         its.total_per_hour for its in present

@@ -132,7 +132,10 @@ class PoolMachines:
         self._nodes.adopt(lease)
         nodes = {node.instance.id: node.instance for node in lease.nodes}
         self._selection.adopted = {node.rank: node.instance for node in lease.nodes}
-        self._rental.adopt([*nodes.values(), *listed], is_launch_unsure=is_launch_unsure)
+        spec = self._spec
+        if lease.accelerator is not None:
+            spec = spec.with_(accelerator=lease.accelerator)
+        self._rental.adopt([*nodes.values(), *listed], spec, is_launch_unsure=is_launch_unsure)
         for instance in listed:
             if instance.id not in nodes:
                 self._rental.end_machine(instance)

@@ -99,9 +99,14 @@ class Nodes:
             Node(instance=node.instance, rank=rank, workers=self._spec.workers_per_node, slots=self._spec.concurrency)
             for rank, node in sorted(self.all.items())
         )
-        provider = self._rental.provider.to_json()
+        taken = self._rental.spec.first_accelerator if self._spec.alternatives else None
         return Lease(
-            pool_id=self._pool_id, provider=provider, nodes=nodes, scheduler=self.scheduler, created_at=self.created_at
+            pool_id=self._pool_id,
+            provider=self._rental.provider.to_json(),
+            accelerator=None if taken is None else taken.to_json(),
+            nodes=nodes,
+            scheduler=self.scheduler,
+            created_at=self.created_at,
         )
 
     @property
@@ -137,7 +142,7 @@ class Nodes:
 
     def script(self) -> str:
         """Return the script that makes a node of a machine."""
-        return "" if self._rental.provider.is_here else node_script(self._spec)
+        return "" if self._rental.provider.is_here else node_script(self._rental.spec)
 
     def settings(self, node: Preparation, rank: int, scheduler: str | None) -> NodeSettings:
         """Return the settings of a node; without a scheduler it is the head. Raises NodeLost as `head`."""
@@ -155,7 +160,7 @@ class Nodes:
         return settings_of(
             node.transport,
             role,
-            self._spec,
+            self._rental.spec,
             certificate,
             accelerator,
             lifetime,

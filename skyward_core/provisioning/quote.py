@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from skyward_core.errors import Refusal
 from skyward_core.events.narrator import usd
 from skyward_core.providers.base import Provider
-from skyward_core.provisioning.abilities import able
-from skyward_core.provisioning.candidates import ask, candidates
+from skyward_core.provisioning.abilities import questions
+from skyward_core.provisioning.alternatives import ask_each, rank_all
 from skyward_core.spec import PoolSpec
 
 SECONDS_PER_HOUR = 3600
@@ -28,9 +28,10 @@ class QuotedWay:
 class Quote:
     """The ways to rent the machines of a pool now, in the order in which they would be tried.
 
-    `ceiling_usd` is the most that the pool may cost: `max_cost`, or what the most expensive way costs for
-    `max_lifetime`; None if nothing limits it. `account` is the account that pays. `refusals` are the reasons of the
-    providers without a way. Prices are present prices: they may differ when a pool is opened later.
+    `ceiling_usd` is the most that the pool may cost: `max_cost`, or what the most expensive way (of a pool that
+    grows: `max_hourly_cost`) costs for `max_lifetime`; None if nothing limits it. `account` is the account that pays.
+    `refusals` are the reasons of the providers without a way. Prices are present prices: they may differ when a pool is
+    opened later.
     """
 
     ways: tuple[QuotedWay, ...]
@@ -58,11 +59,9 @@ def quote(spec: PoolSpec, providers: Sequence[Provider]) -> Quote:
 
     Raises BadRequest if no provider can do what the spec asks for.
     """
-    found, refusals = candidates(spec, ask(able(spec, providers), spec.requirements))
-    ways = tuple(
-        QuotedWay(" + ".join(f"{part.count} x {part.offer.name}" for part in candidate.parts), candidate.price_per_hour)
-        for candidate in found
-    )
+    asked = questions(spec, providers)
+    found, refusals = rank_all(asked, ask_each(asked))
+    ways = tuple(QuotedWay(candidate.machines, candidate.price_per_hour) for candidate in found)
     return Quote(ways, ceiling_of(spec, ways), spec.budget, tuple(refusals))
 
 
@@ -72,8 +71,7 @@ def ceiling_of(spec: PoolSpec, ways: Sequence[QuotedWay], seconds: float | None 
     `seconds` is after how long the pool's user ends it, such as an orchestrator.
     """
     ends = [end for end in (spec.max_lifetime, seconds) if end is not None]
-    of_life = None
-    if ends and ways and not spec.is_elastic:
-        of_life = max(way.price_per_hour for way in ways) * min(ends) / SECONDS_PER_HOUR
+    dearest = max(way.price_per_hour for way in ways) if ways and not spec.is_elastic else spec.max_hourly_cost
+    of_life = dearest * min(ends) / SECONDS_PER_HOUR if ends and dearest is not None else None
     limits = [limit for limit in (spec.max_cost, of_life) if limit is not None]
     return min(limits, default=None)

@@ -62,7 +62,8 @@ class Rental:
         transports: Transports | None = None,
         may_act: Callable[[], object] = lambda: None,
     ) -> None:
-        self._spec = spec
+        self.spec = spec
+        """With one accelerator, as soon as a candidate is tried (`turn_to`)."""
         self._provider = provider
         self._pool_id = pool_id
         self._emit = emit
@@ -100,8 +101,12 @@ class Rental:
         """The provider that rents the machines."""
         return self._provider
 
-    def turn_to(self, provider: Provider, account: str) -> None:
-        """Rent from this provider from now on. The one before has no machine of the pool."""
+    def turn_to(self, provider: Provider, account: str, spec: PoolSpec) -> None:
+        """Rent from this provider from now on, for this alternative of the spec.
+
+        The one before has no machine of the pool.
+        """
+        self.spec = spec
         self._journal.turn_to(provider, account)
         if provider != self._provider:
             # these values were about the provider before, which has none of our machines
@@ -119,12 +124,16 @@ class Rental:
 
     # ── another process has rented, or goes on ───────────────────────────────────────────────────────────────────────
 
-    def adopt(self, machines: Iterable[Instance], *, is_launch_unsure: bool) -> None:
-        """Go on with machines that another process has rented; `is_launch_unsure` if a launch was not answered."""
+    def adopt(self, machines: Iterable[Instance], spec: PoolSpec, *, is_launch_unsure: bool) -> None:
+        """Go on with machines that another process has rented, for this alternative of the spec.
+
+        `is_launch_unsure` if a launch was not answered.
+        """
+        self.spec = spec
         self._has_requested = self.may_be_left = True
         self._is_launch_unsure = is_launch_unsure
         self.answered_at = self._launched_at = time.monotonic()
-        self._accelerators |= {instance.id: self._spec.accelerator for instance in machines}
+        self._accelerators |= {instance.id: spec.first_accelerator for instance in machines}
 
     def end_machine(self, instance: Instance) -> None:
         """Terminate a machine of the pool that is no node, and do not wait."""
@@ -197,7 +206,7 @@ class Rental:
         commitment, accelerator = self._commit(offer, count, along, least_seconds)
         is_refused = is_unsure = False
         try:
-            script = startup_script(self._spec, self._provider, commitment.lifetime_seconds)
+            script = startup_script(self.spec, self._provider, commitment.lifetime_seconds)
             self._emit(InstanceLaunching(count, offer.instance_type, self._provider.name))
             self._has_requested = True
             launch = self._journal.intend(offer, count, first_rank, commitment)
@@ -246,9 +255,9 @@ class Rental:
         """
         began = time.monotonic()
         try:
-            accelerator = self._spec.accelerator_on(offer)
+            accelerator = self.spec.accelerator_on(offer)
             # an error is raised now, before the machine is paid for
-            self._spec.neuron_cores_of(accelerator)
+            self.spec.neuron_cores_of(accelerator)
             prices = [(part.count, price_of(part.offer, self._provider)) for part in along]
             commitment = self._spending_limit.commit(
                 count,
@@ -325,7 +334,7 @@ class Rental:
         """End all machines of the pool, and make sure. Raises InstancesLeft if some could not be confirmed gone."""
         if not self._has_requested:
             return  # there can be no machine, and the provider may be one that has just refused our credentials
-        over = time.monotonic() - self._spec.lease_seconds - GUARD_GRACE_SECONDS
+        over = time.monotonic() - self.spec.lease_seconds - GUARD_GRACE_SECONDS
         ended = frozenset(machine for machine, since in self._lost_at.items() if since < over)
         for machine in ended & self._meter.rented():
             _log.warning(

@@ -9,8 +9,9 @@ import contextlib
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 
 from skyward_core.accelerators.mig import RESET_MAY_BE_REFUSED, needs_reset
@@ -31,22 +32,23 @@ from skyward_core.machines import spot
 from skyward_core.machines.instances import Instance
 from skyward_core.machines.offers import Offer, matches
 from skyward_core.providers.base import Provider
-from skyward_core.provisioning.abilities import able
+from skyward_core.provisioning.abilities import Question, questions
+from skyward_core.provisioning.alternatives import ask_each, joined, rank_all
 from skyward_core.provisioning.candidates import (
     MEMORY_SECONDS,
     Candidate,
     ProviderOffers,
     ask,
-    candidates,
     is_sold_as_spot,
     may_come,
     none_left,
     order,
     own_mistake,
     refusal,
+    refusals_of,
     resting,
 )
-from skyward_core.provisioning.growth import ENOUGH_SECONDS, offers_for_one_more
+from skyward_core.provisioning.growth import ENOUGH_SECONDS, offers_for_one_more, within_hourly_limit
 from skyward_core.provisioning.rental import Emit, Rental
 from skyward_core.provisioning.termination import Termination
 from skyward_core.spec import PoolSpec
@@ -73,14 +75,16 @@ class Selection:
         self._journal = journal
         self.offers: dict[int, Offer] = {}
         """The offer of each rank."""
-        self.adopted: Mapping[int, Instance] = {}
+        self._rented: dict[int, Offer] = {}
+        """The offer of a rank's machine, where another one may stand for the rank's own."""
+        self.adopted: dict[int, Instance] = {}
         """The machines that another process has rented, by rank: their offers are searched when one is lost."""
         self.others: list[Offer] = []
         """Other offers of the provider in the same region: they may replace a lost machine too."""
         self._choices: dict[int, list[Offer]] = {}
         """The offers for a rank that the pool has not had, the best first, until its machine is rented."""
         self._choice_lock = threading.Lock()
-        """Several ranks may come at once, and the share of spot machines holds for all of them."""
+        """Several ranks may come at once. The share of spot machines, and the price per hour, hold for all of them."""
 
     # ── all machines of a pool that opens ────────────────────────────────────────────────────────────────────────────
 
@@ -94,14 +98,16 @@ class Selection:
         that refuses the credentials or the request is not tried again; if it is the only one, its error is raised at
         once.
         """
-        providers = able(self._spec, self._providers)
-        warn(self._spec, providers)
+        asked = questions(self._spec, self._providers)
+        is_only_one = len({id(provider) for one in asked for provider in one.providers}) == 1
+        for one in asked:
+            warn(one.spec, one.providers)
         excluded = Excluded()
         strategy = self._spec.spot
         rounds, interval = (strategy.retries + 1, strategy.interval) if isinstance(strategy, spot.Always) else (1, 0.0)
         while True:
             rounds -= 1
-            found, refusals, errors = self._candidates(providers, excluded)
+            found, refusals, errors = self._candidates(asked, excluded)
             for candidate in found:
                 if excluded.has(candidate):
                     continue
@@ -113,38 +119,52 @@ class Selection:
                     if self._rental.is_closing or time.monotonic() > deadline:
                         raise
                     ours = own_mistake([*errors, error])
-                    excluded.note(candidate.provider, ours or error)
-                    if len(providers) == 1 and ours:
-                        raise ours from error
-                    if len(providers) == 1 and excluded.error_of(candidate.provider) is error:
+                    excluded.note(candidate.provider, ours or error, candidate.place)
+                    if is_only_one and not excluded.left(asked):
+                        if ours:
+                            raise ours from error
                         raise
                     if self._rental.may_be_left:
                         self._rental.end_all()  # an error does not prove that no machine was launched
                     errors.append(ours or error)
-            want = self._spec.requirements
-            left = [provider for provider in providers if excluded.error_of(provider) is None]
-            is_hopeless = not left or not may_come(left, found, want, errors)
+            is_hopeless = not any(
+                may_come(
+                    one.providers,
+                    [candidate for candidate in found if candidate.place == one.place],
+                    one.spec.requirements,
+                    errors,
+                )
+                for one in excluded.left(asked)
+            )
             if not rounds or is_hopeless or time.monotonic() + interval > deadline:
-                refused = own_mistake(errors, len(errors)) or none_left(want, self._spec.least_nodes, refusals, errors)
+                wanted = [one.spec.requirements for one in asked]
+                refused = own_mistake(errors, len(errors)) or none_left(
+                    wanted, self._spec.least_nodes, refusals, errors
+                )
                 raise refused from next((error for error in reversed(errors) if error is not refused), None)
             self._rental.go_on_until(deadline, "no spot machine became free in time", interval)
 
     def _candidates(
-        self, providers: Sequence[Provider], excluded: Excluded
+        self, asked: Sequence[Question], excluded: Excluded
     ) -> tuple[list[Candidate], list[Refusal], list[SkywardError]]:
         """Ask the providers that are not excluded. The errors of the others are among the refusals, and emitted
         once.
         """
-        known = excluded.answers()
-        asked = ask([one for one in providers if excluded.error_of(one) is None], self._spec.requirements)
-        sold = [*asked, *known]
-        found, refusals = candidates(self._spec, sold)
-        for answer in asked:
-            if answer.error is not None:
-                excluded.note(answer.provider, answer.error)
-        for one in refusals[: len(refusals) - len(known)]:
-            self._emit(_refused(one))
-            self._journal.note_refusal(one)
+        known = [excluded.answers(one) for one in asked]
+        new = ask_each([excluded.without(one) for one in asked])
+        sold = [[*answers, *errors] for answers, errors in zip(new, known, strict=True)]
+        found, refusals = rank_all(asked, sold)
+        for one, answers in zip(asked, new, strict=True):
+            for answer in answers:
+                if answer.error is not None:
+                    excluded.note(answer.provider, answer.error, one.place)
+        old = Counter(one for errors in known for answer in errors for one in refusals_of(answer))
+        for one in refusals:
+            if old[one]:
+                old[one] -= 1
+            else:
+                self._emit(_refused(one))
+                self._journal.note_refusal(one)
         rest = (
             resting(self._journal.recent_attempts(MEMORY_SECONDS), datetime.now(UTC), self._spec.least_nodes)
             if len(found) > 1
@@ -156,14 +176,15 @@ class Selection:
                 "/".join(map(str, key[:3])),
                 rest[key].isoformat(timespec="seconds"),
             )
-        return order(found, rest), refusals, [error for one in sold for error in one.errors]
+        errors = [[error for answer in answers for error in answer.errors] for answers in sold]
+        return order(found, rest), refusals, joined(errors, lambda error: (type(error), str(error)))
 
     def _rent_from(self, candidate: Candidate, refusals: list[Refusal], candidates: int) -> list[Instance]:
         """Rent all machines of a candidate.
 
         A refusal names the part that refused: a mixed candidate has two.
         """
-        self._rental.turn_to(candidate.provider, candidate.account)
+        self._rental.turn_to(candidate.provider, candidate.account, candidate.spec)
         limits = self._spec.max_cost, self._spec.budget
         self._emit(InfraCreated(candidate.region, candidates, candidate.price_per_hour, *limits))
         instances: list[Instance] = []
@@ -187,7 +208,13 @@ class Selection:
 
         Log if the spec allows both spot and on-demand machines, and there is no spot offer.
         """
-        near = [other for other in found if other.provider is candidate.provider and other.region == candidate.region]
+        near = [
+            other
+            for other in found
+            if (other.provider, other.region, other.place) == (candidate.provider, candidate.region, candidate.place)
+        ]
+        if len(self._spec.alternatives) > 1:
+            _log.info("%s is rented, of %s", candidate.spec.accelerator_words, self._spec.accelerator_words)
         self.others = [part.offer for other in near for part in other.parts]
         is_free = self._spec.spot is None or isinstance(self._spec.spot, spot.IfAvailable)
         if is_free and candidate.price_per_hour and not is_sold_as_spot(candidate, found):
@@ -199,25 +226,28 @@ class Selection:
         """Choose the offers of a rank that the pool has not had (`growth`), for the next `rent_one`. The provider is
         asked for its present offers; if it does not answer, the offers of the opening count.
 
-        Raises NoCapacity if the strategy and the size of the pool's machines allow none of them.
+        Raises NoCapacity if the strategy, the size of the pool's machines and `max_hourly_cost` allow none of them.
         """
         self._find_offers([*self.adopted])
-        provider, want = self._rental.provider, self._spec.requirements
+        provider, want = self._rental.provider, self._rental.spec.requirements
         (answer,) = ask([provider], want)
         sold = [offer for offer in answer.offers if matches(offer, want) is None]
         with self._choice_lock:
             present = [offer for other, offer in sorted(self.offers.items()) if other != rank]
-            offers = offers_for_one_more(self._spec, provider, present, sold or [*present, *self.others])
+            offers = offers_for_one_more(self._rental.spec, provider, present, sold or [*present, *self.others])
             if not offers:
                 raise NoCapacity(
                     f"{provider.name} sells no machine that the pool's spot strategy and the size of its machines allow"
                 )
+            offers = within_hourly_limit(self._spec, self._rented_beside(rank), offers)
             self.offers[rank], self._choices[rank] = offers[0], offers
 
     def forget(self, rank: int) -> None:
         """A rank has no node any more, and will have none."""
         with self._choice_lock:
             self.offers.pop(rank, None)
+            self._rented.pop(rank, None)
+            self.adopted.pop(rank, None)
             self._choices.pop(rank, None)
 
     # ── replacements ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -231,24 +261,41 @@ class Selection:
         """
         if rank in self._choices:
             return self._rent_chosen(rank)
-        self._find_offers([rank])
+        self._find_offers([rank, *self.adopted])
         own = self.offers[rank]
         try:
-            return self._rental.launch(own, 1, rank)[0]
+            return self._launch(own, rank)
         except (NoCapacity, BudgetExceeded):
             for other in self.others:
                 if other != own and self._may_stand_for(other, own):
                     with contextlib.suppress(NoCapacity, BudgetExceeded):  # the next offer may be cheaper
-                        return self._rental.launch(other, 1, rank)[0]
+                        return self._launch(other, rank)
             if termination is None:
                 raise
         termination.over.wait(min(self._rental.provider.gone_deadline_seconds, self._spec.provision_timeout))
-        return self._rental.launch(own, 1, rank)[0]
+        return self._launch(own, rank)
+
+    def _launch(self, offer: Offer, rank: int) -> Instance:
+        self._count(offer, rank)
+        return self._rental.launch(offer, 1, rank)[0]
+
+    def _count(self, offer: Offer, rank: int) -> None:
+        """Count the price of an offer for a rank. Raises NoCapacity if the pool would cost more per hour than
+        `max_hourly_cost`.
+        """
+        with self._choice_lock:  # several ranks may come or be replaced at once
+            within_hourly_limit(self._spec, self._rented_beside(rank), [offer])
+            self._rented[rank] = offer
+
+    def _rented_beside(self, rank: int) -> list[Offer]:
+        """Return the offers of the machines of all other ranks; a vacant one keeps its offer."""
+        return [self._rented.get(other, offer) for other, offer in [*self.offers.items()] if other != rank]
 
     def _rent_chosen(self, rank: int) -> Instance:
         refusals: list[SkywardError] = []
         for offer in self._choices[rank]:
             try:
+                self._count(offer, rank)
                 (instance,) = self._rental.launch(offer, 1, rank, least_seconds=ENOUGH_SECONDS)
             except (NoCapacity, BudgetExceeded) as error:  # the next offer may be cheaper
                 refusals.append(error)
@@ -279,7 +326,8 @@ class Selection:
         """
         if all(rank in self.offers for rank in ranks) or not self.adopted:
             return
-        found, refusals, errors = self._candidates([self._rental.provider], Excluded())
+        question = Question(0, self._rental.spec, (self._rental.provider,))
+        found, refusals, errors = self._candidates([question], Excluded())
         regions = {instance.region for instance in self.adopted.values()}
         self.others = [offer for region in sorted(regions) for offer in _near(found, region)]
         first = self.adopted[min(self.adopted)]
@@ -287,7 +335,7 @@ class Selection:
             own = self.adopted.get(rank, first)
             near = _near(found, own.region)
             if not near:
-                raise none_left(self._spec.requirements, self._spec.least_nodes, refusals, errors)
+                raise none_left([question.spec.requirements], self._spec.least_nodes, refusals, errors)
             same = [one for one in near if (one.instance_type, one.is_spot) == (own.instance_type, own.is_spot)]
             self.offers.setdefault(rank, (same or near)[0])
 
@@ -309,33 +357,45 @@ class Excluded:
     """Providers that an opening does not try again, because their other offers would be refused for the same reason:
     the request, a setting or the credentials are wrong.
 
-    A provider that only lacks the right to rent spot machines is tried with on-demand ones.
+    A provider that only lacks the right to rent spot machines is tried with on-demand ones. A wrong request for one
+    alternative may be right for another one; credentials are refused for all.
     """
 
     def __init__(self) -> None:
-        self._errors: list[tuple[Provider, SkywardError]] = []
+        self._errors: list[tuple[Provider, int | None, SkywardError]] = []
+        """The errors, each with the place of its alternative; None: of all."""
         self._without_spot: list[Provider] = []
 
-    def note(self, provider: Provider, error: SkywardError) -> None:
+    def note(self, provider: Provider, error: SkywardError, place: int) -> None:
         """Exclude the provider, or its spot machines, if the error concerns its other offers too."""
         if isinstance(error, CredentialsError) and error.is_about_spot:
             self._without_spot.append(provider)
         elif isinstance(error, BadRequest | CredentialsError):
-            self._errors.append((provider, error))
+            self._errors.append((provider, None if isinstance(error, CredentialsError) else place, error))
 
-    def error_of(self, provider: Provider) -> SkywardError | None:
-        """Return why a provider is excluded; None if it is not."""
-        return next((error for one, error in self._errors if one is provider), None)
+    def error_of(self, provider: Provider, place: int) -> SkywardError | None:
+        """Return why a provider is excluded for an alternative; None if it is not."""
+        return next((error for one, its, error in self._errors if one is provider and its in (None, place)), None)
+
+    def without(self, question: Question) -> Question:
+        """Return the question to the providers that are not excluded."""
+        left = [provider for provider in question.providers if self.error_of(provider, question.place) is None]
+        return replace(question, providers=tuple(left))
+
+    def left(self, asked: Sequence[Question]) -> list[Question]:
+        """Return the questions for which a provider is left."""
+        return [one for one in map(self.without, asked) if one.providers]
 
     def has(self, candidate: Candidate) -> bool:
         """Return whether a candidate is excluded."""
         is_spot = any(part.offer.is_spot for part in candidate.parts)
         is_without = is_spot and any(one is candidate.provider for one in self._without_spot)
-        return is_without or self.error_of(candidate.provider) is not None
+        return is_without or self.error_of(candidate.provider, candidate.place) is not None
 
-    def answers(self) -> list[ProviderOffers]:
+    def answers(self, question: Question) -> list[ProviderOffers]:
         """Return the error of each excluded provider, as its answer to a question that is not asked again."""
-        return [ProviderOffers(provider, error=error) for provider, error in self._errors]
+        errors = [(provider, self.error_of(provider, question.place)) for provider in question.providers]
+        return [ProviderOffers(provider, error=error) for provider, error in errors if error is not None]
 
 
 def _near(found: Sequence[Candidate], region: str) -> list[Offer]:
@@ -358,11 +418,11 @@ def _runs(ranks: Sequence[int], offers: Mapping[int, Offer]) -> list[tuple[int, 
 def warn(spec: PoolSpec, providers: Sequence[Provider]) -> None:
     """Log what may fail only after machines have been paid for."""
     if (
-        spec.accelerator is not None
-        and needs_reset(spec.accelerator)
+        spec.first_accelerator is not None
+        and needs_reset(spec.first_accelerator)
         and any(provider.end_command for provider in providers)
     ):
-        _log.warning("%s: %s", spec.accelerator, RESET_MAY_BE_REFUSED)
+        _log.warning("%s: %s", spec.first_accelerator, RESET_MAY_BE_REFUSED)
 
 
 def _refused(one: Refusal) -> CandidateRefused:

@@ -79,7 +79,7 @@ class Startup:
     def _start(self, node: Preparation, deadline: float) -> None:
         timeout = max(1.0, deadline - time.monotonic())
         if node.rank == 0 and is_to_be_kept(self._spec, self._rental.provider, node.instance):
-            start_and_keep(node, self._spec, self._rental.provider, timeout, self._has_failed)
+            start_and_keep(node, self._rental.spec, self._rental.provider, timeout, self._has_failed)
         else:
             node.start(self._nodes.script(), timeout, self._spec.image.uploads)
         if node.rank == 0:

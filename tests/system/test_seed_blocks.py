@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
+from skyward_core.providers import local
 from tests.unit.test_seed_blocks import (  # noqa: F401 - fixtures
     ON_POOLS,
     run,
@@ -16,13 +17,11 @@ from tests.unit.test_seed_blocks import (  # noqa: F401 - fixtures
 
 
 def on_this_machine(module: types.ModuleType) -> None:
-    """Replace the cloud of the documents with this machine, which simulates the accelerator."""
+    """Replace the cloud of the documents with this machine. It has no GPU and simulates the accelerator, as it says."""
 
     def make(kind: Callable[..., Any]) -> Callable[..., Any]:
-        def pool(*, provider: Any, accelerator: Any = None, **rest: Any) -> Any:
-            name = getattr(accelerator, "name", accelerator)
-            local = sky.Local(simulate=name) if name else sky.Local()
-            return kind(provider=local, accelerator=accelerator, display="quiet", **rest)
+        def pool(*, provider: Any, **rest: Any) -> Any:
+            return kind(provider=sky.Local(), display="quiet", **rest)
 
         return pool
 
@@ -32,6 +31,26 @@ def on_this_machine(module: types.ModuleType) -> None:
     for kind in ("JoblibPool", "ScikitLearnPool"):
         integrations.__dict__[kind] = make(getattr(sky.integrations, kind))
     sys.modules["skyward.integrations"] = integrations
+
+
+@pytest.fixture(autouse=True)
+def _without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "gpus_here", tuple)
+
+
+def test_a_spot_pool_of_the_documents_runs_here_and_says_that_it_is_simulated(
+    skyward: types.ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two nodes with an A100, spot="always": neither is here. The packages of its image are not needed to see that."""
+    on_this_machine(skyward)
+    skyward.__dict__["Image"] = lambda **_: sky.Image()
+    with run("003:72")["pool"] as pool:
+        infos = sky.compute(sky.instance_info)() @ pool
+    assert [(info.accelerators, info.is_simulated) for info in infos] == [(["A100"], True)] * 2
+    assert [machine["is_spot"] for machine in pool.receipt["resources"]] == [True, True]
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "this machine has no GPU and stands in for A100 80GB, at $0 per hour" in warning
+    assert "its spot machines are simulated, at $0 per hour" in warning
 
 
 def test_the_block_of_gather_runs(pool: sky.ComputePool) -> None:

@@ -27,6 +27,8 @@ def why(context: typer.Context, pool: PoolId, *, as_json: AsJson = False) -> int
         print_json([view.as_json(attempt) for attempt in attempts])
     elif attempts:
         print_table(*view.table(attempts))
+        for note in view.notes(entry, attempts):
+            print(note)
     else:
         print(view.none_known(entry))
     return print_warnings(unreadable)

@@ -64,6 +64,10 @@ def run(
     ] = None,
     nodes: Annotated[int | None, typer.Option(parser=values.count, metavar="N", help="how many machines")] = None,
     max_cost: Annotated[float | None, typer.Option(parser=values.price, metavar="USD", help="end at this cost")] = None,
+    max_hourly_cost: Annotated[
+        float | None,
+        typer.Option(parser=values.price, metavar="USD", help="rent nothing that costs more per hour, all together"),
+    ] = None,
     pip: Packages = None,
     env: Variables = None,
     secret: Secrets = None,
@@ -78,7 +82,8 @@ def run(
     fields = _fields(pip or (), env or (), secret or (), set_ or ())
     if provider:
         fields["provider"] = [provider_from(text) for text in provider]
-    given = {"name": pool, "accelerator": accelerator, "nodes": nodes, "max_cost": max_cost}
+    limits = {"max_cost": max_cost, "max_hourly_cost": max_hourly_cost}
+    given = {"name": pool, "accelerator": accelerator, "nodes": nodes, **limits}
     fields |= {name: value for name, value in given.items() if value is not None}
     program = read_target(target, args or ())
     spec = spec_of(fields, profile=profile)

@@ -44,6 +44,23 @@ def _row(attempt: Attempt) -> list[str]:
     ]
 
 
+def notes(entry: PoolEntry, attempts: Sequence[Attempt]) -> list[str]:
+    """Return what the table does not say of the accelerators that the pool wanted."""
+    from pydantic import ValidationError
+
+    from skyward_core.accelerators.cloud_catalogs import sizes_on_aws
+    from skyward_core.spec import PoolSpec
+
+    if all(attempt.provider != "aws" for attempt in attempts):
+        return []
+    try:
+        spec = PoolSpec.model_validate_json(entry.spec_json)
+    except ValidationError:  # of another release, or deleted
+        return []
+    chips = [one.first_accelerator for one in spec.each_alternative()]
+    return [note for chip in chips if chip is not None and (note := sizes_on_aws(chip))]
+
+
 def none_known(entry: PoolEntry) -> str:
     """Return why the ledger has no attempts of this pool."""
     from skyward_core.ledger.rows import PRUNED_SPEC

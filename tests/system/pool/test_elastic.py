@@ -92,6 +92,25 @@ def test_a_queue_makes_the_pool_grow_and_idle_time_makes_it_shrink(recorded: Rec
     assert all(one["gone_at"] is not None and one["cost_usd"] > 0 for one in resources)
 
 
+def test_the_work_begins_with_the_least_number_and_the_pool_grows_to_its_hourly_limit(
+    recorded: RecordedEvents, tmp_path: Path
+) -> None:
+    """With nodes=(2, 4) the first calls run as soon as two nodes are there. A third would cost more than
+    `max_hourly_cost`: the pool says so, and goes on with two.
+    """
+    local = sky.Local(price_per_hour=1.0)
+    with pool_of(recorded, provider=local, nodes=(2, 4), max_hourly_cost=2.5, scale_up_after=0.5) as pool:
+        calls = pool.submit_all([held_back(number, str(tmp_path)) for number in range(4)])
+        wait_until(lambda: len(runs(tmp_path)) == 2, "two calls run")
+        refused = wait_until(lambda: recorded.of(sky.Error), "the growth to be refused")
+        assert pool.instance_count == 2
+        (tmp_path / "go").touch()
+        assert {call.result()[1] for call in calls} == {0, 1}
+    assert "the pool cannot grow, and goes on with 2 nodes" in refused[0].message
+    assert "with 1 x local/local local more the pool costs $3.00 per hour" in refused[0].message
+    assert "max_hourly_cost=2.5 is less: write max_hourly_cost=3" in refused[0].message
+
+
 def test_what_cannot_be_scaled_is_refused(wide_pool: sky.ComputePool) -> None:
     for nodes in (0, 4, "two", True):
         with pytest.raises(sky.BadRequest, match="write a number from 1 to 3"):

@@ -138,7 +138,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(requested, near):
 @pytest.mark.parametrize(
     ("ask", "advice"),
     [
-        (lambda: parse("H100-40GB"), "80GB or 94GB"),
+        (lambda: parse("H100-40GB"), "80GB or 94GB. A partition of it has 40GB: mig='3g.40gb'"),
         (lambda: Accelerator.NVIDIA.H100(memory="94GB", form_factor="PCIe"), "comes with 80GB"),
         (lambda: Accelerator.NVIDIA.A100(memory="lots"), '"80GB"'),
         (lambda: Accelerator.NVIDIA.A100(form_factor="NVL"), "SXM or PCIe"),

@@ -49,14 +49,56 @@ def test_what_cannot_be_simulated_is_refused(requested: Any, words: str) -> None
         sky.Local(simulate=requested)
 
 
-def test_a_machine_with_gpus_simulates_nothing(gpus: list[tuple[str, float]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does one without accelerators in the spec, for partitions, or if spec or settings name a provider."""
-    assert complete(sky.PoolSpec.of())[1] == (sky.Local(),)
-    assert complete(sky.PoolSpec.of(accelerator=sky.accelerators.H100(mig="3g.40gb")))[1] == (sky.Local(),)
-    assert complete(sky.PoolSpec.of(accelerator="A100", provider="local"))[1] == (sky.Local(),)
-    assert complete(sky.PoolSpec.of(accelerator="A100"))[1] == (sky.Local(simulate="1xA100-80GB"),)
+def chosen(**options: Any) -> tuple[Any, ...]:
+    """Return the providers of a pool with these settings."""
+    return complete(sky.PoolSpec.of(**options))[1]
+
+
+A100_HERE = sky.Local(simulate="1xA100-80GB")
+
+
+def test_this_machine_stands_in_for_an_accelerator_that_it_does_not_have(
+    gpus: list[tuple[str, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it is the only provider: named, by the settings, or by default. It keeps its price, and says what it does."""
+    assert chosen(accelerator="A100") == chosen(accelerator="A100", provider="local") == (A100_HERE,)
+    priced = sky.Local(price_per_hour=2.0)
+    _, (here,), why = complete(sky.PoolSpec.of(accelerator=["A100", "T4"], provider=priced))
+    assert here == sky.Local(price_per_hour=2.0, simulate="1xA100-80GB")
+    assert "stands in for A100 80GB" in why
+    assert "at $2.00 per hour" in why
     with monkeypatch.context() as patch:
         patch.setenv("SKYWARD_PROVIDER", "local")
-        assert complete(sky.PoolSpec.of(accelerator="A100"))[1] == (sky.Local(),)
+        assert chosen(accelerator="A100") == (A100_HERE,)
     gpus.append(("NVIDIA GeForce RTX 4090", 24.0))
-    assert complete(sky.PoolSpec.of(accelerator="A100"))[1] == (sky.Local(),)
+    assert chosen(accelerator="A100") == chosen(accelerator="A100", provider="local") == (sky.Local(),)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"accelerator": sky.accelerators.H100(mig="3g.40gb")},
+        {"accelerator": "H100", "provider": sky.Local(simulate="A100")},
+        {"accelerator": "H100", "spot": "always", "provider": [sky.Local(), sky.AWS()]},
+        {"spot": "if-available", "provider": sky.Local(price_per_hour=1.0)},
+        {"spot": "never", "provider": sky.Local(price_per_hour=1.0)},
+        {"spot": "always", "provider": sky.Local(price_per_hour=1.0, spot_price_per_hour=0.25)},
+    ],
+    ids=str,
+)
+def test_what_this_machine_does_not_stand_in_for(gpus: list[tuple[str, float]], options: dict[str, Any]) -> None:
+    """Partitions; what else its user has set; and nothing beside a cloud, which it would always undercut."""
+    spec, providers, _ = complete(sky.PoolSpec.of(**options))
+    assert providers == (spec.providers or (sky.Local(),))
+
+
+@pytest.mark.parametrize("strategy", ["always", 0.5, sky.Spot.Always(retries=0)])
+def test_this_machine_simulates_spot_machines_for_who_demands_them(strategy: Any) -> None:
+    """At its own price, until the user sets another one."""
+    _, (here,), why = complete(sky.PoolSpec.of(spot=strategy, provider=sky.Local(price_per_hour=2.0)))
+    assert here == sky.Local(price_per_hour=2.0, spot_price_per_hour=2.0)
+    assert "spot machines are simulated, at $2.00 per hour" in why
+    on_demand, spot = here.model_copy(update={"spot_price_per_hour": 0.5}).offers(sky.Requirements())
+    assert (on_demand.is_spot, on_demand.price_per_hour) == (False, 2.0)
+    assert (spot.is_spot, spot.price_per_hour, spot.on_demand_price_per_hour) == (True, 0.5, 2.0)

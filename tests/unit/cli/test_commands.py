@@ -258,6 +258,27 @@ def test_why_lists_every_attempt(skyward: Skyward) -> None:
     assert "sky-nowhere" in skyward("why sky-nowhere", code=1)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "provider", "note"),
+    [
+        ("A100", "aws", 'on AWS A100 80GB is a p4de.24xlarge; a p4d.24xlarge has A100 40GB: write "A100-40GB"'),
+        ("A100-40GB", "aws", 'on AWS A100 40GB is a p4d.24xlarge; a p4de.24xlarge has A100 80GB: write "A100-80GB"'),
+        (
+            ["H100", "A100"],
+            "aws",
+            'on AWS A100 80GB is a p4de.24xlarge; a p4d.24xlarge has A100 40GB: write "A100-40GB"',
+        ),
+        ("A100", "runpod", ""),
+        ("H100", "aws", ""),
+    ],
+)
+def test_why_says_which_type_of_aws_an_a100_is(skyward: Skyward, wanted: Any, provider: str, note: str) -> None:
+    now, spec = skyward.clock.now, sky.PoolSpec.of(accelerator=wanted).model_dump_json()
+    skyward.ledger.open_pool("p", owner=HERE, provider={"name": provider}, spec_json=spec, lease_expires_at=now)
+    skyward.ledger.note_attempts([Attempt("p", now, provider, "r", "t", is_spot=True, seconds=1.0, error="NoCapacity")])
+    assert skyward("why p").splitlines()[2:] == ([note] if note else [])
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[list[object], list[Offer]]:
     """The requests for offers, and what is sold: one type at 2 USD per hour."""
@@ -345,11 +366,14 @@ def test_a_pool_that_could_not_be_opened_is_a_fault(
 ) -> None:
     tasks = (
         sky.PlannedTask("w", "huge", sky.PoolSpec.of(cpu=1000)),
+        sky.PlannedTask("w", "dear", sky.PoolSpec.of(nodes=2, max_hourly_cost=1.5)),
         sky.PlannedTask("w", "old", sky.PoolSpec.of(image=sky.Image(python="3.9"))),
     )
     install(monkeypatch, lambda _: sky.Plan(tasks, ("jobs/bad.py: SyntaxError",)))
     errors = skyward("quote jobs/", code=1)
     assert "cron:w/huge: nothing to rent" in errors
+    assert "costs $4.00 per hour" in errors
+    assert "max_hourly_cost=1.5 is less: write max_hourly_cost=4" in errors
     assert "cron:w/old: the image wants Python 3.9" in errors
     assert "cron: jobs/bad.py: SyntaxError" in errors
 

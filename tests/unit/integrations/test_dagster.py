@@ -14,7 +14,7 @@ from dagster.components.core.package_entry import get_package_objects_in_module 
 
 import dagster_skyward  # noqa: E402
 import skyward_core as sky  # noqa: E402
-from dagster_skyward import SkywardComponent, build_cost_check  # noqa: E402
+from dagster_skyward import SkywardComponent, SkywardResource, build_cost_check  # noqa: E402
 from dagster_skyward.metadata import COST_USD, OTHER_COST_USD  # noqa: E402
 from dagster_skyward.quotes import planned_tasks  # noqa: E402
 
@@ -63,6 +63,14 @@ def write(project: Path, name: str, text: str) -> Path:
 
 def loaded(project: Path) -> Any:
     return dg.load_from_defs_folder(path_within_project=project)
+
+
+def test_a_resource_has_the_alternatives_of_its_pool() -> None:
+    """In its configuration as plain data."""
+    either = ["H100", sky.Alternative("A100", "local")]
+    spec = sky.PoolSpec.of(provider="local", accelerator=either, max_hourly_cost=9, display="quiet")
+    resource = SkywardResource(provider="local", accelerator=either, max_hourly_cost=9)
+    assert resource.spec == SkywardResource(**spec.model_dump(mode="json", exclude_unset=True)).spec == spec
 
 
 def test_dg_finds_the_component_and_shows_its_fields() -> None:

@@ -181,6 +181,7 @@ def test_a_pool_s_fields_become_its_spec() -> None:
         env={"A": "b"},
         secrets={"HF_TOKEN": "hf-token"},
         max_cost=5,
+        max_hourly_cost=3,
         spot="never",
         name="team-gpu",
         keep_warm=60,
@@ -194,12 +195,15 @@ def test_a_pool_s_fields_become_its_spec() -> None:
         env={"A": "b"},
         secrets={"HF_TOKEN": sky.Secret.from_store("hf-token")},
         max_cost=5,
+        max_hourly_cost=3,
         spot="never",
         name="team-gpu",
         keep_warm=60,
         concurrency=2,
     )
     assert blocks.SkywardPool().get_spec() == sky.PoolSpec.of()
+    either = blocks.SkywardPool(more={"accelerator": ["H100", {"accelerator": "A100", "provider": "aws"}]}).get_spec()
+    assert either.accelerator_words == "H100 80GB, else A100 80GB on aws"
     with pytest.raises(sky.BadRequest, match="keep_warm needs a name"):
         blocks.SkywardPool(keep_warm=60).get_pool()
 

@@ -136,6 +136,15 @@ def test_without_any_offer_of_the_accelerator_the_reasons_say_where_to_get_it() 
     assert "rented by" not in why_none([offer()], Requirements(vcpus=99))
 
 
+def test_a_refusal_of_aws_says_which_type_has_which_a100() -> None:
+    sold = [offer("p4d.24xlarge", provider="aws", accelerator="A100", accelerators=8, accelerator_memory_gb=40.0)]
+    words = why_none(sold, Requirements(accelerator=Accelerator("A100")))
+    assert "p4d.24xlarge has them with 40 GB" in words
+    assert 'On AWS A100 80GB is a p4de.24xlarge; a p4d.24xlarge has A100 40GB: write "A100-40GB"' in words
+    elsewhere = [one.model_copy(update={"provider": "runpod"}) for one in sold]
+    assert "AWS A100" not in why_none(elsewhere, Requirements(accelerator=Accelerator("A100")))
+
+
 def test_no_match_is_no_capacity_with_what_was_wanted() -> None:
     """The message has each requirement, and why each offer does not match. A spot offer says so in its name."""
     want = Requirements(

@@ -102,6 +102,41 @@ def test_only_the_cheapest_of_many_offers_are_ranked() -> None:
     assert [one.price_per_hour for one in found] == [2 * price for price in cheapest]
 
 
+@pytest.mark.parametrize(
+    ("options", "limit", "left"),
+    [
+        ({"spot": "never"}, 2.0, [1.0, 2.0]),  # a candidate that costs the limit is allowed
+        ({"nodes": 2}, 3.0, [2.0, 3.0]),  # the limit is for all machines
+        ({"nodes": (2, 8)}, 2.9, [2.0]),  # an elastic pool opens with its least number
+        ({"nodes": 2, "spot": 0.5}, 3.9, []),  # a mixed pool costs both prices
+        ({"nodes": 2, "spot": 0.5}, 4.0, [4.0]),
+    ],
+    ids=str,
+)
+def test_candidates_above_the_hourly_limit_are_left_out(
+    options: dict[str, Any], limit: float, left: list[float]
+) -> None:
+    sold = [ProviderOffers(CHEAP, (offer("a", 1.0), offer("b", 2.0), *both("c", 2.5, 1.5)))]
+    found, refusals = candidates(sky.PoolSpec.of(max_hourly_cost=limit, **options), sold)
+    assert ([one.price_per_hour for one in found], bool(refusals)) == (left, not left)
+
+
+def test_a_refusal_for_the_hourly_limit_names_the_cheapest_and_what_to_write() -> None:
+    """Of each provider; the number that is to be written is enough."""
+    spec = sky.PoolSpec.of(nodes=3, max_hourly_cost=2.5)
+    cheap, dear = (offer("a", 1.1), offer("b", 4.0)), (offer("c", 0.333, is_spot=True), offer("d", 0.9))
+    found, refusals = candidates(spec, [ProviderOffers(CHEAP, cheap), ProviderOffers(DEAR, dear)])
+    assert [one.price_per_hour for one in found] == [pytest.approx(0.999)]
+    ((error, message),) = [(one.error, one.message) for one in refusals]
+    assert error == "NoCapacity"
+    assert message == (
+        "the cheapest that fits costs $3.30 per hour (3 x local/r-1 a), and max_hourly_cost=2.5 is less: write"
+        " max_hourly_cost=3.3, or ask for fewer or cheaper machines"
+    )
+    allowed, _ = candidates(spec.with_(max_hourly_cost=3.3), [ProviderOffers(CHEAP, cheap)])
+    assert types_of(allowed) == ["a"]
+
+
 def test_extra_costs_of_a_machine_count() -> None:
     """In the order, in the limit, and in the choice between two prices of a type."""
     disk = (Extra(name="disk", usd_per_hour=0.625, source="a page", checked="2026-11-22"),)
@@ -295,7 +330,7 @@ def test_the_error_has_all_reasons(
     """If all reasons have one type, the error has that type, else it is NoCapacity."""
     errors = [first("no"), second("neither")]
     refusals = [refusal(CHEAP, offer(), error.coded("x7"), 1.5) for error in errors]
-    error = none_left(Requirements(), 2, refusals, errors)
+    error = none_left([Requirements()], 2, refusals, errors)
     assert (type(error), error.code) == (kind, "x7")
     assert all(words in str(error) for words in ("local/r-1 a: ", "no", "neither"))
     if isinstance(error, NoCapacity):
@@ -306,7 +341,7 @@ def test_missing_money_is_reported_as_such() -> None:
     """All offers that fit cost too much, and other providers sell nothing. The error has the account and its balance."""
     errors = [BudgetExceeded("no", "team", Decimal(3)), BudgetExceeded("neither", "team", Decimal(2))]
     nothing = refusal(DEAR, None, NoCapacity("nothing fits"), 0.1)
-    error = none_left(Requirements(), 1, [nothing, *(refusal(CHEAP, offer(), one, 0.1) for one in errors)], errors)
+    error = none_left([Requirements()], 1, [nothing, *(refusal(CHEAP, offer(), one, 0.1) for one in errors)], errors)
     assert isinstance(error, BudgetExceeded)
     assert (error.account, error.left_usd) == ("team", Decimal(2))
     assert "nothing fits" in str(error)

@@ -166,6 +166,65 @@ def test_a_cheaper_offer_is_tried_if_the_first_would_end_the_pool_too_early(make
     assert (it.rented, it.refusals) == (["a", "cheap"], [])
 
 
+def test_a_pool_grows_up_to_its_hourly_limit(make: Make) -> None:
+    """Two machines of 36 USD per hour are within 80. A third is within it only if it is cheap enough."""
+    it = make(A, max_hourly_cost=80)
+    it.add(1)
+    it.add(2)
+    assert it.rented == ["a", "a"]
+    ((message,),) = [str(error).splitlines() for error in it.refusals]
+    assert message == (
+        "with 1 x local/r-1 a more the pool costs $108.00 per hour, and max_hourly_cost=80 is less: write"
+        " max_hourly_cost=108"
+    )
+    it.sell(A, offer("cheap", 8.0))
+    it.add(2)
+    assert it.rented == ["a", "a", "cheap"]
+
+
+def test_nodes_that_come_at_once_stay_within_the_hourly_limit(make: Make) -> None:
+    it = make(A, max_hourly_cost=80)
+    it.selection.choose_for(1)
+    with pytest.raises(NoCapacity, match="max_hourly_cost=80"):
+        it.selection.choose_for(2)
+
+
+def test_a_node_that_has_left_counts_no_more_to_the_hourly_limit(make: Make) -> None:
+    it = make(A, max_hourly_cost=80)
+    it.add(1)
+    it.selection.forget(1)
+    it.add(1)
+    assert it.refusals == []
+
+
+def test_a_replacement_stays_within_the_hourly_limit(make: Make) -> None:
+    """Also where another kind of machine must stand for the lost one."""
+    it = make(A, DEAR, max_hourly_cost=80)
+    it.add(1)
+    it.selection.others = [A, DEAR]
+    it.sell(A, DEAR, sold_out=["a"])
+    with pytest.raises(NoCapacity, match="no a"):
+        it.selection.rent_one(0, None)
+    it.selection.others = [A, DEAR, offer("other", 20.0)]
+    assert it.selection.rent_one(0, None).instance_type == "other"
+    it.sell(A, offer("small", 24.0))
+    it.add(2)  # the pool costs 56 USD per hour without it
+    assert it.rented == ["a", "a", "other", "small"]
+
+
+def test_the_price_of_a_stand_in_counts_when_the_lost_kind_is_there_again(make: Make) -> None:
+    """A cheaper machine stood for the head, and the pool grew meanwhile: the head's own kind is too dear now."""
+    it = make(A, max_hourly_cost=80)
+    it.selection.others = [offer("other", 4.0)]
+    it.sell(A, sold_out=["a"])
+    assert it.selection.rent_one(0, None).instance_type == "other"
+    it.sell(A)
+    it.add(1)
+    it.add(2)
+    assert (it.rented, it.refusals) == (["a", "other", "a", "a"], [])
+    assert it.selection.rent_one(0, None).instance_type == "other"
+
+
 def test_a_refusal_says_what_is_missing(make: Make) -> None:
     it = make(A, max_cost=11)
     it.add(1)

@@ -68,6 +68,7 @@ class Pool:
             provider=SimpleNamespace(is_here=is_here, notice_url="http://notice", simulates=False),
             living=self._living,
             accelerator_of=lambda machine: None,
+            spec=sky.PoolSpec(),
             end=self.ended.append,
         )
         certificate: Future[Any] = Future()

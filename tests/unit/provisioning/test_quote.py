@@ -22,6 +22,18 @@ def test_a_quote_names_the_ways_the_price_and_the_ceiling_and_rents_nothing() ->
     assert sky.ComputePool(provider=local).quote().ceiling_usd is None
 
 
+def test_the_hourly_limit_holds_in_quotes() -> None:
+    """Ways above it are no ways. It limits the cost of a pool that grows, with a lifetime."""
+    local = NeverLaunched(price_per_hour=1.2)
+    refused = sky.ComputePool(provider=local, nodes=2, max_hourly_cost=2).quote()
+    assert refused.ways == ()
+    assert "costs $2.40 per hour (2 x local/local local), and max_hourly_cost=2 is less" in str(refused)
+    grows = sky.ComputePool(provider=local, nodes=(1, 8), max_hourly_cost=6, max_lifetime=1800).quote()
+    assert (grows.price_per_hour, grows.ceiling_usd) == (pytest.approx(1.2), pytest.approx(3.0))
+    fixed = sky.ComputePool(provider=local, max_hourly_cost=6, max_lifetime=1800).quote()
+    assert fixed.ceiling_usd == pytest.approx(0.6)
+
+
 def test_a_quote_without_a_way_says_why() -> None:
     quoted = sky.ComputePool(provider=sky.Local(), cpu=100_000).quote()
     assert (quoted.ways, quoted.price_per_hour) == ((), None)

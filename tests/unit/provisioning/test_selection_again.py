@@ -28,6 +28,7 @@ class Stock:
     """A rental that has some machines of each type. `launched` is type, count and first rank of each launch."""
 
     provider = CHEAP
+    spec = sky.PoolSpec()
 
     def __init__(self, stock: Mapping[str, int], errors: Mapping[str, SkywardError] | None = None) -> None:
         self.stock, self.launched, self.asked = Counter(stock), list[tuple[str, int, int]](), list[str]()
@@ -148,7 +149,7 @@ def adopted(stock: Stock, rented: Mapping[int, Offer], sold: list[Offer], monkey
     selection = selection_of(stock, {}, nodes=len(rented))
     selection._journal = SimpleNamespace(recent_attempts=lambda _: [], note_refusal=lambda _: None)  # type: ignore[assignment]
     selection.adopted = {rank: machine(offer, rank) for rank, offer in rented.items()}
-    monkeypatch.setattr(selection_module, "ask", lambda *_: [ProviderOffers(CHEAP, tuple(sold))])
+    monkeypatch.setattr(selection_module, "ask_each", lambda _: [[ProviderOffers(CHEAP, tuple(sold))]])
     return selection
 
 
