@@ -4,16 +4,22 @@ MkDocs calls the functions `on_*` (mkdocs.org/dev-guide/plugins). `mkdocs.yml` n
 """
 
 import ast
+import inspect
 import posixpath
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from parameters import factories, factory_table, named_defaults, parameter_table
+
+from skyward_core import errors
 
 ROOT = Path(__file__).parent.parent.parent
 ROOT_PAGES = {
@@ -56,6 +62,9 @@ TOPICS = {
     "operations": ("doctor", "ledger", "operations"),
 }
 """Pages of the reference of `skyward_core`, and the packages whose names they have."""
+
+MODULES = ("accelerators", "distributed", "errors", "integrations")
+"""Public modules of `skyward_core`: the reference has what they export too."""
 
 OPERATORS = {
     "airflow_provider_skyward.operators": ("SkywardOperator",),
@@ -100,6 +109,7 @@ def on_post_build(config: MkDocsConfig) -> None:
 # ── generated pages ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@cache
 def generated_pages() -> dict[str, str]:
     """Return the Markdown of each generated page, by its path on the site."""
     pages = {where: (ROOT / source).read_text() for source, where in ROOT_PAGES.items()}
@@ -110,24 +120,39 @@ def generated_pages() -> dict[str, str]:
 
 
 def reference_pages() -> dict[str, str]:
-    """Return one page for each group of public names: packages of the core, and the plugins."""
+    """Return a page for each group of public names, packages of the core and the plugins, and one that lists all."""
     groups: dict[str, list[str]] = defaultdict(list)
     for package, folder in PACKAGES.items():
         for module, name in public_names(ROOT / folder / "__init__.py", package):
             groups[_group(package, module)].append(f"{module}.{name}")
+    for module in MODULES:
+        groups[_group("skyward_core", f"skyward_core.{module}")] += exports(f"skyward_core.{module}")
     for module, names in OPERATORS.items():
         groups["airflow_provider_skyward"] += [f"{module}.{name}" for name in names]
-    return {f"reference/{group}.md": _reference_page(group, names) for group, names in groups.items()}
+    pages = {f"reference/{group}.md": _reference_page(group, names) for group, names in groups.items()}
+    return pages | {"reference/index.md": overview(groups)}
 
 
 def public_names(path: Path, package: str) -> Iterator[tuple[str, str]]:
     """Yield module and name of everything that a package exports: `from package.module import name as name`.
 
-    Submodules are left out: their names have pages themselves.
+    Submodules are left out: `exports` has their names.
     """
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(f"{package}."):
             yield from ((node.module, alias.name) for alias in node.names if alias.asname == alias.name)
+
+
+def exports(module: str) -> list[str]:
+    """Return the paths of a public module and of what it exports, without the accelerators' factories (`factories`)."""
+    values = vars(import_module(module))
+    names = values.get("__all__") or [name for name, kind in values.items() if _is_error(kind)]
+    own = [name for name in names if module != "skyward_core.accelerators" or name not in factories()]
+    return [module, *(f"{getattr(import_module(module), name).__module__}.{name}" for name in own)]
+
+
+def _is_error(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, errors.SkywardError)
 
 
 def _group(package: str, module: str) -> str:
@@ -142,7 +167,43 @@ def _group(package: str, module: str) -> str:
 
 def _reference_page(group: str, names: list[str]) -> str:
     title = f"skyward_core: {group}" if group in TOPICS else group
-    return f"# {title}\n\n" + "\n".join(f"::: {name}\n" for name in sorted(set(names), key=_by_name))
+    return f"# {title}\n\n" + "\n".join(_entry(name) for name in sorted(set(names), key=_by_name))
+
+
+def _entry(path: str) -> str:
+    """Return the entry of a name: its docstring, and the parameters of a class."""
+    package, _, module = path.partition(".")
+    if package != "skyward_core":
+        return f"::: {path}\n"
+    if module in MODULES:
+        table = factory_table() if module == "accelerators" else ""
+        return f"::: {path}\n    options:\n      members: false\n\n{table}"
+    return f"::: {path}\n\n{parameter_table(path) or named_defaults(path)}"
+
+
+def overview(groups: Mapping[str, list[str]]) -> str:
+    """Return the page that lists every name of each group, with the first sentence of its docstring."""
+    lines = ["# API reference", "", OVERVIEW]
+    for group in [*TOPICS, *sorted(set(groups) - set(TOPICS))]:
+        lines += ["", f"## {group}", "", "| name | |", "| --- | --- |"]
+        for path in sorted(set(groups[group]), key=_by_name):
+            lines.append(f"| [`{path.rpartition('.')[2]}`]({group}.md#{path}) | {_summary(path)} |")
+    return "\n".join([*lines, ""])
+
+
+OVERVIEW = """Every public name, with its parameters, defaults and errors. The pages are made from the docstrings of the
+package that you have. All names of `skyward_core` are importable from it: `import skyward_core as sky`, `sky.Image`."""
+
+
+def _summary(path: str) -> str:
+    """Return the first sentence of a name's docstring, without importing an orchestrator."""
+    package, _, rest = path.partition(".")
+    if package != "skyward_core":
+        return ""
+    module, _, name = path.rpartition(".")
+    value = import_module(path) if rest in MODULES else getattr(import_module(module), name)
+    is_documented = isinstance(value, type) or callable(value) or rest in MODULES
+    return first_sentence(inspect.getdoc(value) or "").replace("|", r"\|") if is_documented else ""
 
 
 def _by_name(path: str) -> tuple[str, str]:
