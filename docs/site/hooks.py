@@ -66,14 +66,24 @@ TOPICS = {
 MODULES = ("accelerators", "distributed", "errors", "integrations")
 """Public modules of `skyward_core`: the reference has what they export too."""
 
-OPERATORS = {
+FROM_MODULES = {
     "airflow_provider_skyward.operators": ("SkywardOperator",),
+    "airflow_provider_skyward.decorators": ("skyward_task",),
     "airflow_provider_skyward.pools": ("SkywardCreatePool", "SkywardReleasePool", "skyward_pool"),
-    "airflow_provider_skyward.hooks": ("SkywardHook",),
+    "airflow_provider_skyward.hooks": (
+        "SkywardHook",
+        "AWSHook",
+        "DigitalOceanHook",
+        "RunPodHook",
+        "VastAIHook",
+        "VerdaHook",
+    ),
+    "airflow_provider_skyward.results": ("read_result",),
     "airflow_provider_skyward.retry": ("default_retry_policy",),
     "airflow_provider_skyward.notifications": ("BudgetNotifier",),
+    "prefect_skyward.automations": ("deploy_budget_guard", "deploy_budget_notification", "deploy_crash_guard"),
 }
-"""Airflow loads these modules by their names; its package exports nothing."""
+"""Public names that no package exports: users import them from these modules, and Airflow loads some by their names."""
 
 LINK = re.compile(
     r"(?<!!)\[(?P<label>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>(?!https?://|mailto:|#)[^)#\s]+)(?P<anchor>#[^)\s]*)?\)"
@@ -92,8 +102,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Point links between files of the repository to the pages of the site."""
-    return with_site_links(markdown, page.file.src_uri)
+    """Point links between files of the repository to the pages of the site, and list the programs."""
+    return with_site_links(markdown.replace("<!-- programs -->", program_table()), page.file.src_uri)
 
 
 def on_post_build(config: MkDocsConfig) -> None:
@@ -127,8 +137,8 @@ def reference_pages() -> dict[str, str]:
             groups[_group(package, module)].append(f"{module}.{name}")
     for module in MODULES:
         groups[_group("skyward_core", f"skyward_core.{module}")] += exports(f"skyward_core.{module}")
-    for module, names in OPERATORS.items():
-        groups["airflow_provider_skyward"] += [f"{module}.{name}" for name in names]
+    for module, names in FROM_MODULES.items():
+        groups[module.split(".")[0]] += [f"{module}.{name}" for name in names]
     pages = {f"reference/{group}.md": _reference_page(group, names) for group, names in groups.items()}
     return pages | {"reference/index.md": overview(groups)}
 
@@ -212,6 +222,16 @@ def _by_name(path: str) -> tuple[str, str]:
 
 def _programs() -> list[Path]:
     return sorted(path for pattern in PROGRAMS for path in ROOT.glob(pattern))
+
+
+def program_table() -> str:
+    """Return the table of programs as Markdown, with links as in docs/, and the first sentence of each docstring."""
+    rows = ["| program | what it shows |", "| --- | --- |"]
+    for path in _programs():
+        name = path.relative_to(ROOT).as_posix()
+        about = first_sentence(ast.get_docstring(ast.parse(path.read_text())) or "")
+        rows.append(f"| [{name}](../{name}) | {about} |")
+    return "\n".join(rows)
 
 
 def _program_page(name: str) -> str:

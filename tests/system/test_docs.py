@@ -15,7 +15,11 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md",
     "docs/getting-started.md",
-    "docs/errors.md",
+    pytest.param("docs/concepts.md", marks=pytest.mark.nightly),  # three pools
+    "docs/events.md",
+    pytest.param("docs/integrations.md", marks=pytest.mark.nightly),  # what it shows is tested by itself
+    "docs/selection.md",
+    "docs/troubleshooting.md",
     "docs/pool.md",
     pytest.param("docs/scikit-learn.md", marks=pytest.mark.nightly),  # each of its pools loads scikit-learn
     "docs/async.md",

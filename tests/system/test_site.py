@@ -23,7 +23,7 @@ ROW = re.compile(r"^\| `(\w+)` \|", re.M)
 
 def test_the_page_of_errors_has_each_class_once() -> None:
     classes = [name for name, value in vars(errors).items() if is_error(value)]
-    assert sorted(ROW.findall((ROOT / "docs/errors.md").read_text())) == sorted(classes)
+    assert sorted(ROW.findall((ROOT / "docs/troubleshooting.md").read_text())) == sorted(classes)
 
 
 def is_error(value: object) -> bool:
@@ -52,6 +52,7 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
     for package in ("prefect_skyward", "dagster_skyward"):
         shown = {path.split(".")[2] for path in anchors if re.fullmatch(rf"{package}\.\w+\.\w+", path)}
         assert sorted(exported(package) - shown) == []
+    assert sorted(imported_on_pages() - set(anchors)) == []
 
 
 def test_the_reference_has_the_parameters_and_defaults_of_every_public_name(site: Path) -> None:
@@ -75,6 +76,14 @@ def exported(package: str) -> set[str]:
     """Return the `__all__` of a package of an orchestrator, without the seconds of importing it."""
     text = (ROOT / "integrations" / package / "__init__.py").read_text()
     return set(re.findall(r'"(\w+)"', text.partition("__all__ = [")[2].partition("]")[0]))
+
+
+def imported_on_pages() -> set[str]:
+    """Return what the pages import from modules of the orchestrators' packages, by full path."""
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    pattern = r"from ((?:prefect|dagster|airflow_provider)_skyward\.\w+) import ([\w, ]+)"
+    found = re.findall(pattern, "\n".join(page.read_text() for page in pages))
+    return {f"{module}.{name.strip()}" for module, names in found for name in names.split(",")}
 
 
 def public_values() -> dict[str, Any]:
