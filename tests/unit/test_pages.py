@@ -114,6 +114,14 @@ def test_the_architecture_names_each_package_in_the_order_of_the_layers() -> Non
     assert [(row[0].strip("`"), row[1]) for row in rows[1:]] == expected
 
 
+def test_the_architecture_names_each_group_of_entry_points_that_others_may_use() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = [group for group in project["entry-points"] if group.startswith("skyward.")]
+    page = (ROOT / "docs/architecture.md").read_text()
+    assert len(groups) == 3
+    assert [group for group in groups if f"`{group}`" not in page] == []
+
+
 def test_the_modules_and_files_of_the_mutation_table_exist() -> None:
     """A renamed one would be skipped without a message."""
     named = [f"skyward_core/{module}.py" for module in mutation.OTHERS]
