@@ -12,7 +12,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from skyward_core import accelerators
-from skyward_core.spec import PoolSpec, Wishes
+from skyward_core.pool.pool import ComputePool
+from skyward_core.spec import PoolSpec
 
 ELSEWHERE = {
     "on_event": "A callback for each event.",
@@ -52,10 +53,9 @@ def named_defaults(path: str) -> str:
 
 
 def _row(kind: type, parameter: inspect.Parameter) -> str:
-    fields = (kind if issubclass(kind, BaseModel) else PoolSpec).model_fields
-    of_pools = parameter.name in Wishes.__annotations__ and hasattr(kind, "__signature__")
-    field = fields.get(parameter.name) if issubclass(kind, BaseModel) or of_pools else None
-    meaning = (field.description if field else None) or (ELSEWHERE.get(parameter.name, "") if not field else "")
+    model = kind if issubclass(kind, BaseModel) else PoolSpec if issubclass(kind, ComputePool) else None
+    field = model.model_fields.get(parameter.name) if model else None
+    meaning = field.description if field else ELSEWHERE.get(parameter.name) if model is PoolSpec else None
     cells = [
         f"`{_stars(parameter)}{parameter.name}`",
         _code(_type(kind, parameter, field)),
