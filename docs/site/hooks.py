@@ -17,7 +17,7 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-from parameters import factories, factory_table, named_defaults, parameter_table
+from parameters import factories, factory_table, methods_of, named_defaults, parameter_table
 
 from skyward_core import errors
 
@@ -65,6 +65,9 @@ TOPICS = {
 
 MODULES = ("accelerators", "distributed", "errors", "integrations")
 """Public modules of `skyward_core`: the reference has what they export too."""
+
+POOL = "skyward_core.pool.pool.ComputePool"
+"""Its many parameters come before its methods, and it has the methods of its bases."""
 
 FROM_MODULES = {
     "airflow_provider_skyward.operators": ("SkywardOperator",),
@@ -188,6 +191,9 @@ def _entry(path: str) -> str:
     if module in MODULES:
         table = factory_table() if module == "accelerators" else ""
         return f"::: {path}\n    options:\n      members: false\n\n{table}"
+    if path == POOL:
+        methods = "".join(f"::: {method}\n    options:\n      heading_level: 3\n\n" for method in methods_of(path))
+        return f"::: {path}\n    options:\n      members: false\n\n{parameter_table(path)}\n{methods}"
     return f"::: {path}\n\n{parameter_table(path) or named_defaults(path)}"
 
 

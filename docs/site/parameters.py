@@ -39,6 +39,18 @@ def parameter_table(path: str) -> str:
     return "\n".join(["| parameter | type | default | meaning |", "| --- | --- | --- | --- |", *rows, ""])
 
 
+def methods_of(path: str) -> list[str]:
+    """Return the paths of the public methods and properties of a class and of its bases."""
+    module, _, name = path.rpartition(".")
+    found: dict[str, str] = {}
+    for kind in getattr(import_module(module), name).__mro__:
+        names = vars(kind) if kind.__module__.startswith("skyward_core.") else ()
+        for one in names:
+            if not one.startswith("_") and one not in found and inspect.getdoc(getattr(kind, one)):
+                found[one] = f"{kind.__module__}.{kind.__qualname__}.{one}"
+    return list(found.values())
+
+
 def named_defaults(path: str) -> str:
     """Return the values of a function's defaults that its signature has as the name of a constant; "" without any."""
     module, _, name = path.rpartition(".")

@@ -68,6 +68,18 @@ def test_the_reference_has_the_parameters_and_defaults_of_every_public_name(site
     assert missing == []
 
 
+def test_the_reference_has_each_method_of_a_pool(site: Path) -> None:
+    """Those of its bases too."""
+    homes = {
+        name: f"{kind.__module__}.{kind.__qualname__}.{name}"
+        for kind in reversed(sky.ComputePool.__mro__)
+        for name in vars(kind)
+        if not name.startswith("_")
+    }
+    assert homes.keys() >= {"run", "scale", "arun", "start_detached", "quote"}
+    assert sorted(set(homes.values()) - set(re.findall(r'id="([\w.]+)"', reference(site)))) == []
+
+
 def reference(site: Path) -> str:
     return "".join(page.read_text() for page in sorted((site / "reference").rglob("index.html")))
 
