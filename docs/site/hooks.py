@@ -4,16 +4,22 @@ MkDocs calls the functions `on_*` (mkdocs.org/dev-guide/plugins). `mkdocs.yml` n
 """
 
 import ast
+import inspect
 import posixpath
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from parameters import factories, factory_table, methods_of, named_defaults, parameter_table
+
+from skyward_core import errors
 
 ROOT = Path(__file__).parent.parent.parent
 ROOT_PAGES = {
@@ -57,14 +63,30 @@ TOPICS = {
 }
 """Pages of the reference of `skyward_core`, and the packages whose names they have."""
 
-OPERATORS = {
+MODULES = ("accelerators", "distributed", "errors", "integrations")
+"""Public modules of `skyward_core`: the reference has what they export too."""
+
+POOL = "skyward_core.pool.pool.ComputePool"
+"""Its many parameters come before its methods, and it has the methods of its bases."""
+
+FROM_MODULES = {
     "airflow_provider_skyward.operators": ("SkywardOperator",),
+    "airflow_provider_skyward.decorators": ("skyward_task",),
     "airflow_provider_skyward.pools": ("SkywardCreatePool", "SkywardReleasePool", "skyward_pool"),
-    "airflow_provider_skyward.hooks": ("SkywardHook",),
+    "airflow_provider_skyward.hooks": (
+        "SkywardHook",
+        "AWSHook",
+        "DigitalOceanHook",
+        "RunPodHook",
+        "VastAIHook",
+        "VerdaHook",
+    ),
+    "airflow_provider_skyward.results": ("read_result",),
     "airflow_provider_skyward.retry": ("default_retry_policy",),
     "airflow_provider_skyward.notifications": ("BudgetNotifier",),
+    "prefect_skyward.automations": ("deploy_budget_guard", "deploy_budget_notification", "deploy_crash_guard"),
 }
-"""Airflow loads these modules by their names; its package exports nothing."""
+"""Public names that no package exports: users import them from these modules, and Airflow loads some by their names."""
 
 LINK = re.compile(
     r"\[(?P<label>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>(?!https?://|mailto:|#)[^)#\s]+)(?P<anchor>#[^)\s]*)?\)"
@@ -83,8 +105,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Point links between files of the repository to the pages of the site."""
-    return with_site_links(markdown, page.file.src_uri)
+    """Point links between files of the repository to the pages of the site, and list the programs."""
+    return with_site_links(markdown.replace("<!-- programs -->", program_table()), page.file.src_uri)
 
 
 def on_post_build(config: MkDocsConfig) -> None:
@@ -100,6 +122,7 @@ def on_post_build(config: MkDocsConfig) -> None:
 # ── generated pages ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@cache
 def generated_pages() -> dict[str, str]:
     """Return the Markdown of each generated page, by its path on the site."""
     pages = {where: (ROOT / source).read_text() for source, where in ROOT_PAGES.items()}
@@ -112,24 +135,39 @@ def generated_pages() -> dict[str, str]:
 
 
 def reference_pages() -> dict[str, str]:
-    """Return one page for each group of public names: packages of the core, and the plugins."""
+    """Return a page for each group of public names, packages of the core and the plugins, and one that lists all."""
     groups: dict[str, list[str]] = defaultdict(list)
     for package, folder in PACKAGES.items():
         for module, name in public_names(ROOT / folder / "__init__.py", package):
             groups[_group(package, module)].append(f"{module}.{name}")
-    for module, names in OPERATORS.items():
-        groups["airflow_provider_skyward"] += [f"{module}.{name}" for name in names]
-    return {f"reference/{group}.md": _reference_page(group, names) for group, names in groups.items()}
+    for module in MODULES:
+        groups[_group("skyward_core", f"skyward_core.{module}")] += exports(f"skyward_core.{module}")
+    for module, names in FROM_MODULES.items():
+        groups[module.split(".")[0]] += [f"{module}.{name}" for name in names]
+    pages = {f"reference/{group}.md": _reference_page(group, names) for group, names in groups.items()}
+    return pages | {"reference/index.md": overview(groups)}
 
 
 def public_names(path: Path, package: str) -> Iterator[tuple[str, str]]:
     """Yield module and name of everything that a package exports: `from package.module import name as name`.
 
-    Submodules are left out: their names have pages themselves.
+    Submodules are left out: `exports` has their names.
     """
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(f"{package}."):
             yield from ((node.module, alias.name) for alias in node.names if alias.asname == alias.name)
+
+
+def exports(module: str) -> list[str]:
+    """Return the paths of a public module and of what it exports, without the accelerators' factories (`factories`)."""
+    values = vars(import_module(module))
+    names = values.get("__all__") or [name for name, kind in values.items() if _is_error(kind)]
+    own = [name for name in names if module != "skyward_core.accelerators" or name not in factories()]
+    return [module, *(f"{getattr(import_module(module), name).__module__}.{name}" for name in own)]
+
+
+def _is_error(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, errors.SkywardError)
 
 
 def _group(package: str, module: str) -> str:
@@ -144,7 +182,46 @@ def _group(package: str, module: str) -> str:
 
 def _reference_page(group: str, names: list[str]) -> str:
     title = f"skyward_core: {group}" if group in TOPICS else group
-    return f"# {title}\n\n" + "\n".join(f"::: {name}\n" for name in sorted(set(names), key=_by_name))
+    return f"# {title}\n\n" + "\n".join(_entry(name) for name in sorted(set(names), key=_by_name))
+
+
+def _entry(path: str) -> str:
+    """Return the entry of a name: its docstring, and the parameters of a class."""
+    package, _, module = path.partition(".")
+    if package != "skyward_core":
+        return f"::: {path}\n"
+    if module in MODULES:
+        table = factory_table() if module == "accelerators" else ""
+        return f"::: {path}\n    options:\n      members: false\n\n{table}"
+    if path == POOL:
+        methods = "".join(f"::: {method}\n    options:\n      heading_level: 3\n\n" for method in methods_of(path))
+        return f"::: {path}\n    options:\n      members: false\n\n{parameter_table(path)}\n{methods}"
+    return f"::: {path}\n\n{parameter_table(path) or named_defaults(path)}"
+
+
+def overview(groups: Mapping[str, list[str]]) -> str:
+    """Return the page that lists every name of each group, with the first sentence of its docstring."""
+    lines = ["# API reference", "", OVERVIEW]
+    for group in [*TOPICS, *sorted(set(groups) - set(TOPICS))]:
+        lines += ["", f"## {group}", "", "| name | |", "| --- | --- |"]
+        for path in sorted(set(groups[group]), key=_by_name):
+            lines.append(f"| [`{path.rpartition('.')[2]}`]({group}.md#{path}) | {_summary(path)} |")
+    return "\n".join([*lines, ""])
+
+
+OVERVIEW = """Every public name, with its parameters, defaults and errors. The pages are made from the docstrings of the
+package that you have. All names of `skyward_core` are importable from it: `import skyward_core as sky`, `sky.Image`."""
+
+
+def _summary(path: str) -> str:
+    """Return the first sentence of a name's docstring, without importing an orchestrator."""
+    package, _, rest = path.partition(".")
+    if package != "skyward_core":
+        return ""
+    module, _, name = path.rpartition(".")
+    value = import_module(path) if rest in MODULES else getattr(import_module(module), name)
+    is_documented = isinstance(value, type) or callable(value) or rest in MODULES
+    return first_sentence(inspect.getdoc(value) or "").replace("|", r"\|") if is_documented else ""
 
 
 def _by_name(path: str) -> tuple[str, str]:
@@ -153,6 +230,16 @@ def _by_name(path: str) -> tuple[str, str]:
 
 def _programs() -> list[Path]:
     return sorted(path for folder in PROGRAMS for path in (ROOT / folder).rglob("*.py"))
+
+
+def program_table() -> str:
+    """Return the table of programs as Markdown, with links as in docs/, and the first sentence of each docstring."""
+    rows = ["| program | what it shows |", "| --- | --- |"]
+    for path in _programs():
+        name = path.relative_to(ROOT).as_posix()
+        about = first_sentence(ast.get_docstring(ast.parse(path.read_text())) or "")
+        rows.append(f"| [{name}](../{name}) | {about} |")
+    return "\n".join(rows)
 
 
 def _program_page(name: str) -> str:

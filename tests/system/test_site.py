@@ -1,11 +1,16 @@
 """The documentation site: it builds strictly, needs no other machine, and has every public name and every error."""
 
+import html
+import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from enum import Enum
 from html.parser import HTMLParser
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -18,7 +23,7 @@ ROW = re.compile(r"^\| `(\w+)` \|", re.M)
 
 def test_the_page_of_errors_has_each_class_once() -> None:
     classes = [name for name, value in vars(errors).items() if is_error(value)]
-    assert sorted(ROW.findall((ROOT / "docs/errors.md").read_text())) == sorted(classes)
+    assert sorted(ROW.findall((ROOT / "docs/troubleshooting.md").read_text())) == sorted(classes)
 
 
 def is_error(value: object) -> bool:
@@ -41,10 +46,90 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_reference_has_every_public_name(site: Path) -> None:
-    text = "".join(page.read_text() for page in (site / "reference").rglob("index.html"))
-    anchors = {found.rpartition(".")[2] for found in re.findall(r'id="([\w.]+)"', text)}
-    modules = {"accelerators", "distributed", "errors", "integrations"}
-    assert sorted(set(sky.__all__) - modules - anchors) == []
+    """By its full path: the last part of it may be that of a method too."""
+    anchors = re.findall(r'id="([\w.]+)"', reference(site))
+    assert sorted(set(public_values()) - set(anchors)) == []
+    for package in ("prefect_skyward", "dagster_skyward"):
+        shown = {path.split(".")[2] for path in anchors if re.fullmatch(rf"{package}\.\w+\.\w+", path)}
+        assert sorted(exported(package) - shown) == []
+    assert sorted(imported_on_pages() - set(anchors)) == []
+
+
+def test_the_reference_has_the_parameters_and_defaults_of_every_public_name(site: Path) -> None:
+    """An editor's help and this page say the same."""
+    values = public_values()
+    missing = []
+    for path, section in sections(reference(site), values):
+        for parameter in parameters_of(values[path]):
+            shown = re.escape("" if parameter.default is parameter.empty else shown_default(parameter.default))
+            # the default stands beside its parameter, or a constant does, and its value is told
+            if not re.search(rf"\b{parameter.name}\b.{{0,300}}?({shown}|= ([A-Z_]+)\b.*\b\2 is {shown})", section):
+                missing.append(f"{path}: {parameter}")
+    assert missing == []
+
+
+def test_the_reference_has_each_method_of_a_pool(site: Path) -> None:
+    """Those of its bases too."""
+    homes = {
+        name: f"{kind.__module__}.{kind.__qualname__}.{name}"
+        for kind in reversed(sky.ComputePool.__mro__)
+        for name in vars(kind)
+        if not name.startswith("_")
+    }
+    assert homes.keys() >= {"run", "scale", "arun", "start_detached", "quote"}
+    assert sorted(set(homes.values()) - set(re.findall(r'id="([\w.]+)"', reference(site)))) == []
+
+
+def reference(site: Path) -> str:
+    return "".join(page.read_text() for page in sorted((site / "reference").rglob("index.html")))
+
+
+def exported(package: str) -> set[str]:
+    """Return the `__all__` of a package of an orchestrator, without the seconds of importing it."""
+    text = (ROOT / "integrations" / package / "__init__.py").read_text()
+    return set(re.findall(r'"(\w+)"', text.partition("__all__ = [")[2].partition("]")[0]))
+
+
+def imported_on_pages() -> set[str]:
+    """Return what the pages import from modules of the orchestrators' packages, by full path."""
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    pattern = r"from ((?:prefect|dagster|airflow_provider)_skyward\.\w+) import ([\w, ]+)"
+    found = re.findall(pattern, "\n".join(page.read_text() for page in pages))
+    return {f"{module}.{name.strip()}" for module, names in found for name in names.split(",")}
+
+
+def public_values() -> dict[str, Any]:
+    """Return what `skyward_core` and its public modules export, by full path."""
+    found: dict[str, Any] = {}
+    for module in (sky, sky.accelerators, sky.distributed, sky.integrations):
+        for name in module.__all__:
+            value = getattr(module, name)
+            home = module.__name__ if module is sky.accelerators and name != "partitions" else value_home(value)
+            found[home if isinstance(value, ModuleType) else f"{home}.{name}"] = value
+    return found | {f"{errors.__name__}.{kind.__name__}": kind for kind in vars(errors).values() if is_error(kind)}
+
+
+def value_home(value: Any) -> str:
+    return value.__name__ if isinstance(value, ModuleType) else value.__module__
+
+
+def sections(text: str, paths: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield each path with the words between its anchor and the next one."""
+    starts = sorted((text.index(f'id="{path}"'), path) for path in paths)
+    for (start, path), end in zip(starts, [*(start for start, _ in starts[1:]), len(text)], strict=True):
+        yield path, " ".join(html.unescape(re.sub(r"<[^>]*>", "", text[start:end])).split())
+
+
+def parameters_of(value: Any) -> list[inspect.Parameter]:
+    """Return the parameters that a user gives. Errors and enumerations are not made by users."""
+    if not callable(value) or (isinstance(value, type) and issubclass(value, Exception | Enum | dict)):
+        return []
+    given = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+    return [one for one in inspect.signature(value).parameters.values() if one.kind in given and one.name[0] != "_"]
+
+
+def shown_default(default: object) -> str:
+    return repr(default) if isinstance(default, int | float | str | bool | None) else ""
 
 
 @pytest.mark.nightly

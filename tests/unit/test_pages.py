@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 
+import skyward_core as sky
 from tests import mutation
 
 ROOT = Path(__file__).parents[2]
-DOCS = "index getting-started errors questions performance architecture glossary compose decisions/README"
+DOCS = (
+    "index getting-started concepts events examples faq integrations seeds selection troubleshooting performance"
+    " architecture glossary compose decisions/README"
+)
 PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", *(f"docs/{name}.md" for name in DOCS.split())]
 NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 
@@ -31,7 +35,62 @@ def test_the_links_and_tests_that_a_page_names_exist(page: str) -> None:
 @cache
 def functions_of(file: str) -> frozenset[str]:
     tree = ast.walk(ast.parse((ROOT / file).read_text()))
-    return frozenset(node.name for node in tree if isinstance(node, ast.FunctionDef))
+    return frozenset(node.name for node in tree if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def test_each_public_name_is_explained_on_a_page() -> None:
+    """The reference has them all (tests/system/test_site.py); a page says what one is for."""
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if "decisions" not in page.parts and page.stem != "seeds"]
+    text = "\n".join(page.read_text() for page in [ROOT / "README.md", *pages])
+    assert [name for name in sky.__all__ if not re.search(rf"\bsky\.{name}\b|`{name}\b", text)] == []
+
+
+def test_the_page_of_integrations_has_each_name_of_the_three_packages() -> None:
+    page = (ROOT / "docs/integrations.md").read_text()
+    for package in ("prefect_skyward", "dagster_skyward"):
+        source = (ROOT / "integrations" / package / "__init__.py").read_text()
+        (exported,) = re.findall(r"__all__ = \[(.*?)\]", source, re.S)
+        names = re.findall(r'"(\w+)"', exported)
+        assert names
+        assert [name for name in names if f"`{name}`" not in page] == []
+
+
+def test_the_guide_to_accelerators_has_enough_memory_for_each_model() -> None:
+    """2 bytes for each parameter to run it, 16 to train all of it."""
+    rows = re.findall(r"^\| ([\d.]+) · 10⁹ \|(.*)\|$", (ROOT / "docs/selection.md").read_text(), re.M)
+    assert len(rows) == 6
+    for billions, rest in rows:
+        to_run, to_train, *chips = (cell.strip() for cell in rest.split("|"))
+        for cell, size, chip in zip((to_run, to_train), (2, 16), chips, strict=True):
+            written = float(cell.removesuffix(" GB").replace(",", ""))
+            assert written == float(billions) * size
+            accelerator = sky.accelerators.parse(chip.split('"')[1])
+            nodes = 2 if chip.endswith("two nodes") else 1
+            assert accelerator.memory_gb * accelerator.count * nodes > written
+
+
+def test_each_row_of_the_users_documents_holds_or_says_how_it_differs() -> None:
+    """The page has a row for each of their statements, with a page of ours and a test that exist."""
+    text = (ROOT / "docs/seeds.md").read_text()
+    rows = re.findall(
+        r"^\| (\d{3}):(\d+) \| (.+?) \| (holds|differs: .+) \| \[.+?\]\((.+?)\) \| `(.+?)::(\w+)` \|$", text, re.M
+    )
+    assert len(rows) == len(re.findall(r"^\| \d{3}:", text, re.M)), "a row that is missing, or has no page or no test"
+    assert [(row[0], int(row[1])) for row in rows] == sorted((row[0], int(row[1])) for row in rows)
+    holding = sum(row[3] == "holds" for row in rows)
+    assert f"{len(rows)} rows: {holding} hold, {len(rows) - holding} differ, none is missing." in text
+    assert [row for row in rows if not (ROOT / "docs" / row[4].partition("#")[0]).exists()] == []
+    assert [row for row in rows if not (ROOT / row[5]).exists() or row[6] not in functions_of(row[5])] == []
+
+
+def test_each_code_block_of_the_users_documents_has_a_row() -> None:
+    rows = re.findall(r"^\| (\d{3}):(\d+) \|", (ROOT / "docs/seeds.md").read_text(), re.M)
+    blocks = re.findall(
+        r"^=== (\d{3}):(\d+)\n(.*?)(?=^=== |\Z)", (ROOT / "tests/seed_blocks.txt").read_text(), re.S | re.M
+    )
+    lines = [(name, range(int(first), int(first) + 2 * len(code.splitlines()) + 2)) for name, first, code in blocks]
+    assert len(lines) > 30
+    assert [one for one in lines if not any(name == one[0] and int(row) in one[1] for name, row in rows)] == []
 
 
 def test_the_index_of_decisions_lists_every_record() -> None:
@@ -53,6 +112,14 @@ def test_the_architecture_names_each_package_in_the_order_of_the_layers() -> Non
     layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
     expected = [(name.strip(), str(number)) for number, layer in enumerate(layers, 1) for name in layer.split("|")]
     assert [(row[0].strip("`"), row[1]) for row in rows[1:]] == expected
+
+
+def test_the_architecture_names_each_group_of_entry_points_that_others_may_use() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = [group for group in project["entry-points"] if group.startswith("skyward.")]
+    page = (ROOT / "docs/architecture.md").read_text()
+    assert len(groups) == 3
+    assert [group for group in groups if f"`{group}`" not in page] == []
 
 
 def test_the_modules_and_files_of_the_mutation_table_exist() -> None:

@@ -3,7 +3,9 @@
 import contextvars
 import dataclasses
 import logging
+import re
 import typing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ EVENTS = [
     for value in vars(events).values()
     if dataclasses.is_dataclass(value) and isinstance(value, type) and value.__module__ == events.__name__
 ]
+PAGE = Path(__file__).parents[3] / "docs/events.md"
 LINE = sky.LogLine(0, "i-1", "hello", 1.0)
 
 
@@ -29,6 +32,15 @@ def test_every_event_is_part_of_the_union() -> None:
         assert hash(kind(*arguments)) == hash(kind(*arguments))
         assert kind.__dataclass_params__.frozen
         assert kind.__doc__ and not kind.__doc__.startswith(kind.__name__)
+
+
+def test_the_page_of_events_has_each_event_with_its_fields() -> None:
+    """In the order in which the class has them."""
+    rows = re.findall(r"^\| `(\w+)` \| .+ \| (.*?) ?\|$", PAGE.read_text(), re.M)
+    assert len(rows) == len(EVENTS)
+    assert {name: re.findall(r"`(\w+)`", fields) for name, fields in rows} == {
+        kind.__name__: [field.name for field in dataclasses.fields(kind)] for kind in EVENTS
+    }
 
 
 def test_composed_callbacks_are_called_in_order() -> None:
