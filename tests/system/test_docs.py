@@ -13,7 +13,11 @@ import pytest
 from tests.page_blocks import pages, programs
 
 ELSEWHERE = {"docs/airflow.md", "docs/dagster.md", "docs/machines.md", "docs/prefect.md", "docs/training.md"}
-LONG = {"docs/scikit-learn.md", "docs/concepts.md", "docs/integrations.md"}  # pools that load scikit-learn, or many pools
+LONG = {
+    "docs/scikit-learn.md",
+    "docs/concepts.md",
+    "docs/integrations.md",
+}  # pools that load scikit-learn, or many pools
 SERVED = "from prefect import flow"
 """Blocks with this line need Prefect's server, and run in tests/nightly."""
 
