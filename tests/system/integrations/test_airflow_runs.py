@@ -398,8 +398,9 @@ def test_a_deferred_task_has_its_result_its_log_and_its_bill(airflow: Airflow) -
         def deferred():
             @task.skyward(provider=LOCAL, deferrable=True, map_over="x")
             def square(x):
-                import time
+                import logging, time
                 print("squaring", x, flush=True)
+                logging.getLogger("mine").warning("told of %d", x)
                 time.sleep(2)
                 print("squared", x, flush=True)
                 if x == 3:
@@ -411,6 +412,7 @@ def test_a_deferred_task_has_its_result_its_log_and_its_bill(airflow: Airflow) -
     )
     assert ran.result("all") == [4, 16]
     assert [len(re.findall(rf"squared {x}\b", ran.log)) for x in (2, 3, 4)] == [2, 1, 1]
+    assert all(re.search(rf"warning[^\n]*\[node 0\] told of {x}\b", ran.log) for x in (2, 3, 4)), ran.log
     assert "LookupError: it fails" in ran.log
     for name in ("all", "fails"):
         bill = ran.bill(name)
