@@ -15,11 +15,13 @@ def double(x: int) -> int:
     return 2 * x
 
 
-@pytest.mark.parametrize("options", [{"accelerator": "B200"}, {"memory": "1000TB"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"accelerator": "B200", "provider": sky.Local(simulate="A100")}, {"memory": "1000TB"}], ids=str
+)
 def test_more_than_this_machine_has_is_no_capacity(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local.Local, "launch", lambda *_: pytest.fail("a machine was launched"))
     with pytest.raises(sky.NoCapacity, match=r"B200|memory"):
-        sky.ComputePool(provider=sky.Local(), display="quiet", **options).open()
+        sky.ComputePool(**{"provider": sky.Local(), "display": "quiet", **options}).open()
 
 
 def test_nothing_of_a_map_or_a_batch_runs_if_a_part_of_it_cannot(pool: sky.ComputePool, tmp_path: Path) -> None:
