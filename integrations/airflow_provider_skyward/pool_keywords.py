@@ -10,9 +10,9 @@ from pydantic import BaseModel
 import skyward_core as sky
 from airflow_provider_skyward.secrets import hidden
 
-OTHER_NAMES = {"retries": "call_retries"}
-"""Fields of PoolSpec that have names of Airflow's fields: `retries` run the task again, `call_retries` a call that lost
-its node.
+OTHER_NAMES = {"retries": "call_retries", "output": "node_output"}
+"""Fields of PoolSpec that have names of Airflow's: `retries` run the task again, `call_retries` a call that lost its
+node; the `output` of an operator is its XCom.
 """
 POOL_FIELDS = {OTHER_NAMES.get(name, name): name for name in sky.PoolSpec.model_fields}
 POOL_KEYWORDS = tuple(POOL_FIELDS)

@@ -207,8 +207,9 @@ class TaskAttempt:
         pool, nodes = self._pool, [node.instance for node in self._machines]
         final = None if pool is None else pool.cost_final
         tries = [str(number) for number in range(self._first_try(), int(self._work.attempt) + 1)]
+        seconds = time.monotonic() - self._opened_at  # with the search for machines, as those of a pool of its own
         return bill_of(self._announced, tries, costs, use) | {
-            "seconds": round(time.monotonic() - self._opened_at if use is None else use.seconds, 3),
+            "seconds": round(final.total_seconds if final is not None and self._owns_pool else seconds, 3),
             "hourly_rate": sum(node.price_per_hour for node in nodes) if final is None else final.hourly_rate,
             "nodes": len(nodes) if final is None else final.spot_count + final.ondemand_count,
             "spot_nodes": sum(node.is_spot for node in nodes) if final is None else final.spot_count,

@@ -39,9 +39,9 @@ def test_airflow_lists_the_provider(airflow: Airflow) -> None:
 EVERY_KEYWORD = (
     'provider=LOCAL, image=sky.Image(pip=["torch"], env={"A": "b"}), nodes=(2, 4), machine="m", accelerator=[sky.Accelerator.NVIDIA.A100(count=2), sky.Alternative("T4", provider="local")], selection="cheapest", cpu=4, '
     'memory="32GB", volume=[sky.S3Volume(mount_path="/data", bucket="my-bucket")], spot=sky.Spot.Percent(0.8), timeout=600, max_lifetime=7200, max_cost=10, max_hourly_cost=30, budget="team-a", lease_seconds=60, '
-    'architecture="x86_64", env={"C": "d"}, secrets={"E": sky.Secret.from_env("F")}, concurrency=2, provision_timeout=300, display="quiet", output="head", collect_metrics=False, name="nightly", keep_warm=600, scale_up_after=20, scale_down_after=90'
+    'architecture="x86_64", env={"C": "d"}, secrets={"E": sky.Secret.from_env("F")}, concurrency=2, provision_timeout=300, display="quiet", collect_metrics=False, name="nightly", keep_warm=600, scale_up_after=20, scale_down_after=90'
 )
-CALL_RETRIES = "call_retries=1"
+OTHER_NAMES = 'call_retries=1, node_output="head"'
 
 
 def test_every_keyword_survives_the_serialization_of_the_dag(airflow: Airflow) -> None:
@@ -51,12 +51,12 @@ def test_every_keyword_survives_the_serialization_of_the_dag(airflow: Airflow) -
             @dag(schedule=None)
             def d():
                 SkywardOperator(task_id="t", python_callable=len, op_args=["ab"], retries=2, execution_timeout=timedelta(hours=1), pool_slots=3,
-                                trigger_rule="all_done", {EVERY_KEYWORD}, {CALL_RETRIES})
-                task.skyward({EVERY_KEYWORD}, {CALL_RETRIES})(lambda x: x).override(task_id="u")(1)
+                                trigger_rule="all_done", {EVERY_KEYWORD}, {OTHER_NAMES})
+                task.skyward({EVERY_KEYWORD}, {OTHER_NAMES})(lambda x: x).override(task_id="u")(1)
             return DagSerialization.to_dict(d())
         data = serialized()
         back = DagSerialization.from_dict(data).task_dict
-        spec = sky.PoolSpec.of({EVERY_KEYWORD}, retries=1)
+        spec = sky.PoolSpec.of({EVERY_KEYWORD}, retries=1, output="head")
         from airflow_provider_skyward.pool_keywords import POOL_FIELDS
         answer = dict(
             fields=sorted(spec.model_fields_set) == sorted(sky.PoolSpec.model_fields),
