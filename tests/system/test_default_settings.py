@@ -94,7 +94,9 @@ def living(machines: dict[str, tuple[str, str]]) -> set[str]:
 def command(*words: str) -> dict[str, Any]:
     """Return what a command of `skyward` prints as JSON."""
     program = [sys.executable, "-m", "skyward_core.cli", *words, "--json"]
-    return json.loads(subprocess.run(program, cwd=REPOSITORY, stdout=subprocess.PIPE, check=True).stdout)
+    done = subprocess.run(program, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
 
 
 def assert_calls_are_shown_from_another_process(pool: str, pid: int) -> None:
