@@ -80,8 +80,8 @@ class SkywardOperator(BaseOperator):
     Takes the keywords of `ComputePool` beside Airflow's own, or `spec`, a PoolSpec or its plain data, which single
     keywords override. `pool` stays Airflow's pool of slots; `timeout` is the idle pool's, not the task's: that is
     `execution_timeout`; `retries` are the task's, those of the pool's calls are `call_retries`; `output` is the task's
-    XCom, that of the pool is `node_output`. All of them, `op_args`
-    and `op_kwargs` are templates.
+    XCom, that of the pool is `node_output`. All of them, `op_args` and `op_kwargs` are templates.
+
     `map_over` names the argument(s) that hold a sequence: the function is called once for each item, all on this one
     pool, and the task returns the list of results in order. The result goes to XCom, unless its JSON is larger than
     `max_xcom_bytes` (None: no limit). With `result_path`, a folder or a place in object storage, it is written to a

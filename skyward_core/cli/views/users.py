@@ -43,16 +43,8 @@ def table(pool: PoolEntry | None, users: Sequence[PoolUser], cost_usd: Decimal) 
     """Return heads and rows: the users, what no call has used with who bears it, and the total."""
     heads = ["USER", ">PID", "STATE", "SINCE", ">SLOT SECONDS", ">SHARE", ">COST USD", "WORK"]
     bearer = f"pool {pool.name}" if pool is not None and pool.belongs_to_nobody else "(no calls)"
-    rest = [
-        bearer,
-        "",
-        "",
-        "",
-        "",
-        "",
-        money(float(cost_usd - calls_cost_usd(users))),
-        "" if pool is None else str(pool.work),
-    ]
+    rest_usd = money(float(cost_usd - calls_cost_usd(users)))
+    rest = [bearer, "", "", "", "", "", rest_usd, "" if pool is None else str(pool.work)]
     seconds = sum(user.slot_seconds for user in users)
     total = ["total", "", "", "", f"{seconds:.1f}", "", money(float(cost_usd)), ""]
     return heads, [*(_row(user, cost_usd) for user in users), rest, total]
