@@ -9,12 +9,12 @@ from skyward_core.worker.wire import Output, Report, ReportedMetrics
 
 
 def call_events(
-    report: Report, item: Output | ReportedMetrics, place: int | None = None
+    report: Report, item: Output | ReportedMetrics, place: int | None = None, use: str = ""
 ) -> Iterator[LogLine | CallReported]:
-    """Yield an event for each line, or one for the metrics; `place` as in `LogLine`."""
+    """Yield an event for each line, or one for the metrics; `place` as in `LogLine`, `use` as in `CallReported`."""
     if isinstance(item, ReportedMetrics):
         step, values = item.metrics
-        yield CallReported(report.node, report.instance_id, item.call_id, step, values, item.timestamp)
+        yield CallReported(report.node, report.instance_id, item.call_id, step, values, item.timestamp, use=use)
         return
     for line in item.lines:
         yield LogLine(

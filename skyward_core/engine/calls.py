@@ -119,10 +119,13 @@ class CallTable:
         self._is_closed = True
         self.end(error)
 
-    def place_of(self, call_id: str | None) -> int | None:
-        """Return the place of a call's node among those of its broadcast; None if it is of none, or has ended."""
-        entry = None if call_id is None else self.entries.get(call_id)
-        return None if entry is None or entry.call.place is None else entry.call.place[0]
+    def place_and_use_of(self, call_id: str | None) -> tuple[int | None, str]:
+        """Return the place of a call's node among those of its broadcast, None if it is of none, and the use that pays
+        for the call; None and "" for a call that has ended.
+        """
+        if call_id is None or (entry := self.entries.get(call_id)) is None:
+            return None, ""
+        return None if entry.call.place is None else entry.call.place[0], entry.call.use
 
     # ── outcomes ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -92,6 +92,8 @@ class Cluster:
         """Returns the id of the use that pays for calls which name none; "" if there is none."""
         self._emit = emit
         self._lost: SkywardError | None = None
+        self._ended_uses = set[str]()
+        """The uses of the pool that pay for no call any more."""
         self._drained: SkywardError | None = None
         self._is_closing = False
         self._shared: weakref.WeakSet[SharedValue] = weakref.WeakSet()
@@ -407,13 +409,12 @@ class Cluster:
         workers' nodes in a broadcast.
         """
         self._refuse()
+        surroundings = surroundings_of_calls(self.own_use)
+        if surroundings.use in self._ended_uses:
+            raise PoolClosed("the use of the pool that would pay for the call has ended: open another one")
         with contextlib.ExitStack() as undo:
-            pack = ArgumentPacker(
-                replace_object,
-                self._place if self.dispatcher.is_here else None,
-                is_copied=not is_awaited,
-                surroundings=surroundings_of_calls(self.own_use),
-            )
+            place = self._place if self.dispatcher.is_here else None
+            pack = ArgumentPacker(replace_object, place, is_copied=not is_awaited, surroundings=surroundings)
             entries = packed_entries(calls, pack, job_id, ahead, undo)
             for entry in entries if places else ():
                 entry.call = entry.call._replace(place=places.get(entry.worker or ""))
@@ -430,6 +431,8 @@ class Cluster:
         self.owner.post(lambda: self.dispatcher.submit(entries))
         if self._is_closing:  # the pool was closed meanwhile, perhaps without these calls
             self._end_late(futures)
+        if surroundings.use in self._ended_uses:  # the use has ended meanwhile, perhaps without these calls
+            self.cancel_for(surroundings.use)
         return futures
 
     def _future(self, call: Call) -> CallFuture[Any]:
@@ -472,6 +475,11 @@ class Cluster:
         for future in list(self.owner.futures.values()):  # callers add
             if future.use == use:
                 future.cancel()
+
+    def end_use(self, use: str) -> None:
+        """Stop the calls for which a use pays, and take in no more of them."""
+        self._ended_uses.add(use)
+        self.cancel_for(use)
 
     def cancel_waiting(self, futures: Iterable[CallFuture[Any]]) -> None:
         """Cancel the calls that wait here; those that are on their way to a worker, or run, go on."""

@@ -264,7 +264,7 @@ class Dispatcher:
                 self._do(do.MeterCalls(report.instance_id, seconds))
             for item in report.news:
                 if isinstance(item, Output | ReportedMetrics):
-                    for event in call_events(report, item, self._calls.place_of(item.call_id)):
+                    for event in call_events(report, item, *self._calls.place_and_use_of(item.call_id)):
                         self._do(do.EmitEvent(event, item.call_id))
                 elif isinstance(item, Item):
                     self._items.arrived(item, report.node)

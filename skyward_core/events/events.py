@@ -177,7 +177,8 @@ class CallReported:
     `call_id` names the call, as in `LogLine`; `step` is None if the call named none. `values` has the last value of
     each metric since the last event of the call. `timestamp` is the node's clock, seconds since 1970. A broadcast
     reports from each of its nodes. When a call that has reported ends, however it does, an event with `is_last` has
-    its last step, and the last values of all of its metrics.
+    its last step, and the last values of all of its metrics. `use` is the id of the `PoolUse` that pays for the call,
+    "" for none.
     """
 
     node: int
@@ -187,6 +188,7 @@ class CallReported:
     values: Mapping[str, float]
     timestamp: float
     is_last: bool = False
+    use: str = ""
 
 
 @dataclass(frozen=True, slots=True)

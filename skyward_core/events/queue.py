@@ -61,6 +61,7 @@ class EventQueue:
         self._lock = threading.RLock()  # re-entrant: a signal handler or a finalizer may call `put` during a `put`
         self._filled = threading.Condition(self._lock)
         self._changed = threading.Condition(self._lock)
+        self._listeners: tuple[Callable[[SkywardEvent], object], ...] = ()
         self._waiting = deque[SkywardEvent | Callable[[], object]]()
         self._thread: threading.Thread | None = None
         self._awaited: list[int] = []
@@ -109,11 +110,20 @@ class EventQueue:
         """
         if os.getpid() != self._process:
             return
+        self.in_order(lambda: self._log(level, message, *args, exc_info=error))
+
+    def listen(self, listener: Callable[[SkywardEvent], object]) -> None:
+        """Call a listener with each event from now on, after the callbacks."""
+        with self._lock:
+            self._listeners = (*self._listeners, listener)
+
+    def in_order(self, call: Callable[[], object]) -> None:
+        """Call something after the events so far; after the end at once."""
         with self._lock:
             if not self._is_over:
-                self._add(lambda: self._log(level, message, *args, exc_info=error))
+                self._add(call)
                 return
-        self._log(level, message, *args, exc_info=error)
+        call()
 
     def _add(self, item: SkywardEvent | Callable[[], object]) -> int:
         self.number += 1
@@ -214,6 +224,8 @@ class EventQueue:
             item()
         else:
             self._deliver(item)
+            for listener in self._listeners:
+                listener(item)
 
     def _next(self) -> SkywardEvent | Callable[[], object] | None:
         """Note that the last one was delivered; return the next one, when there is one, or None at the end."""

@@ -71,9 +71,9 @@ class Utilisation:
             case _:
                 pass
 
-    def running(self, calls: int) -> None:
-        """So many calls run, or wait for a slot, from now on."""
-        if calls or self._calls:
+    def running(self, calls: int, *, have_run: bool = False) -> None:
+        """So many calls run, or wait for a slot, from now on. `have_run`: some have run since this was called last."""
+        if calls or self._calls or have_run:
             self._sampled_late = set()
         self._calls = calls
 

@@ -358,8 +358,15 @@ def _work_rows(
     for pool_id, bearer, resources, amounts in _parts(connection, conditions, split=split):
         if is_for(bearer.work, wanted):
             key = pool_id if by is CostBy.POOL else f"pool {bearer.pool}" if bearer.pool else _KEYS[by](bearer)
-            _add(totals[key], resources, *amounts)
+            keys = key.split(", ") if by is CostBy.ASSET and not bearer.pool else [key]
+            for number, one in enumerate(keys):
+                _add(totals[one], 0 if number else resources, *(_nth_part(its, number, len(keys)) for its in amounts))
     return [_cost_row(by, key, *sums) for key, sums in sorted(totals.items())]
+
+
+def _nth_part(amount: int, number: int, count: int) -> int:
+    """Return one of so many equal parts of an amount; the first one has what cannot be divided."""
+    return amount // count + (0 if number else amount % count)
 
 
 def _owner_rows(connection: Connection, conditions: Sequence[ColumnElement[bool]], *, split: bool) -> list[CostRow]:

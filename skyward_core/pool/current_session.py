@@ -37,7 +37,7 @@ from skyward_core.session.attached import Attached
 from skyward_core.session.call_ledger import CallLedger
 from skyward_core.session.event_emitter import event_queue
 from skyward_core.session.named_use import NamedUse
-from skyward_core.session.pool_uses import PoolUses
+from skyward_core.session.pool_uses import PoolUses, UseGauges
 from skyward_core.session.sealed_lease import PoolKeys, find_lease
 from skyward_core.session.successor import Successor
 from skyward_core.session.use_book import UseBook
@@ -51,6 +51,7 @@ ATTACH_SECONDS = 60.0
 if TYPE_CHECKING:
     from skyward_core.engine.cluster import Cluster
     from skyward_core.engine.user_client import UserClient
+    from skyward_core.events.utilisation import Utilisation
     from skyward_core.ledger.ledger import Ledger
 
     # what rents machines is loaded when some are rented: a process that joins a pool has its first result sooner
@@ -391,9 +392,25 @@ class CurrentSession:
 
     def cancel_for(self, use: str) -> None:
         """Stop the calls for which a use pays (`PoolUse`); without an open pool there are none. In a fork, nothing."""
-        opened = self._opened
-        if opened is not None and not self._is_in_a_fork and (cluster := opened.cluster) is not None:
+        if (cluster := self._cluster_here) is not None:
             cluster.cancel_for(use)
+
+    def begin_use(self, use: str, utilisation: Utilisation) -> None:
+        """Measure what the nodes do while calls run for which a use pays."""
+        if self._uses is not None:
+            self._uses.gauges.begin(use, utilisation)
+
+    def end_use(self, use: str) -> None:
+        """Stop the calls for which a use pays, and refuse others that it would have to pay for."""
+        if (cluster := self._cluster_here) is not None:
+            cluster.end_use(use)
+        if self._uses is not None:
+            self._uses.gauges.end(use)
+
+    @property
+    def _cluster_here(self) -> Cluster | None:
+        opened = self._opened
+        return None if opened is None or self._is_in_a_fork else opened.cluster
 
     @property
     def uses(self) -> UseBook:
@@ -560,7 +577,7 @@ def _uses_of(opened: Session | Attached, pool_id: str, client_id: str, work: Wor
             raise PoolClosed("the pool has ended: its uses have ended too")
         return UseBook(pool_id, client_id, cluster, lambda: opened.lease)
 
-    return PoolUses(make_book, work, opened.events.log)
+    return PoolUses(make_book, work, opened.events.log, UseGauges(opened.events, lambda: opened.cluster))
 
 
 def _collected(opened: Session, uses: PoolUses) -> None:

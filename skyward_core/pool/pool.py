@@ -41,6 +41,7 @@ from skyward_core.worker.masking import SecretValues
 if TYPE_CHECKING:
     import distributed
 
+    from skyward_core.events.utilisation import Utilisation
     from skyward_core.session.use_book import UseBook
 
 AHEAD = 16
@@ -412,6 +413,14 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
     def cancel_for(self, use: str) -> None:
         """Stop the calls for which a use of the pool pays, by its id; for `PoolUse`. A signal handler may call it."""
         self._session.cancel_for(use)
+
+    def begin_use(self, use: str, utilisation: Utilisation) -> None:
+        """Measure what the nodes do while calls run for which a use of the pool pays; for `PoolUse`."""
+        self._session.begin_use(use, utilisation)
+
+    def end_use(self, use: str) -> None:
+        """Stop the calls for which a use of the pool pays, and refuse others that it would pay for; for `PoolUse`."""
+        self._session.end_use(use)
 
     @property
     def uses(self) -> UseBook:

@@ -25,6 +25,7 @@ from skyward_core.compute import PendingCompute
 from skyward_core.concurrency.item_stream import ItemStream
 from skyward_core.engine.futures import CallFuture
 from skyward_core.errors import InstancesLeft, PoolClosed
+from skyward_core.events.utilisation import Utilisation
 from skyward_core.pool.current_session import note_machines_left
 from skyward_core.pool.pool import ComputePool
 from skyward_core.work import Work, paid_by
@@ -68,6 +69,8 @@ class PoolUse:
         self.id = uuid.uuid4().hex
         self.pool = pool
         self.work = pool.work if work is None else work
+        self.utilisation = Utilisation()
+        """What the nodes do while calls of the use run, and what these have reported; complete some moments later."""
         self._is_alone = is_alone and pool.spec.name is None
         self._has_opened = False
         self._began = self._ended = 0.0
@@ -99,6 +102,7 @@ class PoolUse:
                 book = self.pool.uses
                 book.begin(self.id, self.work)
                 self._book = book
+            self.pool.begin_use(self.id, self.utilisation)
         except BaseException as error:
             if (left := self.close()) is not None:
                 note_machines_left(error, left)
@@ -109,14 +113,14 @@ class PoolUse:
     def close(self) -> InstancesLeft | None:
         """End the use and what it has opened; return the machines that were not confirmed gone. May be called twice.
 
-        Calls that still run are stopped. If the ledger does not answer, the bill is not final: the row of the use is
-        settled later. In a fork of the process that has opened it, this does nothing. Raises LedgerError if the pool's
-        end could not be written.
+        Calls that still run are stopped, and no others are accepted. If the ledger does not answer, the bill is not
+        final: the row of the use is settled later. In a fork of the process that has opened it, this does nothing.
+        Raises LedgerError if the pool's end could not be written.
         """
         if self._process != os.getpid():
             return None
         with self._closing:
-            self.pool.cancel_for(self.id)
+            self.pool.end_use(self.id)
             try:
                 if self._book is not None and not self._ended:
                     self._book.end(self.id)
@@ -181,7 +185,7 @@ class PoolUse:
         """Yield the pool, and pay for all calls that the block makes on it, by any method of the pool.
 
         Calls of other threads are the use's too if they run in a copy of the block's context, as `asyncio.to_thread`
-        makes one. `stop` and `close` end those that were made before.
+        makes one. `stop` and `close` end those that were made before; after `close` others raise PoolClosed.
         """
         self._must_be_open()
         if self._book is not None:

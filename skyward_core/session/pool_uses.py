@@ -13,13 +13,69 @@ import logging
 import threading
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from skyward_core.errors import PoolClosed
+from skyward_core.events.events import CallReported, InstanceLost, Metrics, SkywardEvent
+from skyward_core.events.utilisation import Utilisation
 
 if TYPE_CHECKING:
+    from skyward_core.engine.cluster import Cluster
+    from skyward_core.events.queue import EventQueue
     from skyward_core.session.use_book import UseBook
     from skyward_core.work import Work
+
+
+@dataclass(slots=True)
+class _Measured:
+    """What the nodes did for one use, and for how many seconds its calls had held slots at the last sample."""
+
+    utilisation: Utilisation
+    seconds: float = 0.0
+
+
+class UseGauges:
+    """Listens to the events of one open pool, and gives each use the samples that were taken while its calls ran, and
+    what they have reported.
+    """
+
+    def __init__(self, events: EventQueue, cluster: Callable[[], Cluster | None]) -> None:
+        self._events = events
+        self._cluster = cluster
+        self._uses: dict[str, _Measured] = {}
+        events.listen(self._see)
+
+    def begin(self, use_id: str, utilisation: Utilisation) -> None:
+        """Measure a use from now on."""
+        self._uses[use_id] = _Measured(utilisation)
+
+    def end(self, use_id: str) -> None:
+        """Measure a use no more, after the events so far."""
+        self._events.in_order(lambda: self._uses.pop(use_id, None))
+
+    def _see(self, event: SkywardEvent) -> None:
+        """In the thread of the events."""
+        match event:
+            case Metrics():
+                self._measure(event)
+            case CallReported(use=use) if (its := self._uses.get(use)) is not None:
+                its.utilisation.see(event)
+            case InstanceLost():
+                for its in list(self._uses.values()):
+                    its.utilisation.see(event)
+            case _:
+                pass
+
+    def _measure(self, sample: Metrics) -> None:
+        if (cluster := self._cluster()) is None:
+            return
+        held = cluster.slots_held()
+        for use_id, its in list(self._uses.items()):
+            seconds = sum(cluster.owner.own_time.of(use_id).values())
+            its.utilisation.running(held.get(use_id, 0), have_run=seconds > its.seconds)
+            its.seconds = seconds
+            its.utilisation.see(sample)
 
 
 class PoolUses:
@@ -29,7 +85,10 @@ class PoolUses:
     arguments.
     """
 
-    def __init__(self, make_book: Callable[[], UseBook], work: Work, log: Callable[..., object]) -> None:
+    def __init__(
+        self, make_book: Callable[[], UseBook], work: Work, log: Callable[..., object], gauges: UseGauges
+    ) -> None:
+        self.gauges = gauges
         self._make_book = make_book
         self._work = work
         self._log = log

@@ -581,6 +581,19 @@ def test_costs_add_up_by_run_task_and_asset(ledger: Ledger) -> None:
     assert sum(row.seconds for row in ledger.cost_rows(CostBy.ASSET)) == pytest.approx(10 * 3600)
 
 
+def test_the_assets_of_one_step_have_equal_parts_of_its_cost(ledger: Ledger) -> None:
+    """As Dagster's pages have it; what cannot be divided is the first one's, so that the rows add up to the bill."""
+    step = Work(system="dagster", workflow="job", run="r1", task="split")
+    pay(ledger, "whole", replace(step, asset="left, right"), 1)
+    pay(ledger, "shared", replace(step, task="", asset=""), 16)
+    record_shares(ledger, "shared", {replace(step, asset="left, right, top"): Decimal("5.000001")})
+    rows = {row.key: row.cost_usd for row in ledger.cost_rows(CostBy.ASSET)}
+    third = Decimal("1.666667")
+    half = Decimal("0.5")
+    assert rows == {"left": half + third, "right": half + third, "top": third, "(no asset)": Decimal("10.999999")}
+    assert sum(row.resources for row in ledger.cost_rows(CostBy.ASSET)) == 4
+
+
 TRY_TO_OPEN = """
 import os, sys
 from skyward_core.errors import LedgerError

@@ -36,6 +36,7 @@ pytestmark = [pytest.mark.timeout(240)]
 def hold(go: str, *, then: str = "return") -> str:
     """Hold a slot until a file is there; another file has the time of the last moment."""
     Path(f"{go}-begun").touch()
+    sky.report(**{then: 0.5})
     while not Path(go).exists():
         Path(f"{go}-held").touch()
         time.sleep(0.01)
@@ -83,6 +84,10 @@ def test_two_uses_of_one_pool_have_what_their_calls_have_held(tmp_path: Path) ->
             calls["cancel"].result(60)
         wait_until(lambda: first.bill().slot_seconds > 3 * 1.5, "three calls to be counted")
         bills = {"fit": first, "score": second}
+        reported = {"fit": {"return": 0.5, "raise": 0.5, "cancel": 0.5}, "score": {"return": 0.5}}
+        for task, use in bills.items():
+            wait_until(lambda its=use.utilisation: its.numbers().get("cpu_percent_mean") is not None, "a sample")
+            wait_until(lambda its=use.utilisation, task=task: its.last_values() == reported[task], "all reports")
         for use in bills.values():
             use.close()
         entries = uses_of(pool.id)
@@ -103,10 +108,12 @@ def test_two_uses_of_one_pool_have_what_their_calls_have_held(tmp_path: Path) ->
             begun(tmp_path / "stopped")
             third.stop()
             left = its_pool.submit(hold(str(tmp_path / "left")))
+            begun(tmp_path / "left")
+            third.close()
+            with pytest.raises(sky.PoolClosed, match="has ended"):
+                its_pool.submit(hold(str(tmp_path / "after")))
         beside = pool.submit(hold(str(tmp_path / "beside")))
-        for go in ("left", "beside"):
-            begun(tmp_path / go)
-        third.close()
+        begun(tmp_path / "beside")
         assert (stopped.cancelled(), left.cancelled(), beside.done()) == (True, True, False)
         beside.cancel()
         assert third.cost > 0
