@@ -386,7 +386,9 @@ class _Cluster:
     slots = 1
     is_idle = True
     busy_at = 0.0
-    owner = SimpleNamespace(connection=None, futures={})
+    owner = SimpleNamespace(
+        connection=None, futures={}, own_time=SimpleNamespace(of=lambda _: {}, seen_at=lambda _: None)
+    )
     topic = "the driver's"
     dispatcher = SimpleNamespace(members=SimpleNamespace(nodes={}))
 
@@ -401,7 +403,10 @@ class _Cluster:
 
     def _ignore(self, *_: object) -> None: ...
 
-    start = watch = close = leave = drain = give_up = know = resume = restart = forget = _ignore
+    start = watch = close = leave = drain = give_up = know = resume = restart = forget = end_use = _ignore
+
+    def slots_held(self) -> dict[str, int]:
+        return {}
 
     def has_work(self) -> bool:
         return False

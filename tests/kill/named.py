@@ -36,13 +36,16 @@ OPEN_SECONDS = 30.0
 
 @dataclass(slots=True)
 class Point:
-    """What came of one kill. `left` machines were billed after it, `alive` are those that no lease ends."""
+    """What came of one kill. `left` machines were billed after it, and `uses` had not ended; `alive` are those that
+    no lease ends.
+    """
 
     scenario: str
     database: str
     boundary: int
     label: str
     left: int = 0
+    uses: int = 0
     alive: int = 0
     rentals: int = 0
     seconds: float = 0.0
@@ -129,6 +132,12 @@ class Stage:
                 with suppress(Exception), connection.begin_nested():
                     connection.exec_driver_sql(f"DELETE FROM skyward_{table}")
 
+    def open_uses(self) -> int:
+        """Return how many uses have not ended: their bills are not final."""
+        with self.ledger() as ledger, ledger._database.read() as connection:
+            found = connection.exec_driver_sql("SELECT COUNT(*) FROM skyward_uses WHERE ended_microseconds IS NULL")
+            return int(found.scalar_one())
+
     def crash(self) -> str:
         path = self._folder / "crash"
         return path.read_text()[-1500:] if path.exists() else ""
@@ -157,6 +166,15 @@ def _runs(pid: int) -> bool:
 
 def _use(stage: Stage, keep_warm: float = 0.0) -> None:
     with stage.pool(keep_warm):
+        pass
+
+
+def _step(stage: Stage) -> None:
+    """One step's use of the pool, with its row in the ledger."""
+    from skyward_core.pool.pool_use import PoolUse
+    from skyward_core.work import Work
+
+    with PoolUse(stage.pool(), Work(system="test", run="1", task="fit")):
         pass
 
 
@@ -217,6 +235,7 @@ SCENARIOS: Sequence[Scenario] = (
     ),
     Scenario("it joins and leaves, another stays", lambda stage: stage.stay(), _use),
     Scenario("it joins, and leaves as the last", lambda stage: stage.stay(), _use_last),
+    Scenario("it joins for a step, which ends", lambda stage: stage.stay(), _step),
     Scenario(
         "it finds a warm pool, and leaves it warm",
         lambda stage: _check(stage, stage.fork(lambda: _use(stage, WARM_SECONDS))),
@@ -266,7 +285,7 @@ def _prepare(stage: Stage, scenario: Scenario) -> None:
 
 def _judged(stage: Stage, scenario: Scenario, point: Point) -> Point:
     """Let the next process open the name and leave, then let all leases end; write down what is wrong."""
-    point.left = len(stage.service.look().billed())
+    point.left, point.uses = len(stage.service.look().billed()), stage.open_uses()
     began = time.clock_gettime(time.CLOCK_MONOTONIC)
     died = stage.fork(lambda: _open_next(stage, scenario))
     point.seconds = time.clock_gettime(time.CLOCK_MONOTONIC) - began
@@ -278,6 +297,8 @@ def _judged(stage: Stage, scenario: Scenario, point: Point) -> Point:
         point.rentals = int((stage._folder / "rentals").read_text())
         if point.rentals != 1:
             point.problems.append(f"{point.rentals} pools had machines that are not being ended")
+        if open_uses := stage.open_uses():
+            point.problems.append(f"{open_uses} uses of dead processes have not ended")
     stage.end()
     stage.service.clock.advance(max(LEASE_SECONDS, scenario.keep_warm) + 1)
     point.alive = len(stage.let_leases_end())

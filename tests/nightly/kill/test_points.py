@@ -83,6 +83,7 @@ def test_after_a_kill_at_any_boundary_the_next_process_gets_the_one_pool(url: st
     assert [point for point in points if point["problems"]] == []
     assert {point["scenario"] for point in points} == {scenario.name for scenario in SCENARIOS}
     assert sum(point["left"] for point in points) > len(points) // 3, "the kills must leave machines running"
+    assert EVERY > 1 or any(point["uses"] for point in points), "a kill must leave a step's use open"
 
 
 def table(points: Sequence[dict[str, Any]]) -> str:
