@@ -43,7 +43,6 @@ from distributed import Worker
 
 from benchmarks._nodes import Rented
 from skyward_core.worker.calls import CallMemory
-from skyward_core.worker.coordination import Coordination
 from skyward_core.worker.draining import NodeHolding
 from skyward_core.worker.node import DASK_CONFIG, security
 from skyward_core.worker.pool_scheduler import PoolScheduler, PromptMessages
@@ -218,7 +217,6 @@ class Members:
                 CallMemory(settings.lease_seconds),
                 NodeHolding(POOL_TOPIC),
                 SecretStore(),
-                Coordination(),
             ],
         )
         self._schedulers.append(scheduler)

@@ -37,11 +37,6 @@ if TYPE_CHECKING:
     from skyward_core.concurrency.afterwards import after_the_work as after_the_work
     from skyward_core.concurrency.item_stream import ItemStream as ItemStream
     from skyward_core.config.settings import Settings as Settings
-    from skyward_core.coordination.primitives import Event as Event
-    from skyward_core.coordination.primitives import Lock as Lock
-    from skyward_core.coordination.primitives import Queue as Queue
-    from skyward_core.coordination.primitives import Semaphore as Semaphore
-    from skyward_core.coordination.primitives import Variable as Variable
     from skyward_core.distributed.checkpoint import Checkpoint as Checkpoint
     from skyward_core.distributed.checkpoint import SavedCheckpoint as SavedCheckpoint
     from skyward_core.distributed.checkpoint import checkpoint as checkpoint
@@ -191,7 +186,6 @@ _HOMES = {
     "concurrency.afterwards": "after_the_work",
     "concurrency.item_stream": "ItemStream",
     "config.settings": "Settings",
-    "coordination.primitives": "Event Lock Queue Semaphore Variable",
     "errors": (
         "BadRequest BootstrapFailed BudgetExceeded CallCrashed CallOutOfMemory CallTimedOut CredentialsError"
         " GiveUp GroupNotFormed"

@@ -90,19 +90,6 @@ async def coroutines_keep_their_types() -> None:
         assert_type(pools, tuple[sky.ComputePool, ...])
 
 
-def shared_objects_keep_their_types(pool: sky.ComputePool) -> None:
-    queue, variable = sky.Queue[float]("q", maxsize=2, pool=pool), sky.Variable[dict[str, int]]("v")
-    assert_type(queue.get(timeout=1), float)
-    assert_type(variable.get(), dict[str, int])
-    queue.put("text")  # pyright: ignore[reportArgumentType]
-    with sky.Lock("l", pool=pool) as lock:
-        assert_type(lock, sky.Lock)
-        assert_type(lock.acquire(timeout=1), bool)
-    assert_type(sky.Semaphore(2, "s").get_value(), int)
-    assert_type(sky.Event("e").wait(1.5), bool)
-    sky.Lock("l", pool="pool")  # pyright: ignore[reportArgumentType]
-
-
 def pools_keep_their_types() -> None:
     with sky.ComputePool(accelerator="A100", nodes=2) as pool, sky.MultiPool(pool, pool) as pools:
         assert_type(pool, sky.ComputePool)

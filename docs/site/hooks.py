@@ -56,7 +56,7 @@ TOPICS = {
         "worker",
     ),
     "machines": ("accelerators", "image", "machines", "providers", "provisioning"),
-    "training": ("coordination", "distributed", "integrations"),
+    "training": ("distributed", "integrations"),
     "events": ("events",),
     "errors": ("errors",),
     "operations": ("doctor", "ledger", "operations"),

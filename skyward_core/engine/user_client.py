@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import distributed
 
     from skyward_core.engine.certificates import PoolCertificate
-    from skyward_core.engine.program_channel import ProgramChannel
 
 END_SECONDS = 2.0
 
@@ -49,8 +48,6 @@ class UserClient:
         self._client: distributed.Client | None = None
         self._made_for = ""
         self._is_closed = False
-        self._channel: ProgramChannel | None = None
-        """The connection of `_client` for locks and queues. `_getting` guards it."""
 
     def get(self) -> distributed.Client:
         """Return the open client, or make one. Raises NodeLost if the scheduler is out of reach, and PoolClosed."""
@@ -70,27 +67,11 @@ class UserClient:
             self._put(client, address)
             return client
 
-    def channel(self) -> ProgramChannel:
-        """Return the client's connection for locks and queues, or make one. Raises NodeLost and PoolClosed.
-
-        When a connection is lost, what it holds is released; the next one begins empty.
-        """
-        from skyward_core.engine.program_channel import ProgramChannel
-
-        client = self.get()
-        with self._getting:
-            channel = self._channel
-            if channel is None or channel.client is not client or not channel.is_open:
-                channel = self._channel = ProgramChannel(client)
-            return channel
-
     def close(self) -> None:
         """End the client and cancel its futures. Idempotent. A thread that makes a client meanwhile gets PoolClosed."""
         with self._lock:
             self._is_closed = True
             client, self._client = self._client, None
-        if self._channel is not None:
-            self._channel.close()
         if client is not None:
             self._end(client)
 

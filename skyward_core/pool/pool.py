@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, Unpack, cast, o
 from skyward_core.compute import ComputeFunction, PendingBatch, PendingCompute
 from skyward_core.concurrency.greenlets import refuse_greenlets
 from skyward_core.concurrency.item_stream import ItemStream
-from skyward_core.coordination.channel import Channel
 from skyward_core.engine.futures import CallFuture
 from skyward_core.errors import BadRequest, InstancesLeft, NotPicklable, PoolClosed
 from skyward_core.events.events import Callback, CostFinal
@@ -341,13 +340,6 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
         new head. Raises NodeLost while the scheduler is out of reach: try again.
         """
         return self._session.user_client.get()
-
-    def coordination(self) -> Channel:
-        """Return the connection that `sky.Lock(name, pool=pool)` and its siblings use.
-
-        It belongs to the client of `dask_client`. Raises NodeLost while the scheduler is out of reach, and PoolClosed.
-        """
-        return self._session.user_client.channel()
 
     # ── properties ───────────────────────────────────────────────────────────────────────────────────────────────────
 

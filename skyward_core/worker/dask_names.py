@@ -31,10 +31,6 @@ CLIENT = (
     "distributed.client:Client._ensure_connected(timeout)",
     "distributed.comm.tcp:TCP.stream",
     "distributed.client:ClosedClientError",
-    # engine/program_channel.py: one more connection to the scheduler, closed with the client
-    "distributed.client:Client.rpc",
-    "distributed.core:ConnectionPool.connect(addr)",
-    "distributed.core:PooledRPCCall.addr",
 )
 STREAMS = (
     # worker/streams.py: send at once

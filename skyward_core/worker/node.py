@@ -21,7 +21,6 @@ from distributed.core import Status, rpc  # noqa: TID253
 
 from skyward_core.worker.call_lists import CallLists
 from skyward_core.worker.calls import CallMemory
-from skyward_core.worker.coordination import Coordination
 from skyward_core.worker.draining import NodeHolding
 from skyward_core.worker.pool_scheduler import SILENT_SECONDS, PoolScheduler, PromptMessages
 from skyward_core.worker.pool_worker import PoolWorker, Slots
@@ -101,7 +100,6 @@ def run_scheduler(directory: Path, settings: NodeSettings) -> NoReturn:
                 CallMemory(settings.lease_seconds),
                 NodeHolding(POOL_TOPIC),
                 SecretStore(),
-                Coordination(),
                 CallLists(),
             ],
         )

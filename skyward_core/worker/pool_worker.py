@@ -18,7 +18,6 @@ from distributed import Worker, get_worker  # noqa: TID253 - this module is impo
 from distributed.core import Status  # noqa: TID253
 from distributed.diagnostics.plugin import WorkerPlugin  # noqa: TID253
 
-from skyward_core.worker.call_connections import ANSWER, CallConnections, socket_path
 from skyward_core.worker.call_lists import ANSWERS_CALLS, CALLS_QUESTION, answer_of
 from skyward_core.worker.calls import CREDIT
 from skyward_core.worker.detached_calls import BUSY_TIMES, CANCEL, DROP_RESULT
@@ -100,7 +99,6 @@ class Slots(WorkerPlugin):
         self._telling: set[asyncio.Task[None]] = set()
         """The answers that wait for stacks."""
         self.worker: PoolWorker | None = None
-        self.connections = CallConnections(socket_path(directory, index), self._send)
         self.is_attached = False
         """Whether Dask's tasks belong to the present scheduler.
 
@@ -119,14 +117,12 @@ class Slots(WorkerPlugin):
                 slot = Slot(factory, self.settings.value_directories, self.settings.memory_limit_bytes)
                 self._all.append(slot)
                 self._idle.put(slot)
-            self.connections.listen()
         send_at_once(worker.batched_stream)
         worker.stream_handlers[CANCEL] = self.cancel
         worker.stream_handlers[REPEAT_REPORTS] = self.announce
         worker.stream_handlers[RELEASE] = self.release
         worker.stream_handlers[CREDIT] = self.give_credit
         worker.stream_handlers[DROP_RESULT] = self.drop_result
-        worker.stream_handlers[ANSWER] = self.connections.answer
         worker.stream_handlers[CALLS_QUESTION] = self.tell_calls
         worker.metrics[BUSY_TIMES] = self.busy_time
         worker.metrics[ANSWERS_CALLS] = lambda _: True
@@ -177,7 +173,6 @@ class Slots(WorkerPlugin):
         """Report and release nothing more: the scheduler is gone."""
         self.is_attached = False
         self.retained.detach()
-        self.connections.detach()
 
     @property
     def has_older_calls(self) -> bool:
@@ -312,20 +307,14 @@ def run_batch(sealed: Sealed) -> Mapping[str, Outcome]:
     key, epoch = str(worker.get_current_task()), cast(PoolWorker, worker).epoch
 
     def report(news: list[News]) -> None:
-        ended = {item.call_id: item for item in news if isinstance(item, Outcome)}
-        outcomes.update(ended)
-        for call_id in ended:
-            slots.connections.end(call_id)
+        outcomes.update({item.call_id: item for item in news if isinstance(item, Outcome)})
         slots.retained.report(key, slots.settings.rank, slots.settings.instance_id, tuple(news))
 
     slots.furnish(worker)
     slots.retained.begin(key, batch.topic, (call.call_id for call in batch.calls), epoch)
-    slots.connections.begin(call.call_id for call in batch.calls)
     try:
         with slots.borrowed() as slot:
             slot.run(batch, report)
     finally:
         slots.ended(key)
-        for call in batch.calls:
-            slots.connections.end(call.call_id)
     return ReportedOutcomes(outcomes, slots.settings.rank, slots.settings.instance_id)

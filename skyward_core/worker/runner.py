@@ -21,7 +21,6 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, cast
 
-from skyward_core.coordination import channel
 from skyward_core.errors import NodeLost, NotPicklable
 from skyward_core.serialization import exceptions, pickling, sources
 from skyward_core.work import RunContext, running_for
@@ -45,7 +44,7 @@ class RunnerChannels:
 
     `info` is the text of the instance's information (`info.to_env`) with JOB_PLACE in it. `mark` separates the output
     of one call from the next one's; it is secret, so that no call can forge it. `room` is set if the kernel limits
-    this process's memory. `coordination` is the path of the worker's socket for requests of calls; "" without one.
+    this process's memory.
     """
 
     calls: socket.socket
@@ -57,7 +56,6 @@ class RunnerChannels:
     value_directories: tuple[str, ...]
     env: dict[str, str]
     room: MemoryAllowance | None = None
-    coordination: str = ""
 
 
 class Packet(NamedTuple):
@@ -88,7 +86,7 @@ def run_calls(line: RunnerChannels) -> NoReturn:
         lambda parcel: _stored(parcel, line),
     )
     functions: dict[str, sources.Loaded] = {}
-    info, coordination = RewrittenVariable(ENV), RewrittenVariable(channel.ENV)
+    info = RewrittenVariable(ENV)
     mask, is_furnished = Mask(), False
     pid = os.getpid()
     while packet := line.calls.recv(INLINE_BYTES * 4):
@@ -100,8 +98,6 @@ def run_calls(line: RunnerChannels) -> NoReturn:
             line.room.settle()
         call = request.call
         info.set(of_call(line.info, call.job_id, is_broadcast=call.job_id != call.call_id, place=call.place))
-        if line.coordination:
-            coordination.set(channel.of_call(line.coordination, call.call_id))
         if request.secrets is not None:
             os.environ.update(request.secrets)
             mask, is_furnished = Mask(request.secrets.values()), True
@@ -112,7 +108,6 @@ def run_calls(line: RunnerChannels) -> NoReturn:
         )
         if os.getpid() != pid:
             _end_child(outcome)
-        channel.end_call()
         reporter.end_call()
         _end_output(line)
         line.outcomes.send(pickle.dumps(_fit(outcome, line, spent), protocol=5))

@@ -10,8 +10,7 @@ Files of DIRECTORY: the client writes `settings.json`, and writes it again to re
 write `lease` to renew it. `partitions`, if it exists, is written by the bootstrap script and names the GPU of each
 worker. `supervisor` has this process's pid. The head writes `head.json` when its scheduler listens. `ended` says to the
 guard, if there is one, why the node ends. The client writes `missed` when workers stay away from the scheduler; the
-supervisor removes it and kills them. `coordination-N` is the socket on which worker N takes requests of its calls for
-locks and queues. The supervisor may start before `settings.json` exists.
+supervisor removes it and kills them. The supervisor may start before `settings.json` exists.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from typing import NoReturn
 
 from skyward_core.concurrency.backoff import Backoff
 from skyward_core.worker import node  # the only costly import: all forked processes have it already
-from skyward_core.worker.call_connections import socket_path
 from skyward_core.worker.call_groups import CallGroups, MemoryAllowance, call_groups, enter
 from skyward_core.worker.info import JOB_PLACE, InstanceInfo, to_env
 from skyward_core.worker.keeper import ENDED, KEEPER, adopt_orphans, name_of
@@ -283,7 +281,6 @@ class Supervisor:
                     if group is not None and settings.memory_limit_bytes is not None and enter(group)
                     else None
                 ),
-                str(socket_path(self._directory, index)),
             )
         )
 
