@@ -317,6 +317,21 @@ def killed_client() -> str:
     )
 
 
+@check
+def guide() -> str:
+    """The guide to accelerators finds the GPU, and compares it with the processor."""
+    done = subprocess.run(
+        [sys.executable, "examples/guides/04_gpu_accelerators.py", ACCELERATOR],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("GPU: ") and last.endswith(" times as fast"), done.stdout
+    return last
+
+
 ACCELERATOR = os.environ.get("SKYWARD_GPU", "H100")
 
 

@@ -6,6 +6,7 @@ import re
 import textwrap
 from enum import Enum
 from importlib import import_module
+from itertools import pairwise
 from typing import Any
 
 from pydantic import BaseModel
@@ -23,6 +24,9 @@ ELSEWHERE = {
     "sklearn_version": "scikit-learn's version on the nodes; None: this client's.",
 }
 """Meanings of parameters that are not fields of `PoolSpec`."""
+
+ARGUMENT = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILINE)
+"""A parameter under "Args:" in a docstring, or several with one meaning."""
 
 BOUNDS = {"ge": "at least {}", "gt": "more than {}", "le": "at most {}", "lt": "less than {}"}
 
@@ -67,7 +71,9 @@ def named_defaults(path: str) -> str:
 def _row(kind: type, parameter: inspect.Parameter) -> str:
     model = kind if issubclass(kind, BaseModel) else PoolSpec if issubclass(kind, ComputePool) else None
     field = model.model_fields.get(parameter.name) if model else None
-    meaning = field.description if field else ELSEWHERE.get(parameter.name) if model is PoolSpec else None
+    meaning = (field.description if field else None) or _meanings(kind).get(parameter.name)
+    if model is PoolSpec:
+        meaning = meaning or ELSEWHERE.get(parameter.name)
     cells = [
         f"`{_stars(parameter)}{parameter.name}`",
         _code(_type(kind, parameter, field)),
@@ -75,6 +81,27 @@ def _row(kind: type, parameter: inspect.Parameter) -> str:
         " ".join([*filter(None, [meaning]), *_bounds(field)]),
     ]
     return f"| {' | '.join(cell.replace('|', r'\|') for cell in cells)} |"
+
+
+def _meanings(kind: type) -> dict[str, str]:
+    """Return what the classes say of their parameters: under "Args:", or in a text below the attribute."""
+    return {name: text for base in reversed(kind.__mro__) for name, text in _own_meanings(base).items()}
+
+
+def _own_meanings(kind: type) -> dict[str, str]:
+    if not kind.__module__.startswith("skyward_core."):
+        return {}
+    found = {
+        name: " ".join(text.split())
+        for names, text in ARGUMENT.findall((inspect.getdoc(kind) or "").partition("Args:\n")[2])
+        for name in names.split(", ")
+    }
+    written = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    assert isinstance(written, ast.ClassDef)
+    for one, below in pairwise(written.body):
+        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name) and isinstance(below, ast.Expr):
+            found[one.target.id] = " ".join(str(ast.literal_eval(below.value)).split())
+    return found
 
 
 def _stars(parameter: inspect.Parameter) -> str:

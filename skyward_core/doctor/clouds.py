@@ -30,7 +30,7 @@ def _cure(error: Exception) -> str:
     if isinstance(error, CredentialsError):
         return "set other credentials, as docs/clouds says for this provider, or give these the missing rights"
     if isinstance(error, ImportError):
-        return "install the extra of this provider, such as skyward-core[aws]"
+        return "install the package that is missing, as the page of this provider says (docs/clouds)"
     return "look whether this machine reaches the provider, and at its status page"
 
 

@@ -173,7 +173,7 @@ def _opentelemetry() -> Any:
     try:
         return importlib.import_module("opentelemetry.trace")
     except ModuleNotFoundError as error:
-        raise ImportError("sky.Traces needs OpenTelemetry: pip install 'skyward-core[otel]'") from error
+        raise ImportError("sky.Traces needs OpenTelemetry: pip install opentelemetry-api") from error
 
 
 def _attributes(event: SkywardEvent, prefix: str = "skyward") -> Mapping[str, Attribute]:

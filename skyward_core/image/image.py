@@ -73,24 +73,12 @@ _RESERVED = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS",
 
 
 class Image(Frozen):
-    """The packages and environment of a node.
+    """The packages and environment of a node, as a frozen value: lists become tuples.
 
-    `python` is "major.minor" and defaults to the interpreter that builds the image: functions travel as bytecode, so
-    both sides must agree. `pip` holds requirements (PEP 508), and paths of wheels, source archives and requirements
-    files of this machine (`local_files`). `pip_indexes` has, for an index other than the package
-    index, the packages that come from it, and only from it. `pip_extra_index_url` is an additional index: packages that
-    it has come from it, in any version, and the others from the package index. With `require_hashes` only files with
-    known hashes are installed; the package index gives this client the hashes before anything is rented. `lock`, the
-    path of a lock file with hashes, or its text, replaces `pip`. `apt` holds Debian package names, also as
-    "name=version". `env` is set in every call, its values literally; in repr and JSON values that look like secrets are
-    masked (docs/secrets.md). `preload` are modules that a node imports once, before it starts the processes of calls:
-    the first call of each process finds them imported. A module that cannot be imported, starts threads or opens a GPU
-    is skipped, and a warning says so. `includes` are files and folders of this machine (`included_files`): calls find
-    them at the same relative path below their working directory. `excludes` are patterns ("*.ckpt", "data/raw") of what
-    of the included folders does not travel. `shell` are commands of bash that run once on each machine, in that
-    directory, after the packages are installed and before the first call; one that fails ends the preparation. With
-    `cache` a provider that can keep disks (AWS) keeps the disk of the first machine with these packages, and later
-    machines start from it; with other providers it has no effect. Lists become tuples. Raises BadRequest before
+    In repr and JSON, values of `env` that look like secrets are masked (docs/secrets.md). `pip_extra_index_url` has
+    precedence over the package index for each package that it has, in any version; `pip_indexes` is safer. With
+    `require_hashes` the package index gives this client the hashes before anything is rented. Files of this machine are
+    read now, and are known by content: one that changes before the pool opens is refused. Raises BadRequest before
     anything starts.
 
     >>> Image(python="3.13", pip=["torch"], env={"OMP_NUM_THREADS": "1"}).pip
@@ -107,21 +95,69 @@ class Image(Frozen):
         **dict.fromkeys(("setup", "commands", "run_commands", "setup_commands"), "shell"),
     }
 
-    python: str = Field(default_factory=lambda: "{}.{}".format(*sys.version_info))
-    pip: Sequence[str] = ()
-    pip_extra_index_url: str | None = None
-    pip_indexes: Annotated[dict[str, tuple[str, ...]], AfterValidator(FrozenIndexes)] = Field(
-        default_factory=FrozenIndexes
+    python: str = Field(
+        default_factory=lambda: "{}.{}".format(*sys.version_info),
+        description=(
+            'Python on the nodes, as "3.13": that of this client, because functions travel as bytecode. A pool refuses'
+            " another one."
+        ),
     )
-    require_hashes: bool = False
-    lock: str | None = Field(default=None, repr=False)
-    apt: Sequence[str] = ()
-    env: Annotated[dict[str, str], AfterValidator(FrozenEnv)] = Field(default_factory=FrozenEnv)
-    preload: Sequence[str] = ()
-    excludes: Sequence[str] = ()
-    includes: Sequence[str] = ()
-    shell: Sequence[str] = ()
-    cache: bool = False
+    pip: Sequence[str] = Field(
+        default=(),
+        description=(
+            "Requirements (PEP 508), and paths of wheels, source archives and requirements files of this machine."
+        ),
+    )
+    pip_extra_index_url: str | None = Field(
+        default=None,
+        description="Another index: packages that it has come from it, the others from the package index.",
+    )
+    pip_indexes: Annotated[dict[str, tuple[str, ...]], AfterValidator(FrozenIndexes)] = Field(
+        default_factory=FrozenIndexes,
+        description="URLs of other indexes, each with the names of the packages that come from it and only from it.",
+    )
+    require_hashes: bool = Field(default=False, description="Install only files whose hashes are known.")
+    lock: str | None = Field(
+        default=None,
+        repr=False,
+        description="A lock file with hashes, as its path or its text, in place of `pip`.",
+    )
+    apt: Sequence[str] = Field(default=(), description='Debian packages, also as "name=version".')
+    env: Annotated[dict[str, str], AfterValidator(FrozenEnv)] = Field(
+        default_factory=FrozenEnv,
+        description="Environment variables of the preparation and of each call; values are literal.",
+    )
+    preload: Sequence[str] = Field(
+        default=(),
+        description=(
+            "Modules that a node imports once, before it starts the processes of calls. One that cannot be imported,"
+            " starts threads or opens a GPU is skipped with a warning."
+        ),
+    )
+    excludes: Sequence[str] = Field(
+        default=(), description='Patterns ("*.ckpt", "data/raw") of what of the included folders does not travel.'
+    )
+    includes: Sequence[str] = Field(
+        default=(),
+        description=(
+            "Files and folders of this machine: calls find them at the same relative path below their working"
+            " directory."
+        ),
+    )
+    shell: Sequence[str] = Field(
+        default=(),
+        description=(
+            "Commands of bash that run once on each machine, after the packages are installed and before the first"
+            " call, where the included files are. One that fails ends the preparation."
+        ),
+    )
+    cache: bool = Field(
+        default=False,
+        description=(
+            "Keep the disk of the first machine with these packages, and start later machines from it. AWS can; with"
+            " other providers it has no effect."
+        ),
+    )
 
     @property
     def is_bare(self) -> bool:

@@ -28,12 +28,19 @@ class S3Volume(Frozen):
     """
 
     kind: Literal["s3"] = "s3"
+    """The kind of volume, for its plain data."""
     mount_path: str
+    """The absolute path of the folder on each node."""
     bucket: str
+    """The bucket's name, without "s3://"."""
     prefix: str = ""
+    """Only the keys below it."""
     read_only: bool = True
+    """Mount it so that calls cannot write."""
     endpoint_url: str | None = None
+    """Another service with the S3 protocol; None: the node's environment, else AWS."""
     region: str | None = None
+    """The bucket's region; None: the node's environment."""
 
     @field_validator("mount_path")
     @classmethod

@@ -76,12 +76,19 @@ class Hosts(Provider):
     They are used in this order.
     """
     user: str | None = Field(default=None, min_length=1)
+    """For addresses without their own."""
     port: int | None = Field(default=None, ge=1, le=65535)
+    """For addresses without their own."""
     key: str | None = Field(default=None, min_length=1)
+    """Path of a private key without passphrase; by default the SSH agent and the SSH configuration have one."""
     known_hosts: str | None = Field(default=None, min_length=1)
+    """A file to read in place of ~/.ssh/known_hosts."""
     config: str | None = Field(default=None, min_length=1)
+    """A file to read in place of ~/.ssh/config."""
     price_per_hour: float = Field(default=0.0, ge=0, le=MOST_USD_PER_HOUR)
+    """USD for one host."""
     keep_environments: bool = True
+    """Keep environments on the hosts for the next pool; False removes them with the last node of a host."""
     _keys: SeenKeys = PrivateAttr(default_factory=SeenKeys)
 
     def __init__(self, *addresses: str, **fields: Any) -> None:

@@ -130,11 +130,14 @@ class Local(Provider):
     ending_seconds: ClassVar[float] = 1.0
 
     price_per_hour: float = Field(default=0.0, ge=0, le=MOST_USD_PER_HOUR)
+    """What a node is said to cost, in USD."""
     spot_price_per_hour: float | None = Field(default=None, ge=0, le=MOST_USD_PER_HOUR)
+    """The same for simulated spot machines; None: there are none."""
     simulate: (
         Annotated[str, BeforeValidator(lambda value: _as_text(value)), AfterValidator(lambda text: _checked(text))]
         | None
     ) = None
+    """The accelerators that this machine pretends to have, as "A100" or "A100:2"."""
 
     @property
     def simulates(self) -> bool:

@@ -142,7 +142,7 @@ def _server(spec: PoolSpec, package: str, archive: str, *, is_kept: bool = False
         f"echo '{MARK}phase skyward'",
         f"export PYTHONPATH={package}",
         mount_volumes(spec.volume),
-        make_work(spec.image, archive),
+        make_work(spec.image, archive, spec.node_environment),
         partition_gpus(chips.mig, chips.count) if (chips := spec.first_accelerator) is not None else "",
         f"echo '{MARK}phase {LAST_PHASE}'",
         f'exec {keeper}"$SKYWARD_ENV_PYTHON" -P -m skyward_core.worker.supervisor "$SKYWARD_INSTANCE_DIRECTORY"',

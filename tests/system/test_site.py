@@ -68,6 +68,19 @@ def test_the_reference_has_the_parameters_and_defaults_of_every_public_name(site
     assert missing == []
 
 
+def test_the_reference_says_what_each_parameter_of_a_pool_an_image_and_a_provider_is_for(site: Path) -> None:
+    """No row of their tables ends with an empty cell."""
+    values = public_values()
+    ours = (sky.ComputePool, sky.PoolSpec, sky.Image, sky.S3Volume)
+    explained = {
+        path: re.findall(r"<tr>\s*<td><code>([^<]+)</code></td>.*?(<td></td>)?\s*</tr>", section, re.DOTALL)
+        for path, section in html_sections(reference(site), values)
+        if isinstance(values[path], type) and issubclass(values[path], (*ours, sky.Provider))
+    }
+    assert explained.keys() >= {f"{kind.__module__}.{kind.__qualname__}" for kind in (*ours, sky.AWS, sky.Local)}
+    assert [f"{path}: {name}" for path, rows in explained.items() for name, empty in rows if empty] == []
+
+
 def test_the_reference_has_each_method_of_a_pool(site: Path) -> None:
     """Those of its bases too."""
     homes = {
@@ -115,9 +128,14 @@ def value_home(value: Any) -> str:
 
 def sections(text: str, paths: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield each path with the words between its anchor and the next one."""
+    for path, section in html_sections(text, paths):
+        yield path, " ".join(html.unescape(re.sub(r"<[^>]*>", "", section)).split())
+
+
+def html_sections(text: str, paths: Iterable[str]) -> Iterator[tuple[str, str]]:
     starts = sorted((text.index(f'id="{path}"'), path) for path in paths)
     for (start, path), end in zip(starts, [*(start for start, _ in starts[1:]), len(text)], strict=True):
-        yield path, " ".join(html.unescape(re.sub(r"<[^>]*>", "", text[start:end])).split())
+        yield path, text[start:end]
 
 
 def parameters_of(value: Any) -> list[inspect.Parameter]:

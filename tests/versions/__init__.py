@@ -46,7 +46,7 @@ ENVIRONMENTS = [
 ]
 HEAD = """\
 # The versions that skyward-core was tested with on Python {minor}, made of uv.lock by `make constraints`:
-#   pip install -c constraints-{minor}.txt "skyward-core[prefect]"
+#   pip install -c constraints-{minor}.txt ".[prefect]"
 """
 
 

@@ -60,7 +60,10 @@ def run(
         typer.Option(parser=values.printable, metavar="NAME", help="a provider; may be repeated"),
     ] = None,
     accelerator: Annotated[
-        str | None, typer.Option(parser=values.name, metavar="NAME", help='such as "A100" or "8xH100"')
+        list[str] | None,
+        typer.Option(
+            parser=values.name, metavar="NAME", help='such as "A100" or "8xH100"; may be repeated, the best first'
+        ),
     ] = None,
     nodes: Annotated[int | None, typer.Option(parser=values.count, metavar="N", help="how many machines")] = None,
     max_cost: Annotated[float | None, typer.Option(parser=values.price, metavar="USD", help="end at this cost")] = None,
@@ -82,8 +85,9 @@ def run(
     fields = _fields(pip or (), env or (), secret or (), set_ or ())
     if provider:
         fields["provider"] = [provider_from(text) for text in provider]
-    limits = {"max_cost": max_cost, "max_hourly_cost": max_hourly_cost}
-    given = {"name": pool, "accelerator": accelerator, "nodes": nodes, **limits}
+    if accelerator:
+        fields["accelerator"] = accelerator if len(accelerator) > 1 else accelerator[0]
+    given = {"name": pool, "nodes": nodes, "max_cost": max_cost, "max_hourly_cost": max_hourly_cost}
     fields |= {name: value for name, value in given.items() if value is not None}
     program = read_target(target, args or ())
     spec = spec_of(fields, profile=profile)

@@ -115,7 +115,7 @@ class AwsAccount:
         try:
             self._sdk = importlib.import_module("botocore.session")
         except ModuleNotFoundError as error:
-            raise BadRequest("provider aws needs AWS's SDK: pip install 'skyward-core[aws]'") from error
+            raise BadRequest("provider aws needs AWS's SDK: pip install boto3") from error
         self._endpoint_url = endpoint_url
         self._clients: dict[tuple[str, str, bool], Any] = {}
         self._lock = threading.Lock()

@@ -75,7 +75,9 @@ class DigitalOcean(Provider):
     region: str | tuple[str, ...] | None = None
     """One, several, or None: all. The seeds use "nyc1", where there are no H100 (decisions/0009)."""
     token: SecretStr | None = Field(default=None, exclude=True, repr=False)
+    """A personal access token; by default DIGITALOCEAN_TOKEN, DIGITALOCEAN_ACCESS_TOKEN, or that of doctl."""
     node_token: SecretStr | None = Field(default=None, exclude=True, repr=False)
+    """A token for the machines, which can only delete droplets."""
     image: str | None = Field(default=None, min_length=1)
     """Slug or number of an image with cloud-init, in place of the default for the size."""
     vpc_uuid: str | None = Field(default=None, min_length=1)
@@ -83,6 +85,7 @@ class DigitalOcean(Provider):
     ssh_key: str | None = Field(default=None, min_length=1)
     """Path of a private key without passphrase; by default one is created."""
     endpoint_url: str | None = Field(default=None, min_length=1)
+    """In place of DigitalOcean's own URL."""
 
     @model_validator(mode="after")
     def _network_is_of_one_region(self) -> Self:

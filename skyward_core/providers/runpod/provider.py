@@ -98,7 +98,12 @@ class RunPod(Provider):
     listing_lag_seconds: ClassVar[float] = 30.0
     """An assumption: RunPod promises nothing."""
 
-    api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
+    api_key: SecretStr | None = Field(
+        default=None,
+        exclude=True,
+        repr=False,
+        description="By default RUNPOD_API_KEY, or the file of RunPod's own tools.",
+    )
     cloud: Literal["secure", "community"] | None = Field(
         default="secure", description="RunPod's data centres, other people's machines, or None: both."
     )

@@ -82,7 +82,12 @@ class VastAI(Provider):
     listing_lag_seconds: ClassVar[float] = 30.0
     """A container was seen to be missing in the list right after it was rented. No document says for how long."""
 
-    api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
+    api_key: SecretStr | None = Field(
+        default=None,
+        exclude=True,
+        repr=False,
+        description="By default VAST_API_KEY, or the file of Vast.ai's own tools.",
+    )
     region: str | tuple[str, ...] | None = Field(
         default=None, description='Countries by two-letter code, "SE" or ("SE", "FI"); None: all.'
     )
@@ -110,9 +115,11 @@ class VastAI(Provider):
     )
     traffic_up_gb_per_hour: float = Field(default=1.0, ge=0, description="The same for upload.")
     verified_only: bool = Field(default=True, description="Only machines that Vast.ai has verified.")
-    min_reliability: float = Field(default=0.98, ge=0, le=1)
-    min_download_mbps: float = Field(default=200.0, ge=0)
-    min_direct_ports: int = Field(default=2, ge=1)
+    min_reliability: float = Field(
+        default=0.98, ge=0, le=1, description="Vast.ai's own measure of a host's reliability, at least."
+    )
+    min_download_mbps: float = Field(default=200.0, ge=0, description="Download of the host in Mbit/s, at least.")
+    min_direct_ports: int = Field(default=2, ge=1, description="Open ports of the host, at least.")
     min_cuda: float | None = Field(
         default=None,
         ge=0,

@@ -224,3 +224,42 @@ def test_a_command_that_fails_ends_the_pool_with_its_last_lines(cloud):
     assert f"exit=9 command={command}" in str(error)
     assert error.output[-1] == "asking with *** for weights"
     assert "t0k-of-the-team" not in f"{error} {error.output} {recorded.events}"
+
+
+def test_a_command_that_fails_on_a_replacement_leaves_the_other_node_and_is_tried_again(fleet, mirror):
+    """Its machine ends, the error has the last lines, and the next machine on which the command succeeds is the node."""
+    failing = [False]
+
+    def prepare(host: Host) -> None:
+        mirror.configure(host)
+        if failing[0]:
+            host.run("touch /root/no-licence")
+
+    cloud, recorded = Cloud(fleet, prepare=prepare), RecordedEvents()
+    command = "[ ! -e /root/no-licence ] || { echo the licence server is away; exit 9; }"
+    with pool_on(cloud.provider(), recorded, nodes=2, image=sky.Image(shell=[command])) as pool:
+        first = {node.instance.id for node in pool.lease.nodes}
+        head = cloud.host(pool.lease.nodes[0].instance.id).name
+        failing[0] = True
+        cloud.preempt(pool.lease.nodes[1].instance.id)
+        (text, *_) = wait_until(lambda: failures_of(recorded, 1), "the replacement to fail")
+        assert "phase=shell" in text
+        assert "exit=9" in text
+        assert "the licence server is away" in text
+        assert where() >> pool == head
+        failing[0] = False
+        wait_until(
+            lambda: len(pool.lease.nodes) == 2 and not {node.instance.id for node in pool.lease.nodes} <= first,
+            "a node in its place",
+        )
+        assert len(set(where() @ pool)) == 2
+        wait_until(lambda: cloud.machines.keys() == {node.instance.id for node in pool.lease.nodes}, "no other machine")
+    assert cloud.machines == {}
+    assert pool.receipt["left"] == []
+    assert len(pool.receipt["resources"]) == 3 + len(failures_of(recorded, 1))
+
+
+def failures_of(recorded: RecordedEvents, rank: int) -> list[str]:
+    """Return the messages about attempts to replace a node."""
+    beginning = f"node {rank} is not replaced yet: "
+    return [event.message for event in recorded.of(sky.Error) if event.message.startswith(beginning)]

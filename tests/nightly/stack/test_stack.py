@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from tests.integrations.airflow_server import free_ports
 from tests.stack.__main__ import READY
@@ -51,7 +52,7 @@ def test_a_dag_a_flow_and_an_asset_use_the_nodes_and_nothing_is_left(folder: Pat
             "prefect": cost_in_prefect(f"http://127.0.0.1:{ports['PREFECT_PORT']}/api"),
             "dagster": cost_in_dagster(f"http://127.0.0.1:{ports['DAGSTER_PORT']}"),
         }
-        receipts = receipts_by_system(ledger_at(ports["POSTGRES_PORT"]))
+        receipts = receipts_by_system(ledger_at(ports["POSTGRES_PORT"]), *shown)
     finally:
         process.send_signal(signal.SIGINT)
         output = process.communicate(timeout=300)[0]
@@ -69,8 +70,52 @@ def test_a_dag_a_flow_and_an_asset_use_the_nodes_and_nothing_is_left(folder: Pat
     check_ports(ports)
 
 
-def started(folder: Path, ports: dict[str, str]) -> subprocess.Popen[str]:
-    own = {"STACK_DATA": str(folder), "POSTGRES_FSYNC": "off", **ports}
+def test_a_flow_that_is_stopped_with_the_stack_gives_its_nodes_back(folder: Path) -> None:
+    """Its calls run when Ctrl-C comes. With the stack's data the next one shows how it ended, and its bill."""
+    ports = dict(zip(PORTS, map(str, free_ports(len(PORTS))), strict=True))
+    url = f"http://127.0.0.1:{ports['PREFECT_PORT']}/api"
+    process = started(folder, ports)
+    try:
+        wait_until_ready(process)
+        with httpx.Client(base_url=url, timeout=60) as http:
+            run = begun_flow_run(http)
+            wait_until(lambda: "on node" in log_of(http, run), "a call on a node")
+    finally:
+        process.send_signal(signal.SIGINT)
+        output = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, output
+    assert processes_of(folder) == []
+    check_ports(ports)
+    again = started(folder, ports, COMPOSE_FILE=str(with_needs(folder, "prefect-server")))
+    try:
+        wait_until_ready(again)
+        with httpx.Client(base_url=url, timeout=60) as http:
+            state = http.get(f"/flow_runs/{run}").raise_for_status().json()["state"]
+            log = log_of(http, run)
+        (receipt,) = receipts_by_system(ledger_at(ports["POSTGRES_PORT"]), "prefect").values()
+    finally:
+        again.send_signal(signal.SIGINT)
+        again.communicate(timeout=300)
+    assert (state["type"], receipt["left"]) == ("CRASHED", []), log
+    assert receipt["total_cost_usd"] > 0
+    assert all(machine["gone_at"] <= receipt["ended_at"] for machine in receipt["resources"])
+
+
+def with_needs(folder: Path, name: str) -> Path:
+    """Write a compose file with one service and all that it needs; return its path."""
+    content = dict(read())
+    wanted, found = [name], {}
+    while wanted:
+        one = wanted.pop()
+        found[one] = content["services"][one]
+        wanted += found[one].get("depends_on", {})
+    path = folder / "part.yml"
+    path.write_text(yaml.safe_dump(content | {"services": found}))
+    return path
+
+
+def started(folder: Path, ports: dict[str, str], **more: str) -> subprocess.Popen[str]:
+    own = {"STACK_DATA": str(folder), "POSTGRES_FSYNC": "off", **ports, **more}
     return subprocess.Popen(
         [sys.executable, "-m", "tests.stack"],
         cwd=ROOT,
@@ -126,8 +171,7 @@ def value(http: httpx.Client, task: str, key: str) -> Any:
 
 def cost_in_prefect(url: str) -> float:
     with httpx.Client(base_url=url, timeout=60) as http:
-        deployment = http.get("/deployments/name/two-nodes-flow/nodes").raise_for_status().json()["id"]
-        run = http.post(f"/deployments/{deployment}/create_flow_run", json={}).raise_for_status().json()["id"]
+        run = begun_flow_run(http)
 
         def ended() -> Any:
             """The labels are final some moments after the state is."""
@@ -138,9 +182,18 @@ def cost_in_prefect(url: str) -> float:
             return found if is_final and found["end_time"] else None
 
         found = wait_until(ended, "the flow run")
-        logs = http.post("/logs/filter", json={"logs": {"flow_run_id": {"any_": [run]}}}).json()
-        assert found["state"]["type"] == "COMPLETED", "\n".join(line["message"] for line in logs)
+        assert found["state"]["type"] == "COMPLETED", log_of(http, run)
         return float(found["labels"]["skyward.cost_usd"])
+
+
+def begun_flow_run(http: httpx.Client) -> str:
+    deployment = http.get("/deployments/name/two-nodes-flow/nodes").raise_for_status().json()["id"]
+    return http.post(f"/deployments/{deployment}/create_flow_run", json={}).raise_for_status().json()["id"]
+
+
+def log_of(http: httpx.Client, run: str) -> str:
+    logs = http.post("/logs/filter", json={"logs": {"flow_run_id": {"any_": [run]}}}).raise_for_status().json()
+    return "\n".join(line["message"] for line in logs)
 
 
 def cost_in_dagster(url: str) -> float:
@@ -185,15 +238,15 @@ def ledger_at(port: str) -> str:
     return f"postgresql+psycopg://skyward:{read_env()['LEDGER_DB_PASSWORD']}@127.0.0.1:{port}/skyward"
 
 
-def receipts_by_system(ledger: str) -> dict[str, Any]:
-    """Return the receipt of the one pool of each orchestrator, from PostgreSQL."""
+def receipts_by_system(ledger: str, *systems: str) -> dict[str, Any]:
+    """Return the receipt of the one pool of each of these orchestrators, from PostgreSQL. There are no others."""
 
     def ask(*arguments: str) -> Any:
         command = [sys.executable, "-m", "skyward_core.cli", "--ledger", ledger, *arguments]
         return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
     pools = {pool["work"]["system"]: pool["pool"] for pool in ask("ps", "--all", "--json")}
-    assert pools.keys() == {"airflow", "prefect", "dagster"}
+    assert pools.keys() == set(systems)
     return {system: ask("receipt", pool) for system, pool in pools.items()}
 
 

@@ -107,7 +107,7 @@ def prepared(machine: Machine, image: Image, node: str) -> subprocess.CompletedP
     folder = machine.home / "instances" / node
     folder.mkdir(parents=True, exist_ok=True)
     archive = "".join(f"'{code_upload.shipped_file(one)}'" for one in image.included)
-    script = image.bootstrap(runtime=()) + make_work(image, archive) + "\necho in $PWD\n"
+    script = image.bootstrap(runtime=()) + make_work(image, archive, image.env) + "\necho in $PWD\n"
     return machine.run(script, SKYWARD_INSTANCE_DIRECTORY=str(folder), TOKEN="tok")
 
 
@@ -135,6 +135,17 @@ def test_commands_run_once_on_a_machine_where_the_included_files_are(machine: Ma
     assert (machine.home / "instances/fourth/work/upper.txt").read_text() == "THREE\n"
     assert machine.called("ran") == ["with tok"] * 3
     assert machine.log.read_text().count("[venv]") == 1, "the packages are the same"
+
+
+def test_commands_run_again_for_another_value_of_a_variable_that_they_name(machine: Machine) -> None:
+    """Not for a new token, and not for a variable that they do not name."""
+    machine.link("cp")
+    machine.uv()
+    command = 'echo "ran ${MODEL} with $HUB_TOKEN" >>"$LOG"'
+    first = {"MODEL": "small", "HUB_TOKEN": "a", "RATE": "1"}
+    for number, changed in enumerate(({}, {"HUB_TOKEN": "b"}, {"RATE": "2"}, {"MODEL": "large"}, {})):
+        prepared(machine, Image(shell=[command], env=first | changed), f"node-{number}")
+    assert machine.called("ran") == ["small with a", "large with a"]
 
 
 def test_a_command_that_fails_is_reported_and_runs_again(machine: Machine) -> None:
@@ -174,7 +185,9 @@ def test_the_script_passes_shellcheck(fields: dict, ttl: int) -> None:
         S3Volume(mount_path="/out", bucket="out", read_only=False, region="eu-west-1"),
     ]
     image = Image(**fields, shell=["echo 'a $b'"] if fields else ())
-    script = image.bootstrap(ttl) + mount_volumes(volumes if fields else []) + "\n" + make_work(image, "a") + "\n"
+    script = (
+        image.bootstrap(ttl) + mount_volumes(volumes if fields else []) + "\n" + make_work(image, "a", image.env) + "\n"
+    )
     command = [Path(sys.executable).with_name("shellcheck"), "--shell=bash", "-"]
     assert subprocess.run(command, input=script, capture_output=True, text=True, check=False).stdout == ""
 

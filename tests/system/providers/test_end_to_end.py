@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
+from skyward_core import cli
 from skyward_core.ledger.ledger import default_url
 from skyward_core.providers.vastai import api as vastai_api
 from skyward_core.providers.vastai import boot as vastai_boot
@@ -354,7 +355,7 @@ def test_a_pool_runs_on_a_cloud(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is launched, prepared over SSH with a known host key, and used."""
+    """It is launched, prepared over SSH with a known host key, and used. Files are copied to a machine and back."""
     caplog.set_level(logging.DEBUG)
     token, password, recorded = f"tok-{uuid.uuid4().hex}", f"pw-{uuid.uuid4().hex}", RecordedEvents()
     monkeypatch.setenv("HF_TOKEN", token)
@@ -380,6 +381,12 @@ def test_a_pool_runs_on_a_cloud(
         wait_until(lambda: len(prepared(recorded)) == 3, "another machine")
         assert len(where() @ pool) == 2
         assert list(talks() @ pool) == [token[::-1]] * 2
+        here, there = tmp_path / "weights.txt", f"{pool.id}:1:weights.txt"
+        here.write_text("1 2 3\n")
+        assert cli.main(["cp", str(here), there]) == 0
+        assert sky.compute(os.path.exists)(here.name) @ pool == (False, True)
+        assert cli.main(["cp", there, f"{here}.back"]) == 0
+        assert Path(f"{here}.back").read_text() == "1 2 3\n"
         assert places_of(password, rented) != []  # plain text, to check that the search finds existing values
         assert places_of(token, rented) == []
         wait_until(

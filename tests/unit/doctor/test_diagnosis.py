@@ -98,7 +98,7 @@ def test_a_cloud_tells_account_machines_and_quota(place: Path) -> None:
         (CredentialsError("who are you?"), "set other credentials"),
         (ProviderFailed("503"), "look whether this machine reaches the provider"),
         (OSError("no route"), "look whether this machine reaches the provider"),
-        (ModuleNotFoundError("No module named 'boto3'"), "install the extra"),
+        (ModuleNotFoundError("No module named 'boto3'"), "install the package"),
     ],
 )
 def test_a_cloud_that_refuses_has_failed(

@@ -137,11 +137,13 @@ def test_options_become_settings(project: Path, monkeypatch: pytest.MonkeyPatch)
     run = "skyward_core.programs.run.run_program"
     monkeypatch.setattr(run, lambda program, spec, output, everywhere: found.append(spec) or 0)
     line = ["run", "--provider", "local", "--pip", "numpy", "--env", "A=b=c", "--secret", "HOME", "--max-cost", "2"]
-    line += ["--max-hourly-cost", "1.5"]
+    line += ["--max-hourly-cost", "1.5", "--accelerator", "8xH100", "--accelerator", "8xA100"]
     assert cli.main([*line, "--set", "nodes=[1, 3]", "--set", 'image={"apt": ["git"]}', "a.py"]) == 0
     (spec,) = found
     assert (spec.nodes, spec.image.pip, spec.image.apt, spec.max_cost) == ((1, 3), ("numpy",), ("git",), 2.0)
-    assert spec.max_hourly_cost == 1.5
+    assert (spec.max_hourly_cost, spec.accelerator_words) == (1.5, "8 x H100 80GB, else 8 x A100 80GB")
+    assert cli.main(["run", "--provider", "local", "--accelerator", "H100", "a.py"]) == 0
+    assert found[1].accelerator == sky.accelerators.H100(), "one is no alternative"
     assert (dict(spec.env or {}), [*(spec.secrets or ())], spec.provider) == ({"A": "b=c"}, ["HOME"], sky.Local())
     for wrong in (["--set", "node=1"], ["--set", "image=x", "--pip", "y"], ["--set", "nodes=many"]):
         assert cli.main(["run", *wrong, "a.py"]) == cli.FAILED

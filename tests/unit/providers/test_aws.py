@@ -840,10 +840,10 @@ def test_a_secret_is_removed_from_an_error_message(cloud: FakeAWS, monkeypatch: 
     assert caught.value.code == "SignatureDoesNotMatch"
 
 
-def test_without_the_sdk_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_sdk_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """boto3 is an extra."""
     monkeypatch.setitem(sys.modules, "botocore.session", None)
-    with pytest.raises(sky.BadRequest, match=r"skyward-core\[aws\]"):
+    with pytest.raises(sky.BadRequest, match="pip install boto3"):
         sky.AWS().instances(POOL)
 
 
