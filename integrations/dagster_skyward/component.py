@@ -29,6 +29,28 @@ def _of_pool(name: str, *examples: Any) -> dg.Resolver:
     return _said(FIELDS[name][1].description, *examples)
 
 
+SCRIPT = '''"""Runs on a node of the pool. What it prints is in the step's log."""
+
+from dagster_pipes import open_dagster_pipes
+
+with open_dagster_pipes() as pipes:
+    pipes.log.info(f"{pipes.asset_key} is made here")
+    pipes.report_asset_materialization(metadata={"rows": 1})
+'''
+
+
+class _Scaffolder(dg.Scaffolder):
+    """What `dg scaffold defs dagster_skyward.SkywardComponent NAME` writes: an asset that can be materialized."""
+
+    def scaffold(self, request: dg.ScaffoldRequest[Any]) -> None:
+        folder = request.target_path.parent if request.append else request.target_path
+        script = folder / "on_node.py"
+        dg.scaffold_component(request, {"asset": {"key": folder.name}, "script": script.name, "nodes": 1})
+        if request.scaffold_format == "yaml" and not script.exists():
+            script.write_text(SCRIPT)
+
+
+@dg.scaffold_with(_Scaffolder)
 class SkywardComponent(dg.Component, dg.Model, dg.Resolvable):
     """An asset that is made on an ephemeral accelerator pool, by a function or by a script."""
 

@@ -1,6 +1,7 @@
 """Dagster for real: ephemeral instances, real pools of one or two local nodes."""
 
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -44,6 +45,7 @@ from tests.unit.integrations.test_dagster import loaded, project, write  # noqa:
 # Dagster's own: it uses its deprecated names for nested resources
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 PRICE = 36.0
+FLOWS = Path(__file__).parents[3] / "flows"
 
 
 def owned_processes(pid=None):
@@ -190,6 +192,33 @@ def test_two_assets_share_one_pool_and_each_has_its_lines_cost_and_time(instance
     assert sum(costs.values()) == round(bill * 1_000_000)
 
 
+@pytest.mark.filterwarnings("ignore:.*backfill_policy")
+def test_the_project_to_start_from_runs_with_fewer_candidates(instance, monkeypatch):
+    """flows/dagster_definitions.py in one run and on one pool: assets, partitions, the step with its own hardware, the
+    check. All of it runs in tests/nightly/test_examples.py.
+    """
+    monkeypatch.syspath_prepend(str(FLOWS))
+    flow = importlib.import_module("dagster_definitions")
+    monkeypatch.setattr(flow, "CANDIDATES", flow.CANDIDATES[3:5])
+    monkeypatch.setattr(flow, "FOLDS", 2)
+    definitions = [flow.digits_candidates, flow.digits_model, flow.digits_by_half, flow.digits_model_cost]
+    both = {"dagster/asset_partition_range_start": "low", "dagster/asset_partition_range_end": "high"}
+    result = materialize(definitions, resource(nodes=1), instance, tags=both)
+    assert result.output_for_node("digits_model") > 0.9
+    assert [one.passed for one in result.get_asset_check_evaluations()] == [True]
+    made = [event.materialization for event in result.get_asset_materialization_events()]
+    assert sorted((one.asset_key.path[0], one.partition) for one in made) == [
+        ("digits_by_half", "high"),
+        ("digits_by_half", "low"),
+        ("digits_candidates", None),
+        ("digits_model", None),
+    ]
+    assert len({one.metadata[POOL_ID].value for one in made}) == 1
+    assert min(one.metadata[COST_USD].value for one in made) > 0
+    bill = sum(sky.cost_of(sky.Work(system="dagster", run=result.run_id)).values())
+    assert sum(costs_in_events(instance, result.run_id).values()) == round(bill * 1_000_000)
+
+
 @dg.asset
 def watched(context: dg.AssetExecutionContext, compute: SkywardResource):
     """Let the page of the run have what the step has cost so far; return what the ledger has before and after that."""
@@ -298,7 +327,10 @@ defs = dg.Definitions(assets=[endless], jobs=[dg.define_asset_job("orphan")], re
 """
 
 
-@pytest.mark.parametrize("how", ["the run's process is killed", "the run is marked as canceled"])
+@pytest.mark.parametrize(
+    "how",
+    ["the run's process is killed", pytest.param("the run is marked as canceled", marks=pytest.mark.nightly)],
+)
 def test_a_step_without_its_run_ends_its_pool(tmp_path, how):
     """Under the multiprocess executor a killed run process leaves its step processes running."""
     (tmp_path / "dagster.yaml").write_text("telemetry: {enabled: false}\n")

@@ -10,6 +10,7 @@ import pytest
 
 dg = pytest.importorskip("dagster")
 
+from dagster.components.component_scaffolding import scaffold_object  # noqa: E402
 from dagster.components.core.package_entry import get_package_objects_in_module  # noqa: E402
 
 import dagster_skyward  # noqa: E402
@@ -78,6 +79,32 @@ def test_dg_finds_the_component_and_shows_its_fields() -> None:
     fields = SkywardComponent.model().model_json_schema()["properties"]
     assert {name for name, field in fields.items() if "description" not in field} == {"asset"}  # it has its own fields
     assert sky.PoolSpec.model_fields["nodes"].description in fields["nodes"]["description"]
+
+
+def test_dg_scaffolds_an_asset_that_is_whole(project: Path) -> None:
+    """The files that `dg scaffold defs` writes load as they are."""
+    folder = project / "yaml_project" / "defs" / "model"
+    scaffold_object(folder, "dagster_skyward.SkywardComponent", None, "yaml", project)
+    assert loaded(project).resolve_asset_graph().get_all_asset_keys() == {dg.AssetKey("model")}
+    assert "open_dagster_pipes" in (folder / "on_node.py").read_text()
+
+
+def test_the_project_to_start_from_loads_in_a_project_of_dg(project: Path) -> None:
+    """flows/dagster_definitions.py, in the folder of definitions."""
+    source = Path(__file__).parents[3] / "flows" / "dagster_definitions.py"
+    (project / "yaml_project" / "defs" / "digits.py").write_bytes(source.read_bytes())
+    defs = loaded(project)
+    graph = defs.resolve_asset_graph()
+    assert {key.to_user_string() for key in graph.get_all_asset_keys()} == {
+        "digits_candidates",
+        "digits_model",
+        "digits_by_half",
+    }
+    assert graph.get(dg.AssetKey("digits_by_half")).is_partitioned
+    assert [key.name for key in graph.asset_check_keys] == ["skyward_cost"]
+    repository = defs.get_repository_def()
+    assert {schedule.job_name for schedule in repository.schedule_defs} == {"digits", "skyward_sweep"}
+    assert "skyward_report_costs" in {sensor.name for sensor in repository.sensor_defs}
 
 
 @pytest.mark.parametrize(
