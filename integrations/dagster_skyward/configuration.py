@@ -22,6 +22,16 @@ OF_VARIABLES = ("env", "image.env")
 Their values may be `EnvVar`s.
 """
 
+RUN_ID = "{run_id}"
+"""In a name, an account or a value of `env`: the id of the run, which is known in a run only."""
+WITH_RUN_ID = ("name", "budget", "env")
+
+OF_MAPPINGS = {
+    "image": 'image={"env": {"PIP_INDEX_URL": dg.EnvVar("INDEX")}}',
+    "env": 'env={"STAGE": dg.EnvVar("STAGE")}',
+}
+"""Fields that no variable can hold whole, with what to write instead."""
+
 OWN_DEFAULTS = {"display": "quiet"}
 """Defaults that differ from the core's: the step's log has the output of a display."""
 
@@ -75,7 +85,7 @@ def plain(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """
     said = with_references({name: value for name, value in keywords.items() if value is not None})
     refuse_plain_secrets(said)
-    later = {name: value for name, value in said.items() if name in FIELDS and _is_from_environment(value, name)}
+    later = {name: value for name, value in said.items() if name in FIELDS and _is_known_later(value, name)}
     for name, value in later.items():
         _refuse_unreadable(name, value)
     spec = sky.PoolSpec.of(**{name: value for name, value in said.items() if name not in later})
@@ -149,6 +159,17 @@ def refuse_plain_secrets(said: Mapping[str, Any]) -> None:
                 )
 
 
+def _is_known_later(value: object, name: str) -> bool:
+    """Whether a value depends on the environment or on the run."""
+    return _is_from_environment(value, name) or (name in WITH_RUN_ID and RUN_ID in _texts(value))
+
+
+def _texts(value: object) -> str:
+    return (
+        " ".join(map(str, cast("Mapping[str, object]", value).values())) if isinstance(value, Mapping) else str(value)
+    )
+
+
 def _is_from_environment(value: object, place: str) -> bool:
     """Whether a value is, or holds, an `EnvVar`, also in its form in config: {"env": "NAME"}."""
     match value:
@@ -168,6 +189,11 @@ def _refuse_unreadable(name: str, value: object) -> None:
     """Raise BadRequest for an environment variable in a place where Dagster cannot read one; Dagster's own error would
     describe the type of a string.
     """
+    if isinstance(value, dg.EnvVar) and name in OF_MAPPINGS:
+        raise sky.BadRequest(
+            f'{name}=dg.EnvVar("{value.env_var_name}"): a variable holds one text, and {name} is a mapping: write'
+            f" EnvVar for its values, {OF_MAPPINGS[name]}"
+        )
     kind = get_args(FIELDS[name][0])[0]
     if kind is int and isinstance(value, dg.EnvVar):
         raise sky.BadRequest(
@@ -181,16 +207,30 @@ def _refuse_unreadable(name: str, value: object) -> None:
         )
 
 
-def spec_of(values: Mapping[str, Any]) -> sky.PoolSpec:
-    """Return the values of fields as a `PoolSpec`, environment variables filled in; None means not given.
+def spec_of(values: Mapping[str, Any], run_id: str | None = None) -> sky.PoolSpec:
+    """Return the values of fields as a `PoolSpec`, environment variables and the run's id filled in; None means not
+    given.
 
-    Raises BadRequest if a variable is not set.
+    Raises BadRequest if a variable is not set, and for {run_id} without a run.
     """
     said = with_references(values)
     provider = said.get("provider")  # also what was typed into the launchpad
     if provider is not None and not _is_from_environment(provider, "provider"):
         refuse_credentials(sky.PoolSpec.of(provider=provider))
-    return sky.PoolSpec.of(**{name: filled_in(value, name) for name, value in said.items() if value is not None})
+    filled = {name: filled_in(value, name) for name, value in said.items() if value is not None}
+    return sky.PoolSpec.of(
+        **filled | {name: _of_run(filled[name], name, run_id) for name in WITH_RUN_ID if name in filled}
+    )
+
+
+def _of_run(value: Any, name: str, run_id: str | None) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _of_run(item, f"{name}.{key}", run_id) for key, item in cast("Mapping[str, Any]", value).items()}
+    if not isinstance(value, str) or RUN_ID not in value:
+        return value
+    if run_id is None:
+        raise sky.BadRequest(f"{name}={value!r}: {RUN_ID} is known in a run only; write a text without it")
+    return value.replace(RUN_ID, run_id)
 
 
 def filled_in(value: Any, name: str) -> Any:

@@ -107,7 +107,7 @@ def work_of(context: StepContext | None) -> sky.Work:
     step = None if context is None else step_key(context)
     if context is None or step is None:
         return sky.Work(system="dagster")
-    op = _op_context(context)
+    op = op_context(context)
     keys = op.partition_keys if op.has_partition_key or op.has_partition_key_range else []
     return sky.Work(
         system="dagster",
@@ -121,11 +121,22 @@ def work_of(context: StepContext | None) -> sky.Work:
 
 
 def tags_of(context: StepContext) -> Mapping[str, str]:
-    """Return the tags of the step's op (`op_tags` of an asset); none for a context that was made by hand."""
+    """Return the tags of the step: those of its op (`op_tags` of an asset), and those of its place in a graph. Without
+    a step they are the op's; none for a context that was made by hand.
+    """
+    op = op_context(context)
     try:
-        return _op_context(context).op_def.tags
+        return op.op_def.tags if step_key(context) is None else op.get_step_execution_context().step.tags
     except (dg.DagsterError, AttributeError):
         return {}
+
+
+def asset_tags_of(context: StepContext) -> set[str]:
+    """Return the names of the tags of the step's assets."""
+    try:
+        return {name for tags in op_context(context).assets_def.tags_by_key.values() for name in tags}
+    except (dg.DagsterError, AttributeError):  # no assets, or a context that was made by hand
+        return set()
 
 
 def plain(usage: Usage) -> dict[str, Any]:
@@ -136,22 +147,27 @@ def plain(usage: Usage) -> dict[str, Any]:
 def step_key(context: StepContext) -> str | None:
     """Return the key of the context's step; None outside of a run."""
     try:
-        return _op_context(context).get_step_execution_context().step.key
+        return op_context(context).get_step_execution_context().step.key
     except (dg.DagsterError, AttributeError):  # a context that was made by hand has no step, and raises one of these
         return None
+
+
+def op_context(context: Any) -> Any:
+    """Return the context of the op of an asset's or a check's context; an op's own."""
+    return getattr(context, "op_execution_context", context)
 
 
 def is_alone(context: StepContext) -> bool:
     """Return whether the step is the only one of its process, as under Dagster's multiprocess executor."""
     try:
-        return len(_op_context(context).get_step_execution_context().execution_plan.step_keys_to_execute) == 1
+        return len(op_context(context).get_step_execution_context().execution_plan.step_keys_to_execute) == 1
     except (dg.DagsterError, AttributeError):  # a context that was made by hand
         return False
 
 
 def assets_of(context: StepContext) -> list[dg.AssetKey]:
     """Return the assets that the step makes or checks: also for an op within a graph that makes assets."""
-    op = _op_context(context)
+    op = op_context(context)
     if isinstance(context, dg.AssetCheckExecutionContext):
         return sorted({key.asset_key for key in op.selected_asset_check_keys})
     if not op.has_assets_def:
@@ -200,7 +216,7 @@ def _outputs(context: dg.AssetExecutionContext | dg.OpExecutionContext) -> list[
     an op within a graph of assets.
     """
     try:
-        op = _op_context(context)
+        op = op_context(context)
         if op.has_assets_def:
             is_whole = op.assets_def.node_def is op.op_def
             return (
@@ -215,7 +231,7 @@ def _outputs(context: dg.AssetExecutionContext | dg.OpExecutionContext) -> list[
 
 def _materializations(context: dg.AssetExecutionContext | dg.OpExecutionContext) -> int:
     """Return how many materializations carry the metadata of one output: one for each partition of a range."""
-    op = _op_context(context)
+    op = op_context(context)
     if step_key(context) is None or not op.has_assets_def or not op.has_partition_key_range:
         return 1
     return max(1, len(op.partition_keys))
@@ -259,10 +275,6 @@ def _let_merge(context: Any) -> None:
             once(metadata, output_name=output_name, mapping_key=mapping_key)
 
     context.add_output_metadata = add_output_metadata
-
-
-def _op_context(context: Any) -> Any:
-    return getattr(context, "op_execution_context", context)
 
 
 _lock = threading.Lock()
