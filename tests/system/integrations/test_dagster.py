@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -710,6 +711,15 @@ def rank() -> None:
     print("a line of each node")
 
 
+def meet(own: str, folder: str) -> None:
+    """Wait for the other call: the two run at the same time."""
+    other = {"left": "right", "right": "left"}[own]
+    Path(folder, f"{own}.here").touch()
+    while not Path(folder, f"{other}.here").exists():
+        time.sleep(0.01)
+    PipesContext.get().report_custom_message([own, other])
+
+
 def fail() -> None:
     PipesContext.get().log.info("before the error")
     raise LookupError("the payload's own error")
@@ -747,6 +757,25 @@ def test_functions_and_scripts_report_with_pipes(tmp_path: Path) -> None:
         return done.get_materialize_result()
 
     @dg.asset(deps=[scripted])
+    def commanded(context: dg.AssetExecutionContext, pipes: PipesSkywardClient) -> dg.MaterializeResult:
+        text = "echo of a shell | cat; MODE=shell python3 -c " + shlex.quote(textwrap.dedent(SCRIPT))
+        done = pipes.run(context=context, command=text, args=["five", 0])
+        python = [sys.executable, "-c", textwrap.dedent(SCRIPT)]
+        many = pipes.run(context=context, command=python, args=[0], env={"MODE": "list"}, map_over=["six", "seven"])
+        seen["commanded"] = [*done.get_custom_messages(), *sorted(many.get_custom_messages())]
+        return done.get_materialize_result()
+
+    @dg.asset(deps=[commanded])
+    def parallel(context: dg.AssetExecutionContext, pipes: PipesSkywardClient) -> dg.MaterializeResult:
+        done = pipes.run(context=context, fn=meet, args=[str(tmp_path)], map_over=["left", "right"])
+        seen["parallel"] = sorted(done.get_custom_messages())
+        with pytest.raises(sky.BadRequest, match="choose one"):
+            pipes.run(context=context, fn=meet, map_over=["left"], broadcast=True)
+        with pytest.raises(sky.BadRequest, match="nothing to run"):
+            pipes.run(context=context, fn=meet, map_over=[])
+        return done.get_materialize_result()
+
+    @dg.asset(deps=[parallel])
     def everywhere(context: dg.AssetExecutionContext, pipes: PipesSkywardClient) -> dg.MaterializeResult:
         done = pipes.run(context=context, fn=rank, broadcast=True)
         seen["everywhere"] = sorted(done.get_custom_messages())
@@ -760,13 +789,18 @@ def test_functions_and_scripts_report_with_pipes(tmp_path: Path) -> None:
         compute=SkywardResource(provider=sky.Local(price_per_hour=36.0), nodes=2, output="head")
     )
     with dg.DagsterInstance.ephemeral() as instance:
-        result = dg.materialize([model, scripted, everywhere], resources={"pipes": client}, instance=instance)
+        assets = [model, scripted, commanded, parallel, everywhere]
+        result = dg.materialize(assets, resources={"pipes": client}, instance=instance)
         assert seen == {
             "model": ({"node": 3, "large": "x" * 20_000},),
             "scripted": (["one", "test"],),
+            "commanded": [["five", "shell"], ["seven", "list"], ["six", "list"]],
+            "parallel": [["left", "right"], ["right", "left"]],
             "everywhere": [0, 1],
         }
-        logged = {step: messages(instance, result, step) for step in ("model", "scripted", "everywhere")}
+        logged = {
+            asset.key.to_user_string(): messages(instance, result, asset.key.to_user_string()) for asset in assets
+        }
         of_nodes = {
             (entry.level, entry.user_message)
             for entry in instance.all_logs(result.run_id)
@@ -776,6 +810,7 @@ def test_functions_and_scripts_report_with_pipes(tmp_path: Path) -> None:
     assert "step 1 of model with 3" in logged["model"]
     assert any(line.endswith("printed") and line.startswith("[node ") for line in logged["model"])
     assert any(line.endswith("] from the script") for line in logged["scripted"])
+    assert any(line.endswith("] of a shell") for line in logged["commanded"])
     assert "before the error" in logged["everywhere"]
     assert not [line for step in logged.values() for line in step if "skyward-pipes" in line]
     assert not [line for step in logged.values() for line in step if "did not receive" in line or "unexpected" in line]

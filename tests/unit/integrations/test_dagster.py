@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,13 +21,22 @@ from dagster_skyward import (  # noqa: E402
     SkywardComponent,
     SkywardResource,
     build_cost_check,
+    step,
     step_pools,
 )
 from dagster_skyward.lifecycle import CONFIG_TAG, divided_keywords, spec_of_step  # noqa: E402
-from dagster_skyward.metadata import COST_USD, OTHER_COST_USD, tags_of  # noqa: E402
+from dagster_skyward.metadata import (  # noqa: E402
+    COST_USD,
+    NODES,
+    OTHER_COST_USD,
+    QUEUE_SECONDS,
+    SECONDS,
+    tags_of,
+)
 from dagster_skyward.quotes import planned_tasks  # noqa: E402
 from dagster_skyward.run_plan import strangers  # noqa: E402
 from dagster_skyward.run_steps import note_pool, steps_to_come  # noqa: E402
+from dagster_skyward.step import StepTime  # noqa: E402
 from dagster_skyward.step_pools import StepPools  # noqa: E402
 
 # Dagster's own: it uses its deprecated names for nested resources
@@ -411,6 +421,88 @@ def test_a_tag_that_means_nothing_is_an_error() -> None:
 
     with pytest.raises(sky.BadRequest, match="the tag skyward/nodes is ignored there"):
         dg.materialize([tagged], resources={"compute": SkywardResource(provider="local")})
+
+
+# ── how long a step has worked and waited ────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [1000.0]
+    monkeypatch.setattr(step, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def test_waiting_is_apart_from_work(clock: list[float]) -> None:
+    """Until the pool is open, and for slots that others hold, which is known three seconds late. What the step does
+    between two uses is neither.
+    """
+    its = StepTime()
+    clock[0] += 100
+    with its.block():
+        with its.opening():
+            clock[0] += 30
+        clock[0] += 5
+        assert its.note_waiting(is_waiting=True)
+        clock[0] += 2
+        assert not its.note_waiting(is_waiting=True)
+        assert (its.used, its.queued) == (37, 30 + 3 + 2)
+        assert its.note_waiting(is_waiting=False)
+        clock[0] += 10
+    clock[0] += 100
+    with its.block():
+        clock[0] += 1
+        its.note_waiting(is_waiting=True)
+        clock[0] += 1
+    assert (its.used, its.queued, its.since_began) == (49, 35 + 2, 249)
+
+
+def test_blocks_of_several_threads_count_once(clock: list[float]) -> None:
+    """The opening of a second pool is no waiting while the first one works."""
+    its = StepTime()
+    with its.block():
+        clock[0] += 1
+        with its.block(), its.opening():
+            clock[0] += 2
+        clock[0] += 4
+    assert (its.used, its.queued) == (7, 0)
+
+
+# ── tests of a project ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def later(number: int) -> int:
+    return number + 1
+
+
+def test_a_local_resource_runs_functions_in_the_process() -> None:
+    """Nothing is rented. Metadata have the keys of a pool's, and the same mistakes are refused."""
+    seen: list[Any] = []
+
+    @dg.asset
+    def model(context: dg.AssetExecutionContext, compute: SkywardResource) -> int:
+        seen.append(compute.map(context, fit, [1, 2]))
+        seen.append(compute.broadcast(context, fit, 3, accelerator="A100").value)
+        with compute.pool(context, nodes=3) as pool:
+            seen.append((pool.instance_count, sky.compute(fit)(4) >> pool, pool.submit(sky.compute(fit)(5)).result()))
+            seen.append((sky.compute(fit)(6) & sky.compute(fit)(7)) >> pool)
+            with pytest.raises(AttributeError, match=r"provider=sky\.Local\(\)"):
+                pool.dask_client()
+        with pytest.raises(sky.NotPicklable, match="which cannot travel to a node"):
+            compute.run(context, lambda: context.log.info("no"))
+        with pytest.raises(TypeError, match="acelerator"):
+            compute.run(context, fit, 1, acelerator="H100")  # type: ignore[call-arg]
+        return compute.run(context, later, 41).value
+
+    result = dg.materialize([model], resources={"compute": SkywardResource.local(nodes=2)})
+    assert result.output_for_node("model") == 42
+    assert seen == [[1, 2], (3, 3), (3, 4, 5), (6, 7)]
+    (made,) = result.get_asset_materialization_events()
+    assert made.materialization.metadata[COST_USD].value == 0
+    assert {SECONDS, QUEUE_SECONDS, NODES} <= set(made.materialization.metadata)
+    assert SkywardResource.local().run(None, fit, 1).value == 1
+    with pytest.raises(sky.BadRequest, match="did you mean 'nodes'"):
+        SkywardResource.local(nods=2)
 
 
 # ── what a run would cost ────────────────────────────────────────────────────────────────────────────────────────────
