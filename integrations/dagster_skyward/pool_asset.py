@@ -7,15 +7,15 @@ import dagster as dg
 
 POOLS = ("skyward", "pools")
 """The first parts of its key. The job follows."""
-ASSETS = "__ASSET_JOB"
-"""Dagster's name for a run of assets that are in no job of their own."""
+OF_DAGSTER = "__"
+"""Dagster's names for the runs of assets that are in no job of their own begin so."""
 TOTAL_USD = "skyward/pool_cost_usd"
 PHASES, MACHINES, USERS = "skyward/phases", "skyward/machines", "skyward/users"
 
 
 def pools_key(job: str) -> dg.AssetKey:
     """Return the key of the pools of a job's runs."""
-    return dg.AssetKey([*POOLS, "assets" if job == ASSETS else job])
+    return dg.AssetKey([*POOLS, "assets" if job.startswith(OF_DAGSTER) else job])
 
 
 def pools_metadata(receipts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pydantic import Field, PrivateAttr, ValidationError, create_model
 
 import skyward_core as sky
 from dagster_skyward import metadata
-from dagster_skyward.configuration import FIELDS, plain, spec_of
+from dagster_skyward.configuration import FIELDS, filled_in, plain, spec_of
 from dagster_skyward.credentials import SkywardCredentials
 from dagster_skyward.final_errors import not_tried_again
 from dagster_skyward.in_process import InProcessPool
@@ -223,7 +223,7 @@ class SkywardResource(_PoolFields):
         if not has_log and "display" not in self.model_fields_set:
             spec = spec.with_(display="log")  # a script has no other place for the output
         sharing = "deployment" if spec.name is not None else self.sharing
-        warm = float(self.keep_warm or 0) if self._names_pools else 0.0
+        warm = float(filled_in(self.keep_warm, "keep_warm") or 0) if self._names_pools else 0.0
         if self.credentials is None:
             return Terms(spec, self.lifecycle, sharing, keep_warm=warm)
         if len(spec.providers) > 1:

@@ -577,8 +577,6 @@ def test_credentials_of_a_provider_come_from_the_environment(monkeypatch: pytest
         ({"memory": "32 gigs"}, "32GB"),
         ({"image": {"pipp": ["torch"]}}, "did you mean 'pip'"),
         ({"image": sky.Image(python="3.9")}, "Python 3.9"),
-        ({"concurrency": dg.EnvVar("SLOTS")}, 'EnvVar.int("SLOTS")'),
-        ({"timeout": dg.EnvVar.int("SECONDS")}, "SKYWARD_TIMEOUT"),
         ({"sharing": "job"}, "'step', 'run', 'backfill', 'deployment'"),
         ({"sharing": "deployment"}, "needs a name"),
         ({"sharing": "run", "name": "team"}, "leave out one of the two"),
@@ -657,18 +655,29 @@ def test_a_variable_called_env_is_not_a_reference_to_the_environment(seen, monke
 
 
 def test_environment_variables_are_read_when_the_run_starts(seen, monkeypatch):
-    """EnvVar works for text and whole numbers and inside plain data; the definition has the name, not the value."""
+    """EnvVar works for text, for numbers, for what is true or false, and inside plain data; the definition has the name,
+    not the value.
+    """
     compute = SkywardResource(
         provider={"name": "local", "price_per_hour": dg.EnvVar("TEST_PRICE")},
         nodes=dg.EnvVar.int("TEST_NODES"),
         env={"GREETING": dg.EnvVar("TEST_GREETING")},
+        image={"env": {"STAGE": dg.EnvVar("TEST_GREETING")}, "require_hashes": dg.EnvVar("TEST_METRICS")},
+        accelerator=dg.EnvVar("TEST_CHIP"),
+        timeout=dg.EnvVar("TEST_SECONDS"),
+        concurrency=dg.EnvVar("TEST_NODES"),
+        collect_metrics=dg.EnvVar("TEST_METRICS"),
     )
     with pytest.raises(sky.BadRequest, match="TEST_"):
         _ = compute.spec
-    for name, value in {"TEST_PRICE": "7.5", "TEST_NODES": "2", "TEST_GREETING": "hello"}.items():
-        monkeypatch.setenv(name, value)
+    values = {"PRICE": "7.5", "NODES": "2", "GREETING": "hello", "CHIP": "2xT4", "SECONDS": "90", "METRICS": "false"}
+    for name, value in values.items():
+        monkeypatch.setenv(f"TEST_{name}", value)
     spec = seen(compute)
     assert (spec.provider, spec.nodes, spec.env) == (sky.Local(price_per_hour=7.5), 2, {"GREETING": "hello"})
+    assert (spec.image.env, spec.image.require_hashes) == ({"STAGE": "hello"}, False)
+    assert spec.accelerator == sky.PoolSpec.of(accelerator="2xT4").accelerator
+    assert (spec.timeout, spec.concurrency, spec.collect_metrics) == (90.0, 2, False)
 
 
 def test_the_run_config_decides_before_the_keywords_and_these_before_the_settings(seen, monkeypatch):

@@ -249,7 +249,7 @@ def test_outputs_of_one_step_divide_its_bill(
         for entry in instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION)
         for event in [entry.dagster_event]
     }
-    for _, asset, rest in observed(instance, run):
+    for _, asset, rest in observed(instance, run, has_step=True):
         sums[asset] = round(sums[asset] + rest, 6)
     assert sorted(sums.items()) == expected
 

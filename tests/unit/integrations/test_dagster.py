@@ -12,6 +12,7 @@ import pytest
 
 dg = pytest.importorskip("dagster")
 
+from dagster._config import validate_config  # noqa: E402
 from dagster.components.core.package_entry import get_package_objects_in_module  # noqa: E402
 
 import dagster_skyward  # noqa: E402
@@ -345,6 +346,72 @@ def test_a_resource_that_cannot_be_is_refused_in_words(options: dict[str, Any], 
     with pytest.raises(sky.BadRequest) as caught:
         SkywardResource(**options)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "keywords"),
+    [
+        ({"accelerator": "2xA100"}, {"accelerator": "2xA100"}),
+        ({"accelerator": {"name": "A100", "memory_gb": 40, "count": 2}}, {"accelerator": "2xA100-40GB"}),
+        (
+            {"accelerator": {"any_of": ["H100", {"accelerator": "A100", "provider": "local"}]}, "max_hourly_cost": 9},
+            {"accelerator": ["H100", sky.Alternative("A100", "local")], "max_hourly_cost": 9},
+        ),
+        ({"nodes": 2}, {"nodes": 2}),
+        ({"nodes": {"least": 1, "most": {"env": "TEST_MOST"}}}, {"nodes": (1, 4)}),
+        ({"provider": {"name": "local", "price_per_hour": 3}}, {"provider": sky.Local(price_per_hour=3)}),
+        ({"provider": {"any_of": ["local", {"name": "aws", "region": "eu-west-1"}]}}, {"provider": [sky.Local(), sky.AWS(region="eu-west-1")]}),
+        ({"image": {"pip": ["torch"], "env": {"A": "1"}}}, {"image": sky.Image(pip=["torch"], env={"A": "1"})}),
+    ],
+)  # fmt: skip
+def test_a_launch_may_write_each_form_of_a_setting(
+    written: dict[str, Any], keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the keyword that Python has for it."""
+    monkeypatch.setenv("TEST_MOST", "4")
+    found: list[Any] = []
+
+    @dg.asset
+    def one(context: dg.AssetExecutionContext, compute: SkywardResource) -> None:
+        found.append(compute.spec)
+
+    config = {"resources": {"compute": {"config": written}}}
+    launched = {"compute": SkywardResource.configure_at_launch()}
+    with dg.DagsterInstance.ephemeral() as instance:
+        dg.materialize([one], resources=launched, instance=instance, run_config=config)
+        dg.materialize([one], resources={"compute": SkywardResource(**keywords)}, instance=instance)
+    assert found == [sky.PoolSpec.of(**keywords, display="quiet")] * 2
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"accelerator": {"nam": "A100"}},
+        {"accelerator": 3},
+        {"nodes": {"min": 1}},
+        {"nodes": "many"},
+        {"provider": {"name": "local", "pric_per_hour": 3}},
+        {"image": {"pipp": ["torch"]}},
+        {"timeout": "long"},
+    ],
+)
+def test_a_launch_with_an_unknown_field_or_a_wrong_type_is_refused_by_the_schema(written: dict[str, Any]) -> None:
+    """As in the editor of the launchpad, before a run begins."""
+    schema = SkywardResource.to_config_schema().as_field().config_type
+    result = validate_config(schema, written)
+    assert not result.success
+
+
+def test_the_schema_has_each_field_of_images_and_providers_with_its_type() -> None:
+    """None of the four settings is any value."""
+    fields = SkywardResource.to_fields_dict()
+    for name, inner in (("accelerator", "count"), ("nodes", "most"), ("provider", "price_per_hour"), ("image", "pip")):
+        its = fields[name].config_type.inner_type
+        shape = its if isinstance(its, dg.Shape) else its.non_scalar_type
+        assert inner in shape.fields
+    image, provider = fields["image"].config_type.inner_type.fields, fields["provider"].config_type.inner_type
+    assert set(image) == set(sky.Image.model_fields)
+    assert set(provider.non_scalar_type.fields) >= {*sky.AWS.model_fields, *sky.Hosts.model_fields, "name", "any_of"}
 
 
 def test_a_name_may_have_the_id_of_the_run() -> None:
