@@ -124,7 +124,7 @@ IMAGE = dg.Shape({name: _optional(kind, words) for name, kind, words in _fields_
 
 def _of_field(config_type: Any) -> Any:
     """Return the type of a pydantic field with this type in Dagster's config: pydantic takes its value as it is."""
-    return Annotated[config_type, SkipValidation()]
+    return Annotated[config_type, SkipValidation()]  # pyright: ignore[reportCallIssue] - it is a class
 
 
 BY_NAME: Mapping[str, Any] = {

@@ -50,7 +50,7 @@ class InProcessPool:
         timeout: float | None = None,
     ) -> list[R]:
         """Call `fn(a, b, ...)` for the items of the iterables; return the results in order. `timeout` means nothing."""
-        function = sky.compute(fn)
+        function: Any = sky.compute(fn)
         return [self.run(function(*items)) for items in zip(*iterables, strict=True)]
 
     def submit[R](self, call: sky.PendingCompute[R]) -> Future[R]:

@@ -93,7 +93,7 @@ def run_command(
 
 
 @contextlib.contextmanager
-def _folder(library: bytes, files: Mapping[str, bytes]) -> Iterator[str]:
+def _folder(library: bytes, files: Mapping[str, bytes]) -> Generator[str]:
     """Make a folder with the library and these files."""
     with tempfile.TemporaryDirectory(prefix="pipes-") as folder:
         for file, text in {**files, f"{LIBRARY}.py": zlib.decompress(library)}.items():
