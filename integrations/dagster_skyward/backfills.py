@@ -4,7 +4,7 @@ from collections.abc import Set as AbstractSet
 
 import dagster as dg
 
-from dagster_skyward.run_steps import POOL_TAG, steps_to_come
+from dagster_skyward.run_steps import POOL_TAG, family, steps_to_come
 
 BACKFILL_TAG = "dagster/backfill"
 PARTITION_TAG = "dagster/partition"
@@ -25,7 +25,7 @@ def group_of(run: dg.DagsterRun, sharing: str) -> str:
 
 def runs_to_come(instance: dg.DagsterInstance, run: dg.DagsterRun, strangers: AbstractSet[str]) -> bool:
     """Whether another run of the run's backfill may still use a pool: one that Dagster will launch, one that has not
-    begun, or one with a step to come that is none of the `strangers`.
+    begun, or one with a step to come whose family is none of the `strangers`.
 
     A step writes its end before its resources are torn down, so that of two runs which end at the same time at least
     one sees that no step of the other is to come.
@@ -36,7 +36,7 @@ def runs_to_come(instance: dg.DagsterInstance, run: dg.DagsterRun, strangers: Ab
     runs = [one for one in instance.get_runs(dg.RunsFilter(tags={BACKFILL_TAG: backfill})) if one.run_id != run.run_id]
     if any(one.status in NOT_BEGUN for one in runs):
         return True
-    if any(one.status in RUNNING and steps_to_come(instance, one.run_id) - strangers for one in runs):
+    if any(one.status in RUNNING and _users_to_come(instance, one, strangers) for one in runs):
         return True
     return _launches_more(instance, backfill, [run, *runs])
 
@@ -44,6 +44,10 @@ def runs_to_come(instance: dg.DagsterInstance, run: dg.DagsterRun, strangers: Ab
 def is_pool_of_backfill(run: dg.DagsterRun) -> bool:
     """Whether the pools of a run's tags are those of its backfill."""
     return any(name.startswith(f"{POOL_TAG}/{OF_BACKFILL}") for name in run.tags)
+
+
+def _users_to_come(instance: dg.DagsterInstance, run: dg.DagsterRun, strangers: AbstractSet[str]) -> bool:
+    return any(family(key) not in strangers for key in steps_to_come(instance, run.run_id))
 
 
 def _launches_more(instance: dg.DagsterInstance, backfill_id: str, runs: list[dg.DagsterRun]) -> bool:

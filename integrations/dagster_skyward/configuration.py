@@ -9,10 +9,11 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Optional, TypeAliasType, Union, cast, get_args, get_origin
 
 import dagster as dg
-from pydantic import BaseModel, Field
+from pydantic import Field
 from pydantic_core import PydanticUndefined
 
 import skyward_core as sky
+from dagster_skyward.config_types import BY_NAME, SCALARS, as_config, as_setting
 
 ENVIRONMENT = (dg.EnvVar, type(dg.EnvVar.int("NAME")))
 """Classes of values that Dagster reads from the environment when a run starts."""
@@ -21,6 +22,16 @@ OF_VARIABLES = ("env", "image.env")
 """Fields that map names of variables to values: `{"env": "prod"}` is a variable called env there, and no `EnvVar`.
 Their values may be `EnvVar`s.
 """
+
+RUN_ID = "{run_id}"
+"""In a name, an account or a value of `env`: the id of the run, which is known in a run only."""
+WITH_RUN_ID = ("name", "budget", "env")
+
+OF_MAPPINGS = {
+    "image": 'image={"env": {"PIP_INDEX_URL": dg.EnvVar("INDEX")}}',
+    "env": 'env={"STAGE": dg.EnvVar("STAGE")}',
+}
+"""Fields that no variable can hold whole, with what to write instead."""
 
 OWN_DEFAULTS = {"display": "quiet"}
 """Defaults that differ from the core's: the step's log has the output of a display."""
@@ -41,10 +52,8 @@ def _plain_type(annotation: Any) -> Any:
             return str
         case _ if get_origin(annotation) is Mapping:
             return dict[str, str]
-        case type() if issubclass(annotation, BaseModel):
-            return dict[str, Any]
-        case type() if annotation in (str, int, float, bool):
-            return annotation
+        case _ if annotation in SCALARS:
+            return SCALARS[annotation]
         case _:
             return Any
 
@@ -59,7 +68,7 @@ def config_fields() -> dict[str, Any]:
         own = OWN_DEFAULTS.get(name)
         default = "" if own or field.default in {None, PydanticUndefined, ()} else f" Default: {field.default!r}."
         fields[name] = (
-            Optional[_plain_type(field.annotation)],  # noqa: UP045 - the type is known at run time only
+            Optional[BY_NAME.get(name) or _plain_type(field.annotation)],  # noqa: UP045 - the type is known at run time only
             Field(default=own, description=f"{field.description}{default}"),
         )
     return fields
@@ -75,10 +84,10 @@ def plain(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """
     said = with_references({name: value for name, value in keywords.items() if value is not None})
     refuse_plain_secrets(said)
-    later = {name: value for name, value in said.items() if name in FIELDS and _is_from_environment(value, name)}
+    later = {name: value for name, value in said.items() if name in FIELDS and _is_known_later(value, name)}
     for name, value in later.items():
         _refuse_unreadable(name, value)
-    spec = sky.PoolSpec.of(**{name: value for name, value in said.items() if name not in later})
+    spec = sky.PoolSpec.of(**{name: as_setting(name, value) for name, value in said.items() if name not in later})
     refuse_credentials(spec)
     spec.refuse_what_cannot_be()
     if "name" not in later:
@@ -88,7 +97,7 @@ def plain(keywords: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(image, Mapping) and set(cast("Mapping[str, Any]", image)) == {"env"}:
         # if the only key of a mapping in a default is "env", Dagster takes it for an EnvVar, and fails on its value
         plain["image"] = {**image, "pip": []}
-    return plain
+    return {name: as_config(name, value) for name, value in plain.items()}
 
 
 def refuse_credentials(spec: sky.PoolSpec) -> None:
@@ -149,6 +158,17 @@ def refuse_plain_secrets(said: Mapping[str, Any]) -> None:
                 )
 
 
+def _is_known_later(value: object, name: str) -> bool:
+    """Whether a value depends on the environment or on the run."""
+    return _is_from_environment(value, name) or (name in WITH_RUN_ID and RUN_ID in _texts(value))
+
+
+def _texts(value: object) -> str:
+    return (
+        " ".join(map(str, cast("Mapping[str, object]", value).values())) if isinstance(value, Mapping) else str(value)
+    )
+
+
 def _is_from_environment(value: object, place: str) -> bool:
     """Whether a value is, or holds, an `EnvVar`, also in its form in config: {"env": "NAME"}."""
     match value:
@@ -165,32 +185,38 @@ def _is_from_environment(value: object, place: str) -> bool:
 
 
 def _refuse_unreadable(name: str, value: object) -> None:
-    """Raise BadRequest for an environment variable in a place where Dagster cannot read one; Dagster's own error would
-    describe the type of a string.
-    """
-    kind = get_args(FIELDS[name][0])[0]
-    if kind is int and isinstance(value, dg.EnvVar):
+    """Raise BadRequest for an environment variable in the place of a mapping."""
+    if isinstance(value, dg.EnvVar) and name in OF_MAPPINGS:
         raise sky.BadRequest(
-            f'{name}=dg.EnvVar("{value.env_var_name}"): it is a whole number, write'
-            f' dg.EnvVar.int("{value.env_var_name}")'
-        )
-    if kind in (float, bool):
-        raise sky.BadRequest(
-            f"{name}: Dagster reads only text and whole numbers from the environment; leave it out and set"
-            f" SKYWARD_{name.upper()} there"
+            f'{name}=dg.EnvVar("{value.env_var_name}"): a variable holds one text, and {name} is a mapping: write'
+            f" EnvVar for its values, {OF_MAPPINGS[name]}"
         )
 
 
-def spec_of(values: Mapping[str, Any]) -> sky.PoolSpec:
-    """Return the values of fields as a `PoolSpec`, environment variables filled in; None means not given.
+def spec_of(values: Mapping[str, Any], run_id: str | None = None) -> sky.PoolSpec:
+    """Return the values of fields as a `PoolSpec`, environment variables and the run's id filled in; None means not
+    given.
 
-    Raises BadRequest if a variable is not set.
+    Raises BadRequest if a variable is not set, and for {run_id} without a run.
     """
     said = with_references(values)
     provider = said.get("provider")  # also what was typed into the launchpad
     if provider is not None and not _is_from_environment(provider, "provider"):
-        refuse_credentials(sky.PoolSpec.of(provider=provider))
-    return sky.PoolSpec.of(**{name: filled_in(value, name) for name, value in said.items() if value is not None})
+        refuse_credentials(sky.PoolSpec.of(provider=as_setting("provider", provider)))
+    filled = {name: as_setting(name, filled_in(value, name)) for name, value in said.items() if value is not None}
+    return sky.PoolSpec.of(
+        **filled | {name: _of_run(filled[name], name, run_id) for name in WITH_RUN_ID if name in filled}
+    )
+
+
+def _of_run(value: Any, name: str, run_id: str | None) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _of_run(item, f"{name}.{key}", run_id) for key, item in cast("Mapping[str, Any]", value).items()}
+    if not isinstance(value, str) or RUN_ID not in value:
+        return value
+    if run_id is None:
+        raise sky.BadRequest(f"{name}={value!r}: {RUN_ID} is known in a run only; write a text without it")
+    return value.replace(RUN_ID, run_id)
 
 
 def filled_in(value: Any, name: str) -> Any:

@@ -23,19 +23,22 @@ from dagster_skyward.lifecycle import spec_of_step
 ASSETS = "__ASSET_JOB"
 """Dagster's name for a run of assets that are in no job of their own; the ledger has it too."""
 RUN_RETRIES_TAG = "dagster/max_retries"
-SHARED = ("run", "deployment", "backfill")
+A_RUN = "RUN"
+"""What a quote has in place of a run's id."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step with a pool. `is_mapped`: the run decides how many of it there are."""
+    """A step with a pool. `is_mapped`: the run decides how many of it there are. `is_shared`: None if it is only with
+    other steps that need the same.
+    """
 
     key: str
     spec: sky.PoolSpec | None
     reason: str
     tries: int
     is_mapped: bool
-    is_shared: bool
+    is_shared: bool | None
 
 
 def plan_of(place: str, name: str, *, is_file: bool) -> sky.Plan | None:
@@ -76,15 +79,22 @@ def _planned(defs: dg.Definitions, job: Any) -> Iterator[sky.PlannedTask]:
     is_one_process = executor.name == dg.in_process_executor.name
     shared: dict[str, list[Step]] = {}
     for step in _steps(defs, job, job.graph, ""):
-        if (step.is_shared or is_one_process) and step.spec is not None:
+        if (step.is_shared is not False or is_one_process) and step.spec is not None:
             shared.setdefault(step.spec.model_dump_json(), []).append(step)
         else:
-            instances = None if step.is_mapped else 1
-            yield sky.PlannedTask(
-                job.name, step.key, step.spec, reason=step.reason, tries=step.tries * runs, instances=instances
-            )
+            yield _own_pool(job, step, runs)
     for steps in shared.values():
-        yield sky.PlannedTask(job.name, ", ".join(step.key for step in steps), steps[0].spec, tries=runs)
+        if len(steps) == 1 and steps[0].is_shared is None and not steps[0].is_mapped and not is_one_process:
+            yield _own_pool(job, steps[0], runs)
+        else:
+            yield sky.PlannedTask(job.name, ", ".join(step.key for step in steps), steps[0].spec, tries=runs)
+
+
+def _own_pool(job: Any, step: Step, runs: int) -> sky.PlannedTask:
+    instances = None if step.is_mapped else 1
+    return sky.PlannedTask(
+        job.name, step.key, step.spec, reason=step.reason, tries=step.tries * runs, instances=instances
+    )
 
 
 def _steps(defs: dg.Definitions, job: Any, graph: Any, prefix: str) -> Iterator[Step]:
@@ -95,15 +105,16 @@ def _steps(defs: dg.Definitions, job: Any, graph: Any, prefix: str) -> Iterator[
             continue
         retries = node.retry_policy or node.definition.retry_policy
         for resource in _resources(defs, node.definition.required_resource_keys):
-            spec, reason = _spec(resource, node.definition.tags)
-            sharing = _value(resource, "sharing") or "step"
+            spec, reason = _spec(resource, node.tags)
+            sharing = _value(resource, "sharing")
+            has_name = spec is not None and spec.name is not None
             yield Step(
                 key,
                 spec,
                 reason,
                 tries=1 + (retries.max_retries if retries is not None else 0),
                 is_mapped=graph.dependency_structure.is_dynamic_mapped(node.name),
-                is_shared=sharing in SHARED or (spec is not None and spec.name is not None),
+                is_shared=has_name or (None if sharing is None else sharing != "step"),
             )
 
 
@@ -129,6 +140,6 @@ def _spec(resource: Any, tags: Mapping[str, str]) -> tuple[sky.PoolSpec | None, 
 
 def _spec_of(values: Mapping[str, Any], tags: Mapping[str, str]) -> tuple[sky.PoolSpec | None, str]:
     try:
-        return spec_of_step(spec_of(values), tags), ""
+        return spec_of_step(spec_of(values, A_RUN), tags), ""
     except sky.SkywardError as error:  # an environment variable that only the run has
         return None, str(error)

@@ -1,8 +1,10 @@
 """When the pools of a resource begin and end, and which processes share them (docs/decisions/0034)."""
 
+import difflib
 import hashlib
+import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import dagster as dg
@@ -10,15 +12,34 @@ from pydantic import Field
 
 import skyward_core as sky
 from dagster_skyward.configuration import refuse_credentials, refuse_plain_secrets, with_references
+from dagster_skyward.metadata import StepContext, asset_tags_of, tags_of
 
 CREATE = ("lazy", "eager")
 CLEANUP = ("always", "on_exception", "never")
 SHARING = ("step", "run", "backfill", "deployment")
+"""What `sharing` may be; any other text is the name of a pool."""
+NO_NAMES = ("", "job", "asset", "process", "none", "always", "never", "true", "false")
+"""What one might take for a word that `sharing` knows."""
 OF_RUNS = ("run", "backfill")
 """Those for which the resource names the pool, and the last step that needs it releases it."""
 RUN_KEEP_WARM_SECONDS = 300.0
-CONFIG_TAG = "skyward/config"
+PREFIX = "skyward/"
+CONFIG_TAG = f"{PREFIX}config"
 OF_A_NAME = ("name", "keep_warm")
+OF_A_CALL = (
+    "provider",
+    "accelerator",
+    "selection",
+    "nodes",
+    "machine",
+    "cpu",
+    "memory",
+    "architecture",
+    "spot",
+    "max_cost",
+    "max_hourly_cost",
+)
+"""Settings that a call may give, beside its function's own keywords."""
 
 
 class Lifecycle(dg.Config):
@@ -57,10 +78,28 @@ class Lifecycle(dg.Config):
         return usual_seconds if is_kept else 0.0
 
 
-def refuse_sharing(sharing: object, keywords: Mapping[str, Any]) -> None:
-    """Raise BadRequest if these keywords do not fit to who shares the pools."""
-    _refuse_unknown("sharing", sharing, SHARING)
-    name = keywords.get("name")
+def named_by_sharing(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords of a resource with `sharing="NAME"` written as sharing="deployment" and name="NAME".
+
+    Raises BadRequest if they do not fit together, and for a name that looks like a mistake.
+    """
+    sharing = keywords.get("sharing")
+    if sharing is None or sharing in SHARING:
+        _refuse_name_beside(sharing, keywords.get("name"))
+        return dict(keywords)
+    if not isinstance(sharing, str) or (not isinstance(sharing, dg.EnvVar) and _is_mistaken(sharing)):
+        known = ", ".join(map(repr, SHARING))
+        raise sky.BadRequest(f'sharing={sharing!r}: write one of {known}, or the name of a pool, such as "team-gpu"')
+    if keywords.get("name") is not None:
+        raise sky.BadRequest(f"sharing={sharing!r} is the name of a pool, and so is `name`: leave out one of the two")
+    return {**keywords, "sharing": "deployment", "name": sharing}
+
+
+def _is_mistaken(sharing: str) -> bool:
+    return sharing in NO_NAMES or bool(difflib.get_close_matches(sharing.lower(), SHARING, 1, 0.75))
+
+
+def _refuse_name_beside(sharing: object, name: object) -> None:
     if sharing in OF_RUNS and name is not None:
         raise sky.BadRequest(f'name={name!r}: sharing="{sharing}" makes the name itself; leave out one of the two')
     if sharing == "deployment" and name is None:
@@ -80,12 +119,39 @@ def spec_of_run(spec: sky.PoolSpec, group: str, keep_warm: float, keep_on_failur
 def spec_of_step(spec: sky.PoolSpec, tags: Mapping[str, str]) -> sky.PoolSpec:
     """Return the spec of a step: the tag `skyward/config` replaces fields of the resource's.
 
-    A name belongs to one set of settings: a spec that differs has no name, unless the tag gives one. Raises BadRequest.
+    Raises BadRequest, also for a tag of ours that means nothing.
     """
+    refuse_unknown_tags(tags)
     if (text := tags.get(CONFIG_TAG)) is None:
         return spec
     keywords = _config_of(text)
     _refuse_plain_secrets_in_tag(keywords)
+    return changed_spec(spec, keywords)
+
+
+def spec_of_use(spec: sky.PoolSpec, context: StepContext | None, settings: Mapping[str, Any]) -> sky.PoolSpec:
+    """Return the spec of one use of a pool: that of its step, with the settings of the call.
+
+    Raises BadRequest, also for settings that no call can give.
+    """
+    if context is not None:
+        refuse_unknown_tags(asset_tags_of(context), known=())
+        spec = spec_of_step(spec, tags_of(context))
+    for name in settings:
+        if name not in OF_A_CALL:
+            raise sky.BadRequest(
+                f"{name}=...: a call may give its pool {', '.join(OF_A_CALL)}; write other settings on the resource, or"
+                f" in the tag {CONFIG_TAG} of the step"
+            )
+    return changed_spec(spec, settings) if settings else spec
+
+
+def changed_spec(spec: sky.PoolSpec, keywords: Mapping[str, Any]) -> sky.PoolSpec:
+    """Return the spec with these fields.
+
+    A name belongs to one set of settings: a spec that differs has no name, unless the keywords give one. Raises
+    BadRequest.
+    """
     changed = spec.with_(**with_references(keywords))
     if "provider" in keywords:
         refuse_credentials(changed)
@@ -96,6 +162,45 @@ def spec_of_step(spec: sky.PoolSpec, tags: Mapping[str, str]) -> sky.PoolSpec:
         changed = sky.PoolSpec.of(**left)
     changed.refuse_what_cannot_be()
     return changed
+
+
+def refuse_unknown_tags(tags: Iterable[str], known: tuple[str, ...] = (CONFIG_TAG,)) -> None:
+    """Raise BadRequest for a tag of an op or an asset that looks like ours, and would be ignored."""
+    unknown = sorted(name for name in tags if name.startswith(PREFIX) and name not in known)
+    if unknown:
+        raise sky.BadRequest(
+            f"the tag {unknown[0]} is ignored there: the settings of a step are one tag of its op,"
+            f' op_tags={{"{CONFIG_TAG}": {{"nodes": 2}}}}'
+        )
+
+
+def divided_keywords(fn: Callable[..., Any], keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Divide the keywords of a call into those of its function and those of its pool (OF_A_CALL).
+
+    A parameter of the function is the function's, whatever its name. Raises BadRequest if the function takes any
+    keywords, because then it could be meant for either.
+    """
+    settings = {name: keywords[name] for name in OF_A_CALL if name in keywords}
+    if not settings:
+        return dict(keywords), {}
+    parameters = _parameters(fn)
+    settings = {name: value for name, value in settings.items() if name not in parameters}
+    takes_any = next((one.name for one in parameters.values() if one.kind is one.VAR_KEYWORD), None)
+    if settings and takes_any is not None:
+        name = next(iter(settings))
+        raise sky.BadRequest(
+            f"{name}=...: the function takes any keywords (**{takes_any}), so that this may be meant for it or for its"
+            f" pool. For the function write functools.partial(fn, {name}=...); for the pool `with compute.pool(context,"
+            f" {name}=...) as pool: pool.run(sky.compute(fn)(...))`"
+        )
+    return {name: value for name, value in keywords.items() if name not in settings}, settings
+
+
+def _parameters(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(fn).parameters
+    except (TypeError, ValueError):  # of C
+        return {}
 
 
 def _refuse_plain_secrets_in_tag(keywords: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ type StepContext = dg.AssetExecutionContext | dg.OpExecutionContext | dg.AssetCh
 COST_USD = "skyward/cost_usd"
 OTHER_COST_USD = "skyward/other_cost_usd"
 SECONDS = "skyward/seconds"
+QUEUE_SECONDS = "skyward/queue_seconds"
 SECONDS_PLACES = 3
 """Decimal places of the seconds, so that a person can read them."""
 GPU_UTIL_PCT = "skyward/gpu_util_pct"
@@ -51,9 +52,10 @@ MICRO_PER_USD = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """A step's use of pools, from its first use to the end of its last: USD on the bill, seconds, number of nodes,
-    accelerator in words, the pools' ids, and what was measured (`numbers_of`).
+    """A step's use of pools: USD on the bill, seconds of work, number of nodes, accelerator in words, the pools' ids,
+    and what was measured (`numbers_of`).
 
+    `queue_seconds` is for how long it has waited, for its pool and for slots; the seconds of work are without it.
     `details` is metadata that is no number.
     """
 
@@ -65,6 +67,7 @@ class Usage:
     savings_usd: float = 0.0
     measured: Mapping[str, float | str] = field(default_factory=dict[str, float | str])
     details: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    queue_seconds: float = 0.0
 
 
 def record(context: StepContext, pool: object, usage: Usage) -> None:
@@ -78,7 +81,7 @@ def record(context: StepContext, pool: object, usage: Usage) -> None:
     with _lock:
         usages = _usages.setdefault(context, {})
         usages[id(pool)] = usage
-        total: dict[str, Any] = {**_total(usages), **_details(usages), **names_of(work_of(context))}
+        total: dict[str, Any] = {**_total(usages), **_details(usages)}
     # a check; a sensor or a schedule, which makes nothing
     if isinstance(context, dg.AssetCheckExecutionContext) or not hasattr(context, "add_output_metadata"):
         return
@@ -90,6 +93,7 @@ def record(context: StepContext, pool: object, usage: Usage) -> None:
             COST_USD: cost // partitions / MICRO_PER_USD,  # what is left of the division is observed later
             SAVINGS_USD: saved // partitions / MICRO_PER_USD,
             SECONDS: round(total[SECONDS] / len(outputs) / partitions, SECONDS_PLACES),
+            QUEUE_SECONDS: round(total[QUEUE_SECONDS] / len(outputs) / partitions, SECONDS_PLACES),
         }
         _set(context, output, total | shares)
 
@@ -107,7 +111,7 @@ def work_of(context: StepContext | None) -> sky.Work:
     step = None if context is None else step_key(context)
     if context is None or step is None:
         return sky.Work(system="dagster")
-    op = _op_context(context)
+    op = op_context(context)
     keys = op.partition_keys if op.has_partition_key or op.has_partition_key_range else []
     return sky.Work(
         system="dagster",
@@ -121,11 +125,22 @@ def work_of(context: StepContext | None) -> sky.Work:
 
 
 def tags_of(context: StepContext) -> Mapping[str, str]:
-    """Return the tags of the step's op (`op_tags` of an asset); none for a context that was made by hand."""
+    """Return the tags of the step: those of its op (`op_tags` of an asset), and those of its place in a graph. Without
+    a step they are the op's; none for a context that was made by hand.
+    """
+    op = op_context(context)
     try:
-        return _op_context(context).op_def.tags
+        return op.op_def.tags if step_key(context) is None else op.get_step_execution_context().step.tags
     except (dg.DagsterError, AttributeError):
         return {}
+
+
+def asset_tags_of(context: StepContext) -> set[str]:
+    """Return the names of the tags of the step's assets."""
+    try:
+        return {name for tags in op_context(context).assets_def.tags_by_key.values() for name in tags}
+    except (dg.DagsterError, AttributeError):  # no assets, or a context that was made by hand
+        return set()
 
 
 def plain(usage: Usage) -> dict[str, Any]:
@@ -136,22 +151,27 @@ def plain(usage: Usage) -> dict[str, Any]:
 def step_key(context: StepContext) -> str | None:
     """Return the key of the context's step; None outside of a run."""
     try:
-        return _op_context(context).get_step_execution_context().step.key
+        return op_context(context).get_step_execution_context().step.key
     except (dg.DagsterError, AttributeError):  # a context that was made by hand has no step, and raises one of these
         return None
+
+
+def op_context(context: Any) -> Any:
+    """Return the context of the op of an asset's or a check's context; an op's own."""
+    return getattr(context, "op_execution_context", context)
 
 
 def is_alone(context: StepContext) -> bool:
     """Return whether the step is the only one of its process, as under Dagster's multiprocess executor."""
     try:
-        return len(_op_context(context).get_step_execution_context().execution_plan.step_keys_to_execute) == 1
+        return len(op_context(context).get_step_execution_context().execution_plan.step_keys_to_execute) == 1
     except (dg.DagsterError, AttributeError):  # a context that was made by hand
         return False
 
 
 def assets_of(context: StepContext) -> list[dg.AssetKey]:
     """Return the assets that the step makes or checks: also for an op within a graph that makes assets."""
-    op = _op_context(context)
+    op = op_context(context)
     if isinstance(context, dg.AssetCheckExecutionContext):
         return sorted({key.asset_key for key in op.selected_asset_check_keys})
     if not op.has_assets_def:
@@ -162,12 +182,6 @@ def assets_of(context: StepContext) -> list[dg.AssetKey]:
 def partition_of(work: sky.Work) -> str | None:
     """Return the partition of an event of the work; None for none, and for a range."""
     return work.partition if work.partition and "..." not in work.partition else None
-
-
-def names_of(work: sky.Work) -> dict[str, str]:
-    """Return a work in metadata keys."""
-    named = {"run": work.run, "job": work.workflow, "step": work.task, "partition": work.partition, "asset": work.asset}
-    return {f"skyward/{name}": value for name, value in named.items() if value}
 
 
 def equal_parts(amount: int, count: int) -> list[int]:
@@ -185,6 +199,7 @@ def _total(usages: Mapping[int, Usage]) -> dict[str, Any]:
         SAVINGS_USD: float(sum(usage.savings_usd for usage in used)),
         COST_USD: float(sum(usage.cost_usd for usage in used)),
         SECONDS: float(max(usage.seconds for usage in used)),
+        QUEUE_SECONDS: float(max(usage.queue_seconds for usage in used)),
         NODES: sum(usage.nodes for usage in used),
         ACCELERATOR: ", ".join(sorted({usage.accelerator for usage in used})),
         POOL_ID: ", ".join(dict.fromkeys(pool_id for usage in used for pool_id in usage.pool_ids)),
@@ -200,7 +215,7 @@ def _outputs(context: dg.AssetExecutionContext | dg.OpExecutionContext) -> list[
     an op within a graph of assets.
     """
     try:
-        op = _op_context(context)
+        op = op_context(context)
         if op.has_assets_def:
             is_whole = op.assets_def.node_def is op.op_def
             return (
@@ -215,7 +230,7 @@ def _outputs(context: dg.AssetExecutionContext | dg.OpExecutionContext) -> list[
 
 def _materializations(context: dg.AssetExecutionContext | dg.OpExecutionContext) -> int:
     """Return how many materializations carry the metadata of one output: one for each partition of a range."""
-    op = _op_context(context)
+    op = op_context(context)
     if step_key(context) is None or not op.has_assets_def or not op.has_partition_key_range:
         return 1
     return max(1, len(op.partition_keys))
@@ -259,10 +274,6 @@ def _let_merge(context: Any) -> None:
             once(metadata, output_name=output_name, mapping_key=mapping_key)
 
     context.add_output_metadata = add_output_metadata
-
-
-def _op_context(context: Any) -> Any:
-    return getattr(context, "op_execution_context", context)
 
 
 _lock = threading.Lock()

@@ -7,8 +7,7 @@ is for the run, and for no step.
 
 import logging
 import threading
-import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,13 +16,24 @@ import dagster as dg
 
 import skyward_core as sky
 from dagster_skyward.backfills import OF_BACKFILL, group_of, runs_to_come
-from dagster_skyward.final_errors import refuse_retries
-from dagster_skyward.lifecycle import OF_RUNS, Lifecycle, spec_of_run, spec_of_step
-from dagster_skyward.metadata import StepContext, Usage, is_alone, record, step_key, tags_of, work_of
+from dagster_skyward.final_errors import not_tried_again, refuse_retries
+from dagster_skyward.lifecycle import OF_RUNS, Lifecycle, spec_of_run, spec_of_use
+from dagster_skyward.metadata import StepContext, Usage, is_alone, record, step_key, work_of
 from dagster_skyward.plain_values import PLAIN
-from dagster_skyward.run_steps import ended_steps, failed_steps, note_pool, release_pools, steps_to_come
-from dagster_skyward.settlement import note_open, settle
-from dagster_skyward.step_events import Listener, StepEvents
+from dagster_skyward.run_plan import planned_users, strangers
+from dagster_skyward.run_steps import (
+    ended_steps,
+    failed_steps,
+    family,
+    note_pool,
+    pools_of,
+    release_each,
+    release_pools,
+    steps_to_come,
+)
+from dagster_skyward.settlement import forget_parent, note_open, settle
+from dagster_skyward.step import Step, Use
+from dagster_skyward.step_events import StepEvents
 from dagster_skyward.step_log import Log
 from dagster_skyward.step_report import savings
 from dagster_skyward.watch import RunWatch, interrupt_step, step_of_process
@@ -40,51 +50,14 @@ _log = logging.getLogger("skyward")
 class Terms:
     """What a resource says of its pools: their settings, when they end, who shares them, and the provider with its
     credentials (None: those of this process). `keep_warm` is that of pools which get their names from runs, in seconds.
+    `sharing` is None if the plan of the run decides.
     """
 
     spec: sky.PoolSpec
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
-    sharing: str = "step"
+    sharing: str | None = None
     credentials: sky.Provider | None = field(default=None, repr=False)
     keep_warm: float = 0.0
-
-
-@dataclass(slots=True)
-class Use:
-    """One block in which a step uses a pool. When it has ended, `usage` is what it has cost."""
-
-    pool: sky.ComputePool
-    listeners: list[Listener]
-    usage: Usage | None = None
-
-
-@dataclass(slots=True)
-class Step:
-    """A step, and its uses of pools so far. They end with the pools."""
-
-    work: sky.Work
-    uses: dict[sky.ComputePool, sky.PoolUse] = field(default_factory=dict[sky.ComputePool, sky.PoolUse])
-    began: float = field(default_factory=time.monotonic)
-
-    def use_of(self, pool: sky.ComputePool) -> sky.PoolUse:
-        """Return its use of a pool. The pool is for this step alone if it is opened for nothing else."""
-        if pool not in self.uses:
-            alone = pool.work == self.work and bool(pool.work.task or not pool.work.run)
-            self.uses[pool] = sky.PoolUse(pool, self.work, is_alone=alone)
-        return self.uses[pool]
-
-    @property
-    def pool(self) -> sky.ComputePool | None:
-        """The pool that it has begun to use last."""
-        return next(reversed(self.uses), None)
-
-    @property
-    def cost_usd(self) -> float:
-        return float(sum(use.cost for use in self.uses.values()))
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.began
 
 
 class StepPools:
@@ -111,41 +84,51 @@ class StepPools:
         """By their works; those that are made by hand, by their contexts."""
         self._has_released = False
         """Whether this process has ended the pools of the run."""
-        self._strangers: set[str] = set()
-        """The steps of the run that are known not to use the resource."""
+        self._sharing = terms.sharing
+        """None until the first step tells who shares the pools."""
+        self._strangers: frozenset[str] | None = None
+        """The families of steps that are known to use no resource of ours."""
+        self._strangers_to: dict[str, frozenset[str]] = {}
+        """The same for each pool that is named by the run, by its name."""
         self._running: dict[StepContext, Step] = {}
         """Those that use a pool now."""
         self._is_stopped = False
         self._has_failed = False
+        if self._instance is not None and run is not None and run.parent_run_id is not None:
+            forget_parent(self._instance, run)
 
     def open_eagerly(self) -> None:
         """Open the pool of the resource's own settings before the first step."""
         step = "" if self._run is None or self._instance is None else step_of_process(self._instance, self._run.run_id)
         with self._lock:
+            self._sharing = self._sharing or "step"  # no step has begun that could tell more
             spec = self._of_run(self._terms.spec)
             self._open(spec, self._new_pool(spec, replace(self._run_work, task=step)))
 
     @contextmanager
-    def used_by(self, context: StepContext | None) -> Generator[Use]:
+    def used_by(self, context: StepContext | None, settings: Mapping[str, Any] | None = None) -> Generator[Use]:
         """Open the step's pool if it is not open; let the step pay for the calls of the block, and record its cost.
 
+        With `settings` it is another pool, of this process, unless they change nothing.
         A step that is being stopped hands the machines' end to the pool's reaper, because its process may be killed
         before the provider has answered.
         """
-        began, step = time.monotonic(), self._step_of(context)
+        step = self._step_of(context)
         if context is not None:
             self.events.begin(context)
-        tags = {} if context is None else tags_of(context)
-        spec = self._of_run(spec_of_step(self._terms.spec, tags))
-        before, use = step.cost_usd, None
+        with not_tried_again():
+            spec = self._spec_for(context, settings or {})
+        before, use = (step.cost_usd, step.time.used, step.time.queued), None
         try:
-            its = self._joined(spec, step, context)
-            use = Use(its.pool, self.events.listeners)
-            if context is not None:
-                self._running[context] = step
-                self.events.opened()
-            with its.paying():
-                yield use
+            with step.time.block():
+                with step.time.opening():
+                    its = self._joined(spec, step, context)
+                use = Use(its.pool, self.events.listeners)
+                if context is not None:
+                    self._running[context] = step
+                    self.events.opened()
+                with its.paying():
+                    yield use
         except (dg.DagsterExecutionInterruptedError, KeyboardInterrupt) as error:
             self._is_stopped = True
             if (pool := self._pool_of(spec)) is not None:
@@ -162,8 +145,9 @@ class StepPools:
         finally:
             if context is not None:
                 self._running.pop(context, None)
+                self.events.waits(context, is_waiting=False)
             try:
-                usage = self._note(context, step, before, began)
+                usage = self._note(context, step, *before)
                 if use is not None:
                     use.usage = usage
                 if context is not None:
@@ -184,7 +168,8 @@ class StepPools:
             try:
                 self._end_all()
             finally:
-                sky.after_the_work("the costs of the steps", self._settle, _log.warning, seconds=SETTLE_SECONDS)
+                if self._current:
+                    sky.after_the_work("the costs of the steps", self._settle, _log.warning, seconds=SETTLE_SECONDS)
                 self.events.close()
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -197,7 +182,9 @@ class StepPools:
                 self._end(spec, pool, has_failed=has_failed)
             except BaseException as error:
                 errors.append(error)
-        if self._terms.sharing in OF_RUNS and self._instance is not None and self._run is not None:
+        # a step that has used no pool may be the last one that could have
+        may_release = self._sharing is None or self._sharing in OF_RUNS
+        if may_release and self._instance is not None and self._run is not None:
             self._release_after_last_step(self._instance, self._run.run_id, has_failed=has_failed)
         if errors:
             raise errors[0]
@@ -216,25 +203,36 @@ class StepPools:
             self.events.say(f"the machines of {pool.id} stay for {kept:g} s: `skyward stop {pool.id}` ends them")
 
     def _release_after_last_step(self, instance: dg.DagsterInstance, run_id: str, *, has_failed: bool) -> None:
-        """End the shared pools if no step comes that may use them, after this process has left them."""
+        """End each shared pool that no step to come may use, after this process has left it.
+
+        If no step to come uses any, those of processes that were killed end too.
+        """
         try:
+            run = instance.get_run_by_id(run_id)
             keeps = self._terms.lifecycle.kept_seconds(1.0, has_failed=has_failed) and not self._is_stopped
-            if not keeps and not self._is_needed(instance, run_id):
+            if keeps or not pools_of(run):
+                return
+            to_come = set[str]() if self._is_stopped else {family(key) for key in steps_to_come(instance, run_id)}
+            left = [pool.id for spec, pool in self._current if pool.id and self._is_left(instance, spec, to_come)]
+            released = release_each([one for one in left if one in pools_of(run)], self._provider)
+            if not self._is_needed(instance, to_come, self._strangers or frozenset()):
+                released += release_pools(run, self._provider)
+            for pool_id in dict.fromkeys(released):
                 self._has_released = True
-                for pool_id in release_pools(instance.get_run_by_id(run_id), self._provider):
-                    self.events.say(f"the last step that needs the pool {pool_id} has ended: it is released")
+                self.events.say(f"the last step that needs the pool {pool_id} has ended: it is released")
         except Exception:  # Dagster's storage fails: the pools end by their clocks, and no step fails
             _log.exception("it is not known whether other steps need the pools of the run: they end after keep_warm")
 
-    def _is_needed(self, instance: dg.DagsterInstance, run_id: str) -> bool:
-        """Whether a step is to come that may use the shared pools: of this run, or of another one of its backfill."""
-        if not self._is_stopped and steps_to_come(instance, run_id) - self._strangers:
+    def _is_left(self, instance: dg.DagsterInstance, spec: sky.PoolSpec, to_come: set[str]) -> bool:
+        """Whether no step is to come that may use a pool that the run has named."""
+        others = self._strangers_to.get(spec.name or "")
+        return others is not None and not self._is_needed(instance, to_come, others)
+
+    def _is_needed(self, instance: dg.DagsterInstance, to_come: set[str], others: frozenset[str]) -> bool:
+        """Whether a step is to come that is none of the others: of this run, or of another one of its backfill."""
+        if to_come - others:
             return True
-        return (
-            self._terms.sharing == "backfill"
-            and self._run is not None
-            and runs_to_come(instance, self._run, self._strangers)
-        )
+        return self._sharing == "backfill" and self._run is not None and runs_to_come(instance, self._run, others)
 
     @property
     def _provider(self) -> sky.Provider | None:
@@ -259,7 +257,7 @@ class StepPools:
         The machines are gone: an error here is only logged. The sensors of `upkeep` report what is missing then.
         """
         instance, run = self._instance, self._run
-        if instance is None or run is None or not self._current:
+        if instance is None or run is None:
             return
         try:
             own = {step.work.task for step in self._steps.values() if step.work.task}
@@ -269,18 +267,54 @@ class StepPools:
 
     # ── use ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def _spec_for(self, context: StepContext | None, settings: Mapping[str, Any]) -> sky.PoolSpec:
+        """The spec of the pool for a use: the resource's, with the tag of the step, then with the settings of the call.
+
+        Raises BadRequest.
+        """
+        spec, own = (spec_of_use(self._terms.spec, context, its) for its in ({}, settings))
+        if own != spec:
+            return own
+        self._decide(context, spec)
+        return self._of_run(spec)
+
+    def _decide(self, context: StepContext | None, spec: sky.PoolSpec) -> None:
+        """Look, once for each spec, which steps of the run use its pool: so it is known who shares it, and until when.
+
+        Several steps, each in a process of its own, share one; so does a run that goes on with another one's pools.
+        """
+        instance, run = self._instance, self._run
+        if instance is None or run is None or context is None or step_key(context) is None:
+            return
+        with self._lock:
+            if self._sharing is None:
+                shares = is_alone(context) and (
+                    planned_users(context, instance, strangers(context, spec)) > 1 or self._goes_on(instance, run)
+                )
+                self._sharing = "run" if shares else "step"
+            if self._sharing not in OF_RUNS or spec.name is not None:
+                return
+            if (name := self._of_run(spec).name or "") not in self._strangers_to:
+                self._strangers_to[name] = strangers(context, spec)
+                self._strangers = strangers(context) if self._strangers is None else self._strangers
+
+    @staticmethod
+    def _goes_on(instance: dg.DagsterInstance, run: dg.DagsterRun) -> bool:
+        """Whether the run is a re-execution of one whose steps have shared pools."""
+        return run.parent_run_id is not None and bool(pools_of(instance.get_run_by_id(run.parent_run_id)))
+
     def _of_run(self, spec: sky.PoolSpec) -> sky.PoolSpec:
-        if self._terms.sharing not in OF_RUNS or self._run is None or spec.name is not None:
+        if self._sharing not in OF_RUNS or self._run is None or spec.name is not None:
             return spec
         terms = self._terms
-        group = group_of(self._run, terms.sharing)
+        group = group_of(self._run, self._sharing)
         return spec_of_run(spec, group, terms.keep_warm, terms.lifecycle.keep_on_failure)
 
     def _belongs_to(self, spec: sky.PoolSpec) -> sky.Work | None:
         """The run or backfill for which a pool got its name here; None for any other pool."""
-        if self._run is None or self._terms.sharing not in OF_RUNS:
+        if self._run is None or self._sharing not in OF_RUNS:
             return None
-        group = group_of(self._run, self._terms.sharing)
+        group = group_of(self._run, self._sharing)
         if not (spec.name or "").startswith(f"dagster/{group}/"):
             return None
         run = group if group.startswith(OF_BACKFILL) else self._run.run_id
@@ -317,8 +351,6 @@ class StepPools:
                 work = step.work if context is not None and is_alone(context) else self._run_work
                 use = step.use_of(self._new_pool(spec, work))
                 self._open(spec, use.pool)
-            if context is not None and not self._strangers:
-                self._strangers = _strangers(context)
             return use.open()
 
     def _new_pool(self, spec: sky.PoolSpec, work: sky.Work) -> sky.ComputePool:
@@ -339,34 +371,43 @@ class StepPools:
         pool.open()
         self._tag_run(spec, pool)
 
-    def _note(self, context: StepContext | None, step: Step, before: float, began: float) -> Usage | None:
+    def _note(
+        self, context: StepContext | None, step: Step, cost_before: float, used_before: float, queued_before: float
+    ) -> Usage | None:
         """Set the step's metadata; return what this block has cost. None if nothing was rented."""
-        pool, cost = step.pool, step.cost_usd
+        pool, cost, used, queued = step.pool, step.cost_usd, step.time.used, step.time.queued
         if pool is None or not pool.id:
             return None
-        block, seconds = cost - before, time.monotonic() - began
-        usage = Usage(
-            block,
-            seconds,
+        block = Usage(
+            cost - cost_before,
+            _worked(used - used_before, queued - queued_before),
             pool.spec.most_nodes,
             pool.spec.accelerator_words or "none",
             (pool.id,),
-            savings(pool, block),
+            savings(pool, cost - cost_before),
+            queue_seconds=queued - queued_before,
         )
-        if context is not None:
-            usage = replace(usage, measured=self.events.of_step(context).numbers())
-            details, ids = self.events.details(context, pool), tuple(one.id for one in step.uses if one.id)
-            saved = savings(pool, cost)
-            whole = {"cost_usd": cost, "seconds": step.seconds, "pool_ids": ids, "savings_usd": saved}
-            record(context, self, replace(usage, details=details, **whole))
-        return usage
+        if context is None:
+            return block
+        block = replace(block, measured=self.events.of_step(context).numbers())
+        whole = replace(
+            block,
+            cost_usd=cost,
+            seconds=_worked(used, queued),
+            queue_seconds=queued,
+            pool_ids=tuple(one.id for one in step.uses if one.id),
+            savings_usd=savings(pool, cost),
+            details=self.events.details(context, pool),
+        )
+        record(context, self, whole)
+        return block
 
     def _tag_run(self, spec: sky.PoolSpec, pool: sky.ComputePool) -> None:
         """Write on the run which pool its end releases."""
-        if self._terms.sharing in OF_RUNS and spec.name and self._instance is not None and self._run is not None:
+        if self._belongs_to(spec) is not None and spec.name and self._instance is not None and self._run is not None:
             keeps = bool(self._terms.lifecycle.kept_seconds(1.0, has_failed=True))
             settings = spec.name.rpartition("/")[2]
-            is_of_backfill = group_of(self._run, self._terms.sharing).startswith(OF_BACKFILL)
+            is_of_backfill = group_of(self._run, self._sharing or "step").startswith(OF_BACKFILL)
             note_pool(
                 self._instance,
                 self._run.run_id,
@@ -400,7 +441,9 @@ class StepPools:
         """Called in the watch's thread, every second."""
         for context, step in tuple(self._running.items()):
             if (pool := step.pool) is not None:
-                self.events.live(context, pool, step.seconds, step.cost_usd)
+                if step.time.note_waiting(is_waiting=(is_waiting := step.is_waiting)):
+                    self.events.waits(context, is_waiting=is_waiting)
+                self.events.live(context, pool, step.time.since_began, step.cost_usd)
 
     def _stop(self, why: str) -> None:
         """Called in the watch's thread: hands the machines' end to the reaper first, in case this process is killed."""
@@ -411,20 +454,5 @@ class StepPools:
         interrupt_step()
 
 
-def _strangers(context: StepContext) -> set[str]:
-    """Return the keys of the steps of the run that list no `SkywardResource`."""
-    try:
-        step: Any = getattr(context, "op_execution_context", context).get_step_execution_context()
-        job = step.job_def
-        ours = {
-            name
-            for name, definition in job.resource_defs.items()
-            if getattr(getattr(definition, "configurable_resource_cls", None), "is_skyward", False)
-        }
-        return {
-            one.key
-            for one in step.execution_plan.step_dict_by_key.values()
-            if not ours & set(job.get_op(one.node_handle).definition.required_resource_keys)
-        }
-    except (dg.DagsterError, AttributeError):  # a context that was made by hand
-        return set()
+def _worked(used: float, queued: float) -> float:
+    return max(0.0, used - queued)

@@ -55,24 +55,24 @@ def resource(**options):
     return SkywardResource(provider=sky.Local(price_per_hour=36.0), lease_seconds=20, **options)
 
 @dg.asset
-def one(context: dg.AssetExecutionContext, shared: SkywardResource) -> None:
-    shared.run(context, brief)
+def one(context: dg.AssetExecutionContext, compute: SkywardResource) -> None:
+    compute.run(context, brief)
 
 @dg.asset(deps=[one])
-def two(context: dg.AssetExecutionContext, shared: SkywardResource) -> None:
-    shared.run(context, brief)
+def two(context: dg.AssetExecutionContext, compute: SkywardResource) -> None:
+    compute.run(context, brief)
 
 @dg.asset(deps=[one])
-def three(context: dg.AssetExecutionContext, shared: SkywardResource) -> None:
-    shared.run(context, brief)
+def three(context: dg.AssetExecutionContext, compute: SkywardResource) -> None:
+    compute.run(context, brief)
 
 @dg.asset(deps=[two, three])
-def four(context: dg.AssetExecutionContext, shared: SkywardResource) -> None:
-    shared.run(context, hold, "four")
+def four(context: dg.AssetExecutionContext, compute: SkywardResource) -> None:
+    compute.run(context, hold, "four")
 
 @dg.asset(deps=[four])
-def five(context: dg.AssetExecutionContext, shared: SkywardResource) -> None:
-    shared.run(context, brief)
+def five(context: dg.AssetExecutionContext, compute: SkywardResource) -> None:
+    compute.run(context, brief)
 
 def killed(name):
     @dg.asset(name=name)
@@ -206,7 +206,9 @@ def test_a_run_whose_process_is_killed_is_tried_again(
 def test_five_steps_share_a_pool_and_show_what_they_do(
     server: DagsterServer, runs: dict[str, Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One machine is rented. Observations come while a step runs; spans, output, warnings and metadata are in place."""
+    """One machine is rented, though nothing says `sharing`: each step has a process of its own. Observations come while
+    a step runs; spans, output, warnings and metadata are in place.
+    """
     run = runs["five_steps"]
     await_payload(server, "four")
 
