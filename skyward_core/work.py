@@ -79,6 +79,8 @@ def of_system(system: str, path: str) -> str:
 
 
 def _plain(value: object) -> str:
+    if type(value) is str and len(value) <= WORK_CHARACTERS and value.isprintable():
+        return value
     text = "".join(character if character.isprintable() else "?" for character in str(value))
     if len(text) <= WORK_CHARACTERS:
         return text

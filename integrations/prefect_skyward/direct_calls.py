@@ -23,6 +23,7 @@ from prefect_skyward.options import TARGET, StepOptions, Target
 from prefect_skyward.remote_call import SLICE_SECONDS, awaited, called, state_of, unless_the_work_is_done, waited
 from prefect_skyward.run_calls import RunCalls, facts_of, work_of_flow
 from prefect_skyward.task_runner import calls_around
+from prefect_skyward.waiting_state import waiting_for_machines
 
 _kept_runs = KeptRuns()
 
@@ -71,7 +72,8 @@ def _plain() -> Callable[..., Any]:
             def result() -> Any:
                 calls.refuse_what_cannot_travel(step, args, kwargs)
                 with calls.pools.holding(step.spec) as life:
-                    waited(life.opened, None, _slice_seconds())
+                    with waiting_for_machines(life):
+                        waited(life.opened, None, _slice_seconds())
                     return waited(calls.call(life, step, args, kwargs), None, _slice_seconds())
 
             return called(calls, result, step.spec)
@@ -98,7 +100,8 @@ def _items() -> Callable[..., Any]:
             try:
                 calls.refuse_what_cannot_travel(step, args, kwargs)
                 with calls.pools.holding(step.spec) as life:
-                    waited(life.opened, None, _slice_seconds())
+                    with waiting_for_machines(life):
+                        waited(life.opened, None, _slice_seconds())
                     with calls.stream(life, step, args, kwargs) as items:
                         yield from items
             except BaseException as error:
@@ -115,7 +118,8 @@ def _asynchronous_items() -> Callable[..., Any]:
             try:
                 calls.refuse_what_cannot_travel(step, args, kwargs)
                 with calls.pools.holding(step.spec) as life:
-                    await asyncio.wrap_future(life.opened)
+                    with waiting_for_machines(life):
+                        await asyncio.wrap_future(life.opened)
                     with calls.stream(life, step, args, kwargs) as items:
                         async for item in items:
                             yield item

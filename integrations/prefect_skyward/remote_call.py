@@ -25,6 +25,7 @@ from prefect.tasks import Task
 import skyward_core as sky
 from prefect_skyward.node_objects import raise_if_prefect_s_api_was_used
 from prefect_skyward.run_calls import RunCalls, Step
+from prefect_skyward.waiting_state import waiting_for_machines
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import RunInput, State, TaskRun
@@ -100,7 +101,8 @@ class SyncCall(RemoteCall):
         self._raise_if_an_opening_failed()
         self._calls.refuse_what_cannot_travel(self._step, args, kwargs)
         with self._calls.pools.holding(self._step.spec) as life:
-            life.opened.result()
+            with waiting_for_machines(life):
+                life.opened.result()
             return waited(self._calls.call(life, self._step, args, kwargs), self._timeout_seconds)
 
 
@@ -156,7 +158,8 @@ async def awaited(
     """Make a call in a coroutine, and return its result. Raises TimeoutError after the timeout, and stops the call."""
     calls.refuse_what_cannot_travel(step, args, kwargs)
     with calls.pools.holding(step.spec) as life:
-        await asyncio.wrap_future(life.opened)
+        with waiting_for_machines(life):
+            await asyncio.wrap_future(life.opened)
         try:
             async with asyncio.timeout(timeout_seconds) as limit:
                 return await asyncio.wrap_future(calls.call(life, step, args, kwargs))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from contextvars import copy_context
@@ -104,6 +104,10 @@ class RunCalls:
         self._parent = parent
         self._is_stopping = False
         self._futures: set[Future[Any]] = set()
+        flow = FlowRunContext.get()
+        run = flow.flow_run if flow is not None else None
+        # once for all calls: they may be long, and each of a thousand calls would look through them
+        self._parameters = sky.RunContext(parameters=run.parameters if run is not None else {}).parameters
 
     @property
     def is_stopping(self) -> bool:
@@ -129,7 +133,7 @@ class RunCalls:
         """Submit the call for the task run of this thread."""
         use = life.use_of(work_of_task(self._work))
         pending = step.pending(args, kwargs)
-        with sky.running_for(context_of_run()), packing(in_prefect_s_context=step.prefect_context):
+        with sky.running_for(context_of_run(self._parameters)), packing(in_prefect_s_context=step.prefect_context):
             if step.broadcast:
                 return self._broadcast(life, use, step, pending)
             return self._note(life, use, self._follow(step, lambda: [use.submit(pending)])[0])
@@ -143,7 +147,7 @@ class RunCalls:
         if step.broadcast:
             raise sky.BadRequest("broadcast=True: the items of a generator on each worker: submit it, for their lists")
         use = life.use_of(work_of_task(self._work))
-        with sky.running_for(context_of_run()), packing(in_prefect_s_context=step.prefect_context):
+        with sky.running_for(context_of_run(self._parameters)), packing(in_prefect_s_context=step.prefect_context):
             items = use.stream(step.pending(args, kwargs))
         with items:
             self._note(life, use, self._follow(step, lambda: [items.future])[0])
@@ -196,8 +200,8 @@ class RunCalls:
         )
 
 
-def context_of_run() -> sky.RunContext:
-    """Return what travels with a call of this thread's task run."""
+def context_of_run(parameters: Mapping[str, Any]) -> sky.RunContext:
+    """Return what travels with a call of this thread's task run. `parameters`: the plain ones of the flow run."""
     flow, task = FlowRunContext.get(), TaskRunContext.get()
     run = flow.flow_run if flow is not None else None
     task_run = task.task_run if task is not None else None
@@ -211,7 +215,7 @@ def context_of_run() -> sky.RunContext:
         task_run_id=str(task_run.id) if task_run is not None else "",
         task_run_name=task_run.name if task_run is not None else "",
         tags=tuple(tags),
-        parameters=run.parameters if run is not None else {},
+        parameters=parameters,
         deployment=str(run.deployment_id or "") if run is not None else "",
         run_count=task_run.run_count if task_run is not None else 0,
         log_level=RunLog.of_task().logger.getEffectiveLevel(),

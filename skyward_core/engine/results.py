@@ -228,13 +228,12 @@ def value_of(outcome: Outcome, node: int) -> Any:
     """Return the call's result, or raise its exception. The outcome's parcel must be on this machine."""
     parcel = outcome.parcel
     if outcome.kind is OutcomeKind.RESULT:
-        data, buffers = parcel.contents()
         try:
-            return pickling.loads(data, buffers)
+            return _loaded(parcel)
         except MemoryError:
             raise
         except BaseException as failure:  # loading runs the code of the result's types
-            raise _not_loaded(failure, data, buffers, node) from failure
+            raise _not_loaded(failure, *parcel.contents(), node) from failure
     if outcome.kind is OutcomeKind.ERROR:
         raise _remote_exception(outcome, parcel, node)
     if outcome.kind is OutcomeKind.CANCELLED:
@@ -260,6 +259,13 @@ def value_of(outcome: Outcome, node: int) -> Any:
         outcome.exit_code,
         outcome.output,
     )
+
+
+def _loaded(parcel: Parcel) -> Any:
+    if parcel.path is None or parcel.data or len(parcel.spans) > 1:
+        return pickling.loads(*parcel.contents())
+    with open(parcel.path, "rb") as file:  # mapped, the pickle would be in memory beside the value that it holds
+        return pickle.load(file)
 
 
 def _not_loaded(failure: BaseException, data: Bytes, buffers: Sequence[Bytes], node: int) -> ResultNotLoaded:

@@ -57,7 +57,7 @@ from skyward_core.ledger.tables import (
     stamp,
     work_values,
 )
-from skyward_core.ledger.uses import UseCount, note_use, settle_uses
+from skyward_core.ledger.uses import UseCount, note_uses, settle_uses
 from skyward_core.machines.owner import Owner
 from skyward_core.work import NO_WORK, Work
 
@@ -212,8 +212,7 @@ class Names:
         with self._database.write() as connection:
             now = stamp(self._database.now(connection))
             self._end_client(connection, client_id, None)
-            for use_id, count in counts.items():
-                note_use(connection, use_id, count, now, is_final=True)
+            note_uses(connection, counts, now, is_final=True)
             settle_uses(connection, USES.c.client_id == client_id, now)
 
     # ── leave ────────────────────────────────────────────────────────────────────────────────────────────────────────

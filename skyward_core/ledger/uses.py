@@ -16,7 +16,7 @@ from datetime import datetime
 from decimal import Decimal
 from typing import Any
 
-from sqlalchemy import BigInteger, Connection, case, literal, select, update
+from sqlalchemy import BigInteger, Connection, bindparam, case, literal, select, update
 
 from skyward_core.ledger.database import Database
 from skyward_core.ledger.rows import SECONDS_PER_HOUR
@@ -90,12 +90,9 @@ class Uses:
         """Record uses that begin, what others have had so far, and what those that end have had in all, by id."""
         with self._database.write() as connection:
             now = stamp(self._database.now(connection))
-            for new in begun:
-                begin_use(connection, new, now)
-            for use_id, count in (counts or {}).items():
-                note_use(connection, use_id, count, now, is_final=False)
-            for use_id, count in (ended or {}).items():
-                note_use(connection, use_id, count, now, is_final=True)
+            begin_uses(connection, begun, now)
+            note_uses(connection, counts or {}, now, is_final=False)
+            note_uses(connection, ended or {}, now, is_final=True)
 
     def settle(self, use_ids: Collection[str]) -> None:
         """End uses whose processes are dead, and whose calls have ended now. Those that have ended stay as they are."""
@@ -132,26 +129,45 @@ def use_of(row: Values) -> UseEntry:
 # ── in a transaction of the caller; times are microseconds since 1970 ────────────────────────────────────────────────
 
 
-def begin_use(connection: Connection, new: NewUse, now: int) -> None:
-    """Record a use, before its first call. Recorded again, after an answer was lost, it stays as it is."""
-    values = {"id": new.id, "pool_id": new.pool_id, "client_id": new.client_id, "began_microseconds": now}
-    connection.execute(insert_new(connection, USES).values(**values, noted_microseconds=now, **work_values(new.work)))
+def begin_uses(connection: Connection, begun: Sequence[NewUse], now: int) -> None:
+    """Record uses, before their first calls. Recorded again, after an answer was lost, they stay as they are."""
+    values = {"began_microseconds": now, "noted_microseconds": now}
+    rows = [
+        {"id": new.id, "pool_id": new.pool_id, "client_id": new.client_id, **values, **work_values(new.work)}
+        for new in begun
+    ]
+    if rows:
+        connection.execute(insert_new(connection, USES), rows)
 
 
-def note_use(connection: Connection, use_id: str, count: UseCount, now: int, *, is_final: bool) -> None:
-    """Record what a use has had so far."""
+def note_uses(connection: Connection, counts: Mapping[str, UseCount], now: int, *, is_final: bool) -> None:
+    """Record what uses have had so far, by id."""
+    if not counts:
+        return
     known_ms, known_usd = USES.c.slot_milliseconds, USES.c.micro_usd
-    milliseconds, cost = round(count.slot_seconds * 1000), _micro(count.cost_usd)
+    milliseconds, cost = bindparam("new_milliseconds", type_=BigInteger), bindparam("new_micro_usd", type_=BigInteger)
     values: dict[str, Any] = {
         "slot_milliseconds": case((known_ms < milliseconds, milliseconds), else_=known_ms),
         "micro_usd": case((known_usd < cost, cost), else_=known_usd),
-        "noted_microseconds": now - round(count.age_seconds * 1_000_000),
-        "held_slots": 0 if is_final else count.held_slots,
-        "held_micro_usd_per_hour": 0 if is_final else _micro(count.usd_per_hour),
+        "noted_microseconds": bindparam("noted_at", type_=BigInteger),
+        "held_slots": bindparam("holds", type_=BigInteger),
+        "held_micro_usd_per_hour": bindparam("holds_micro_usd_per_hour", type_=BigInteger),
     }
     if is_final:
         values["ended_microseconds"] = case((USES.c.ended_microseconds.is_(None), now), else_=USES.c.ended_microseconds)
-    connection.execute(update(USES).where(USES.c.id == use_id).values(values))
+    rows = [
+        {
+            "use_id": use_id,
+            "new_milliseconds": round(count.slot_seconds * 1000),
+            "new_micro_usd": _micro(count.cost_usd),
+            "noted_at": now - round(count.age_seconds * 1_000_000),
+            "holds": 0 if is_final else count.held_slots,
+            "holds_micro_usd_per_hour": 0 if is_final else _micro(count.usd_per_hour),
+        }
+        for use_id, count in counts.items()
+    ]
+    # one statement for all: a flow run has thousands of uses, and to build a statement takes longer than its row
+    connection.execute(update(USES).where(USES.c.id == bindparam("use_id")).values(values), rows)
 
 
 def settle_uses(connection: Connection, which: Any, until: int) -> None:

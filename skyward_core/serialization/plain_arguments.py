@@ -11,6 +11,7 @@ import reprlib
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, date, datetime, time, timedelta, timezone, tzinfo
+from itertools import chain
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 from zoneinfo import ZoneInfo
@@ -69,7 +70,7 @@ class PlainTypes:
         elif kind is dict:
             new = value if _are_scalars(value) and _are_scalars(value.values()) else self._dictionary(value, seen)
         elif kind in (list, tuple, set, frozenset):
-            new = value if _are_scalars(value) else self._items(value, kind, seen)
+            new = value if _are_scalars(value) or _are_rows(value) else self._items(value, kind, seen)
         elif issubclass(kind, tuple) and hasattr(kind, "_fields"):
             new = self._items(value, cast("Any", kind)._make, seen)
         else:
@@ -148,6 +149,14 @@ def plain_arguments(
 def _are_scalars(items: Iterable[Any]) -> bool:
     """In C: a list may have a million numbers."""
     return SCALARS.issuperset(map(type, items))
+
+
+def _are_rows(items: Any) -> bool:
+    """Whether all are lists, or all dictionaries, of scalars. In C: a table may have a million rows."""
+    kinds = set(map(type, items))
+    if kinds == {dict}:
+        return _are_scalars(chain.from_iterable(items)) and _are_scalars(chain.from_iterable(map(dict.values, items)))
+    return kinds <= {list, tuple} and _are_scalars(chain.from_iterable(items))
 
 
 def _converted(value: Any, conversion: Conversion) -> Any:

@@ -143,6 +143,7 @@ class UseBook:
         """Return what the calls of a use have had so far; after its end in all."""
         if (final := self._final.get(use_id)) is not None:
             return final
+        self._learn_prices()
         return self._count(use_id, self._cluster.slots_held().get(use_id, 0))
 
     def is_waiting(self, use_id: str) -> bool:
@@ -186,6 +187,7 @@ class UseBook:
             self._ledger.close()
 
     def _end(self, use_ids: Iterable[str]) -> None:
+        self._learn_prices()
         with self._turn:
             for use_id in use_ids:
                 if self._since.pop(use_id, None) is not None:
@@ -253,6 +255,7 @@ class UseBook:
 
     def _counts(self, begins: Mapping[str, NewUse]) -> dict[str, UseCount]:
         """Return what uses have had that has changed since it was noted last."""
+        self._learn_prices()
         held = self._cluster.slots_held()
         counts = {use_id: self._count(use_id, held.get(use_id, 0)) for use_id in tuple(self._since)}
         return {
@@ -266,7 +269,6 @@ class UseBook:
         self._prices |= slot_prices(lease.nodes if lease is not None else ())
 
     def _count(self, use_id: str, held: int) -> UseCount:
-        self._learn_prices()
         own_time = self._cluster.owner.own_time
         now = time.monotonic()
         seen_at, submitted_at = own_time.seen_at(use_id), self._since.get(use_id, now)

@@ -52,6 +52,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings  # noqa: E402
 
 import skyward_core as sky  # noqa: E402
 from prefect_skyward import SkywardTaskRunner  # noqa: E402
+from prefect_skyward.report import run_report  # noqa: E402
 from skyward_core.worker.watchdog import POOL_TAG, tagged_processes  # noqa: E402
 
 
@@ -71,6 +72,8 @@ def _close_forgotten_clients() -> None:
 
 
 _close_forgotten_clients()
+# tests read what the report has written when a flow has ended, on a machine that is busy
+run_report.CLOSE_SECONDS = 60.0
 
 type InFlow = Callable[[Callable[[], Any]], Any]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
+import math
 import re
 import threading
 import time
@@ -12,6 +14,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 from uuid import UUID
+from weakref import WeakSet
 
 import skyward_core as sky
 from prefect_skyward.report import pages
@@ -25,15 +28,28 @@ from prefect_skyward.ui import RunLog
 
 NODES_KEY, MACHINES_KEY, TASK_RUN_KEY = "skyward-nodes", "skyward-machines", "skyward-task-run"
 WRITE_SECONDS = 15.0
-"""The least time between two updates. The start, the readiness and the end of a pool are written at once."""
-CLOSE_SECONDS = 10.0
+"""The least time between two updates. The start and the readiness of a pool are written at once."""
+BILL_SECONDS = 1.0
+"""How soon the end of a pool is written. If the flow run ends with it, only the last state is."""
+CLOSE_SECONDS = 2.0
 """How long the end of a flow waits for an API that is slow: Prefect's client tries each request for up to a minute."""
+EXIT_SECONDS = 10.0
+"""How long the end of the process waits for what flow runs that have ended still have to write."""
 MOST_TASK_ROWS, MOST_LIVE_TASK_ROWS = 1_000, 50
 """Rows of the table of task runs, at the end and while the flow runs."""
 MOST_TASK_ARTIFACTS = 20
 """How many task runs get an artifact of their own: each is a request, and 1,000 task runs may end in two seconds."""
 UNREPORTED = (sky.LogLine, sky.CallRetrying, sky.CallsWaiting, sky.ContactLost, sky.ContactRegained, sky.Error)
-AT_ONCE = (sky.InfraCreating, sky.PoolReady, sky.CostFinal)
+SOON: dict[type[sky.SkywardEvent], float] = {
+    sky.InfraCreating: 0.0,
+    sky.PoolReady: 0.0,
+    sky.CostFinal: BILL_SECONDS,
+}
+"""How many seconds after an event the pages are written."""
+
+_log = logging.getLogger("skyward")
+_late: WeakSet[RunReport] = WeakSet()
+"""Those whose flow runs have ended without waiting for them."""
 
 
 class RunReport:
@@ -41,7 +57,7 @@ class RunReport:
 
     All methods only put a message into a queue; one thread owns the state and sends the requests. An API that is slow
     or does not answer delays neither the calls nor the end of the machines: it causes one warning in the log. `close`
-    comes last, and waits for the last requests.
+    comes last, and waits for the last requests, but not long; the end of the process waits for them longer.
     """
 
     def __init__(self, flow_run_id: UUID, log: RunLog, work: sky.Work, flow_id: UUID | None = None) -> None:
@@ -56,9 +72,11 @@ class RunReport:
         self._warning = RunWarning()
         self._earlier_rows: dict[str, list[dict[str, Any]]] = {}
         self._has_task_artifact: set[str] = set()
-        self._is_changed = self._is_urgent = self._has_warned = False
-        self._is_left = False
-        """Whether `close` has stopped waiting for the thread."""
+        self._uses: dict[str, tuple[sky.PoolUse, int]] = {}
+        """By id: uses whose cost has changed since it was asked last, and how many of their calls have ended."""
+        self._is_changed = self._has_warned = False
+        self._due_at = math.inf
+        """When the pages are to be written because of an event."""
         self._has_written = threading.Event()
         """Set when the last state was written."""
         self._inbox: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -92,8 +110,8 @@ class RunReport:
         self._inbox.put(partial(self._state.tasks.know_call, call_id, task_run_id, task))
 
     def task_cost(self, use: sky.PoolUse, *, calls: int = 0) -> None:
-        """Take what a use of a pool by a task run has cost so far; so many more of its calls have ended."""
-        self._inbox.put(partial(self._set_cost, use.work.task_run, use.id, use.cost, calls))
+        """Say that the cost of a task run's use of a pool has changed; so many more of its calls have ended."""
+        self._inbox.put(partial(self._note_use, use, calls))
 
     def call_ended(self, task_run_id: str) -> None:
         """Say that a call of a task run has ended: what nodes do from now on is not its doing."""
@@ -119,19 +137,26 @@ class RunReport:
     def close(self) -> None:
         """Write the last state and end the thread; called once the pools are closed. May be called twice.
 
-        It waits CLOSE_SECONDS at most. The thread goes on after that, until it is done or the process ends.
+        It waits CLOSE_SECONDS at most. The thread goes on after that; the end of the process waits for it.
         """
-        if self._is_left:
+        if self in _late:
             return
         self._inbox.put(None)
         self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            _late.add(self)
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the last requests of a flow run that has ended; say where the bill is if they are not done then."""
+        self._thread.join(seconds)
         if not self._has_written.is_set():
-            self._is_left = self._has_warned = True
             pools = " ".join(pool.pool_id for pool in list(self._state.pools) if pool.pool_id)
-            self._log.say(
-                logging.WARNING,
-                f"Prefect's API has not taken the run's costs within {CLOSE_SECONDS:g} s, and the run goes on without"
-                f" them; the ledger has the bill: skyward receipt {pools}",
+            # not to the run's log: Prefect's threads, which send that, end with the process
+            _log.warning(
+                "Prefect's API has not taken the costs of flow run %s, and the process ends without them; the next run"
+                " of the flow writes them. The ledger has the bill: skyward receipt %s",
+                self._flow_run_id,
+                pools,
             )
 
     # ── in the thread ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -140,7 +165,8 @@ class RunReport:
         self._try(self._read_earlier_attempts)
         written_at = time.monotonic() - WRITE_SECONDS
         while True:
-            wait = max(0.0, written_at + WRITE_SECONDS - time.monotonic()) if self._is_changed else None
+            due_at = min(written_at + WRITE_SECONDS, self._due_at)
+            wait = max(0.0, due_at - time.monotonic()) if self._is_changed else None
             try:
                 message = self._inbox.get(timeout=wait)
             except Empty:
@@ -148,10 +174,9 @@ class RunReport:
             if message is None:
                 break
             self._try(message)
-            is_due = self._is_changed and time.monotonic() - written_at >= WRITE_SECONDS
-            if is_due or self._is_urgent:
+            if self._is_changed and time.monotonic() >= min(written_at + WRITE_SECONDS, self._due_at):
                 self._write()
-                written_at, self._is_changed, self._is_urgent = time.monotonic(), False, False
+                written_at, self._is_changed, self._due_at = time.monotonic(), False, math.inf
         self._state.is_final = True
         self._write()
         self._has_written.set()
@@ -182,7 +207,8 @@ class RunReport:
         if isinstance(event, sky.Metrics):
             self._state.tasks.measure(event)
         pool.after(event, at)
-        self._is_urgent |= isinstance(event, AT_ONCE)
+        if (seconds := SOON.get(type(event))) is not None:
+            self._due_at = min(self._due_at, time.monotonic() + seconds)
         if pool.pool_id in self._state.earlier:  # the ledger was read after this pool had begun
             self._state.earlier = {name: usd for name, usd in self._state.earlier.items() if name != pool.pool_id}
         if (notice := notice_of(event, pool)) is not None and not self._warning.repeats(notice):
@@ -190,9 +216,16 @@ class RunReport:
         if (warning := self._warning.due(self._state.usd)) is not None:
             self._emit(warning, pool)
 
-    def _set_cost(self, task_run_id: str, use_id: str, usd: float, calls: int) -> None:
+    def _note_use(self, use: sky.PoolUse, calls: int) -> None:
         self._is_changed = True
-        self._state.tasks.note(task_run_id, use_id, usd, calls)
+        _, before = self._uses.get(use.id, (use, 0))
+        self._uses[use.id] = use, before + calls
+
+    def _ask_costs(self) -> None:
+        """Once for all calls that have ended: each answer looks at all calls that run."""
+        while self._uses:
+            use_id, (use, calls) = self._uses.popitem()
+            self._state.tasks.note(use.work.task_run, use_id, use.cost, calls)
 
     def _settle(self, pool_id: str, receipt: Mapping[str, Any]) -> None:
         self._is_changed = True
@@ -201,7 +234,7 @@ class RunReport:
                 pool.settle(receipt)
 
     def _share(self, name: str, shared: SharedPool, at: float) -> None:
-        self._is_changed = self._is_urgent = True
+        self._is_changed, self._due_at = True, 0.0
         for pool in self._state.pools:
             if pool.name == name:
                 pool.share(shared, at)
@@ -255,6 +288,7 @@ class RunReport:
         if not any(pool.pool_id or pool.trouble for pool in self._state.pools):
             return
         self._try(self._ask_shares)
+        self._try(self._ask_costs)
         if self._state.is_final and self._work.run:
             self._try(self._ask_earlier_costs_again)
         self._try(self._write_progress)
@@ -327,7 +361,7 @@ class RunReport:
             )
 
     def _write_labels(self) -> None:
-        if not (self._state.is_final or self._is_urgent):
+        if not (self._state.is_final or self._due_at < math.inf):
             return
         pools = self._state.pools
         machines = [machine for pool in pools for machine in pool.machines.values()]
@@ -341,6 +375,14 @@ class RunReport:
                 FINAL_LABEL: False,
             }
         )
+
+
+@atexit.register
+def wait_for_late_reports() -> None:
+    """Wait EXIT_SECONDS at most for what flow runs that have ended still have to write."""
+    until = time.monotonic() + EXIT_SECONDS
+    for report in list(_late):
+        report.wait(max(0.0, until - time.monotonic()))
 
 
 def _slug(name: str) -> str:

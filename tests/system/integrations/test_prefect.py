@@ -136,6 +136,7 @@ class Gated(sky.Local):
 
 
 def test_a_flow_that_fails_while_its_pool_opens_ends_the_opening() -> None:
+    """Until then its task run is shown as one that waits for machines."""
     provider = Gated()
     futures, recorded = [], list[Any]()
 
@@ -143,6 +144,12 @@ def test_a_flow_that_fails_while_its_pool_opens_ends_the_opening() -> None:
     def broken() -> None:
         futures.append(add.submit(1, 1))
         assert provider._asked.wait(120)
+        wanted = {"task_runs": {"id": {"any_": [str(futures[0].task_run_id)]}}}
+        (shown,) = wait_until(
+            lambda: [run for run in asked("/task_runs/filter", wanted) if run["state_name"] == "WaitingForMachines"]
+        )
+        assert shown["state_type"] == "PENDING"
+        assert shown["state"]["message"].startswith("waiting for machines: the pool (1 x machine) is being opened")
         threading.Timer(1.0, provider._may.set).start()
         raise LookupError("the flow itself is wrong")
 

@@ -295,6 +295,6 @@ def test_a_page_is_written_at_once_at_a_change_of_the_pool_and_else_every_15_sec
     take(sky.CostFinal(1.0, 1000.0, 3.6, 0, 1, 0.0))
     report.close()
     counts = Counter(written)
-    assert counts["skyward-machines"] == 4, "at the request, when it is ready, with its bill, at the end"
-    assert counts["skyward-cost"] == 3
-    assert counts["labels"] == 1 + 3 + 1, "before there is a cost, with each, and at last that it is final"
+    assert counts["skyward-machines"] == 3, "at the request, when it is ready, at the end with its bill"
+    assert counts["skyward-cost"] == 2
+    assert counts["labels"] == 1 + 2 + 1, "before there is a cost, with each, and at last that it is final"

@@ -47,6 +47,20 @@ def test_a_result_that_cannot_be_loaded_says_why() -> None:
     assert error.value.node == 3
 
 
+def test_a_result_that_is_one_pickle_in_a_file_is_not_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mapped, 200 MB of bytes would be in memory twice. One that cannot be loaded is kept, and is."""
+    outcomes = [
+        outcome._replace(parcel=outcome.parcel.moved_to_file([str(tmp_path)]))
+        for outcome in (outcome_of([b"x" * 100_000, 1]), outcome_of(Broken()))
+    ]
+    with pytest.raises(sky.ResultNotLoaded) as error:
+        value_of(outcomes[1], 3)
+    with pytest.raises(ValueError, match="seven"):
+        error.value.load()
+    monkeypatch.setattr(Parcel, "open", lambda *_, **__: pytest.fail("it was mapped"))
+    assert value_of(outcomes[0], 3) == [b"x" * 100_000, 1]
+
+
 @pytest.mark.parametrize("wrong", [None, 3, "double", [1]], ids=repr)
 def test_a_value_that_is_no_function_is_refused_at_the_call(wrong: Any) -> None:
     """By a map, for any items and before its pool is used, and by `sky.compute`."""

@@ -19,16 +19,18 @@ pytest.importorskip("prefect")
 
 from prefect import flow, get_run_logger, runtime, task
 from prefect.blocks.core import Block
+from prefect.client.schemas.objects import TaskRun
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_KEY, PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling, Running
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.testing.standard_test_suites import BlockStandardTestSuite
 
 import skyward_core as sky
-from prefect_skyward import SkywardTaskRunner, blocks, cancellation, on_skyward, refuse_old_prefect
+from prefect_skyward import SkywardTaskRunner, blocks, cancellation, on_skyward, refuse_old_prefect, waiting_state
 from prefect_skyward.nested_runs import has_died, left_by
 from prefect_skyward.node_objects import NO_API, packing, portable, without_prefect_s_api
 from prefect_skyward.options import changed
+from prefect_skyward.pool_life import PoolLife
 from prefect_skyward.prefect_context import (
     in_prefect_s_context,
     keys_of_prefect,
@@ -40,6 +42,7 @@ from prefect_skyward.report.pages import RunState
 from prefect_skyward.report.pool_state import PoolState, SharedPool
 from prefect_skyward.report.task_costs import TaskCosts
 from prefect_skyward.ui import RunLog
+from prefect_skyward.waiting_state import waiting_for_machines
 from skyward_core.events.series import MOST_POINTS, Series
 from skyward_core.serialization import sources
 
@@ -104,6 +107,37 @@ def test_the_name_for_keep_warm_may_come_from_a_step() -> None:
     assert sky.ComputePool.from_spec(named).spec == named
     with pytest.raises(sky.BadRequest, match="keep_warm needs a name"):
         sky.ComputePool.from_spec(changed(base, {"nodes": 2}))
+
+
+@pytest.mark.parametrize("run_count", [1, 2])
+@pytest.mark.parametrize("end", ["was open", "opens", "fails"])
+def test_a_task_run_is_pending_while_its_machines_are_rented(
+    end: str, run_count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs again when they are there, and its first attempt begins then. A failure is for the engine to set."""
+    sent: list[Any] = []
+    monkeypatch.setattr(waiting_state, "emit_task_run_state_change_event", lambda **event: sent.append(event))
+    began = Running()
+    run = TaskRun(task_key="t", dynamic_key="0", state=began, run_count=run_count, start_time=began.timestamp)
+    context = SimpleNamespace(get=lambda: SimpleNamespace(task_run=run))
+    monkeypatch.setattr(waiting_state, "TaskRunContext", context)
+    life = PoolLife(local(nodes=2), SimpleNamespace(work=sky.Work()), "")  # type: ignore[arg-type]
+    if end == "was open":
+        life.opened.set_result(None)  # type: ignore[arg-type]
+    with pytest.raises(LookupError) if end == "fails" else nullcontext(), waiting_for_machines(life):
+        during = run.state
+        if end == "fails":
+            raise LookupError
+    names = {"was open": [], "opens": ["WaitingForMachines", "Running"], "fails": ["WaitingForMachines"]}[end]
+    assert [event["validated_state"].name for event in sent] == names
+    assert [event["initial_state"] for event in sent] == [began, during][: len(names)]
+    assert during is (began if end == "was open" else sent[0]["validated_state"])
+    if end != "was open":
+        assert during.type.value == "PENDING"
+        assert during.message.startswith("waiting for machines: the pool (2 x machine) is being opened")
+    begins_anew = end == "opens" and run_count == 1
+    assert run.start_time == (run.state.timestamp if begins_anew else began.timestamp)
+    assert run.run_count == run_count
 
 
 @pytest.mark.parametrize(("found", "is_refused"), [("3.5.9", True), ("2.20", True), ("3.6.0", False), ("4.0", False)])

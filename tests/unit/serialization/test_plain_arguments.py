@@ -64,6 +64,9 @@ def plain(value: Any) -> Any:
     [
         (Rows(1, MoreRows(2)), [1, [2]]),
         ({"a": (Rows(1), {"b": [Rows(2)]})}, {"a": ([1], {"b": [[2]]})}),
+        ([{"a": 1}, {"b": Rows(2)}], [{"a": 1}, {"b": [2]}]),
+        ([{"a": 1}, {PARIS.date(): 1}], [{"a": 1}, {date(2026, 3, 1): 1}]),
+        ([(1,), [2, Rows(3)]], [(1,), [2, [3]]]),
         (Pair(Rows(1), 2), Pair([1], 2)),
         (PARIS, datetime(2026, 3, 1, 12, 30, 1, 5, timezone(timedelta(hours=1)))),
         (pendulum.datetime(2026, 3, 1), datetime(2026, 3, 1, tzinfo=UTC)),
@@ -91,6 +94,16 @@ def test_what_needs_no_conversion_is_the_same_object() -> None:
     assert plain(value) is value
     twice = plain([rows := Rows(1), rows, [rows]])
     assert twice[0] is twice[1] is twice[2][0]
+
+
+@pytest.mark.parametrize("row", [{"a": 1, "b": None}, (1, "a"), [0.5]], ids=lambda row: type(row).__name__)
+def test_the_rows_of_a_table_are_not_looked_at_one_by_one(row: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of 200,000 dictionaries is an ordinary argument."""
+    looks, look = [], sky.PlainTypes._plain
+    monkeypatch.setattr(sky.PlainTypes, "_plain", lambda *arguments: (looks.append(1), look(*arguments))[1])
+    rows = [row] * 1000
+    assert plain(rows) is rows
+    assert len(looks) == 1
 
 
 @pytest.mark.parametrize("wrap", [Holder, lambda value: OrderedDict(key=value), lambda value: lambda: value])
