@@ -1,4 +1,4 @@
-# `make demo` and `make test` need only Python. CI (.ci/run) runs `make check test`.
+# `make demo` and `make test` need only Python. CI (.ci/run) runs `make check`, two recipes at a time, and `make system`.
 PYTHON ?= python3
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 RUN := $(UV) run --locked --no-sync

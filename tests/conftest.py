@@ -85,7 +85,11 @@ LONGEST_FIRST = (
     "test_docs.py",
     "transport/test_ssh_transport.py",
     "worker/test_supervisor.py",
+    "test_site.py",
     "test_packaging.py",
+    "test_notebooks.py",
+    "pool/test_named.py",
+    "live/test_live.py",
     "accelerators/test_mig_hosts.py",
     "distributed/test_frameworks_hosts.py",
     "test_example_programs.py",
@@ -136,9 +140,10 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give the session its own caches and configuration, before any test module is imported.
+    """Give the session its own settings and state, before any test module is imported.
 
-    Each test process of pytest-xdist is a session.
+    Each test process of pytest-xdist is a session. All of them have one cache, as the processes of a user have: each
+    would make the archive of our code and of uv, and the environments of local images, once more.
     """
     global _home, _default_ledger
     _take_interrupts()
@@ -148,7 +153,8 @@ def pytest_configure(config: pytest.Config) -> None:
     _default_ledger = f"{_home}/state/skyward/ledger.db"
     old_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     os.environ.setdefault("UV_CACHE_DIR", str(old_cache / "uv"))  # packages are fetched once, not once a session
-    os.environ["XDG_CACHE_HOME"] = str(_home / "cache")
+    if not hasattr(config, "workerinput"):  # the processes of pytest-xdist have the cache of the one that started them
+        os.environ["XDG_CACHE_HOME"] = str(_home / "cache")
     os.environ["XDG_CONFIG_HOME"] = str(_home / "config")
     os.environ["XDG_STATE_HOME"] = str(_home / "state")  # the ledger, and the reapers' log
     for name in [name for name in os.environ if name.startswith("SKYWARD_")]:
@@ -345,25 +351,21 @@ def _left_of(instances: list[tuple[str, str]]) -> list[str]:
 
 def processes_by_tag(variable: str) -> list[tuple[int, str]]:
     """Return (pid, value) of every living process of this user that was started with this environment variable."""
-    found = []
+    found, start = [], f"{variable}=".encode()
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
         try:
-            environ = Path(f"/proc/{entry}/environ").read_bytes()
+            with open(f"/proc/{entry}/environ", "rb", buffering=0) as file:  # a third of the time of a Path
+                environ = file.read()
+            if start not in environ:
+                continue
             state = Path(f"/proc/{entry}/stat").read_text().rpartition(") ")[2][:1]
         except OSError:
             continue
-        value = next(
-            (
-                item.partition(b"=")[2].decode()
-                for item in environ.split(b"\0")
-                if item.startswith(f"{variable}=".encode())
-            ),
-            None,
-        )
-        if value is not None and state not in "ZX":
-            found.append((int(entry), value))
+        values = [item.partition(b"=")[2].decode() for item in environ.split(b"\0") if item.startswith(start)]
+        if values and state not in "ZX":
+            found.append((int(entry), values[0]))
     return found
 
 

@@ -6,6 +6,10 @@ from collections.abc import Callable, Iterator
 WAIT_SECONDS = 120.0
 """The limit of each wait. A wait ends with its event: the limit only names what did not happen."""
 LONGEST_PAUSE_SECONDS = 0.2
+SHARE_OF_PAUSES = 9
+"""How many times longer a wait pauses than it looks. With 4, five test processes that wait with looks at all processes
+of the machine use a whole processor for that.
+"""
 
 
 def wait_until[T](condition: Callable[[], T], what: str = "a condition", seconds: float = WAIT_SECONDS) -> T:
@@ -20,11 +24,11 @@ def wait_until[T](condition: Callable[[], T], what: str = "a condition", seconds
 
 
 def pauses(shortest_seconds: float) -> Iterator[None]:
-    """Yield before each look at a condition, after a pause of four times the time that the last look has taken.
+    """Yield before each look at a condition, after a pause that is SHARE_OF_PAUSES times as long as the last look.
 
     So a wait leaves the processors to other tests, also if its condition asks a server or lists all processes.
     """
     while True:
         began = time.monotonic()
         yield
-        time.sleep(min(max(shortest_seconds, 4 * (time.monotonic() - began)), LONGEST_PAUSE_SECONDS))
+        time.sleep(min(max(shortest_seconds, SHARE_OF_PAUSES * (time.monotonic() - began)), LONGEST_PAUSE_SECONDS))

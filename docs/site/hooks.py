@@ -232,6 +232,7 @@ def _programs() -> list[Path]:
     return sorted(path for folder in PROGRAMS for path in (ROOT / folder).rglob("*.py"))
 
 
+@cache
 def program_table() -> str:
     """Return the table of programs as Markdown, with links as in docs/, and the first sentence of each docstring."""
     rows = ["| program | what it shows |", "| --- | --- |"]

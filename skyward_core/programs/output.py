@@ -53,11 +53,6 @@ class ProgramOutput:
         """Print what a function has returned or raised."""
         self._print("stderr" if is_error else "stdout", text)
 
-    @property
-    def is_broken(self) -> bool:
-        """Whether stdout takes no lines any more."""
-        return "stdout" in self._broken
-
     def _print(self, name: str, line: str) -> None:
         with self._lock:
             if name in self._broken:

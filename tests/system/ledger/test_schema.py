@@ -13,7 +13,7 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.operations import Operations
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import create_engine, inspect, text
+from sqlalchemy import Connection, MetaData, create_engine, inspect, text
 
 from skyward_core.errors import LedgerError
 from skyward_core.ledger.ledger import Ledger
@@ -201,11 +201,55 @@ def test_a_migration_that_fails_changes_nothing_and_a_newer_ledger_is_refused(le
     assert versions(url_of(ledger)) == (str(NEWEST + 1), str(NEWEST + 1))
 
 
-def test_the_migrations_lead_to_the_tables(ledger: Ledger) -> None:
-    with ledger._database.read() as connection:
-        # Alembic compares the quotes of SQLite's defaults, which differ without a meaning
-        opts = {"version_table": ALEMBIC_TABLE, "compare_server_default": connection.dialect.name != "sqlite"}
-        assert compare_metadata(MigrationContext.configure(connection, opts=opts), METADATA) == []
+def test_the_migrations_lead_to_the_tables_of_a_new_ledger(url: str) -> None:
+    """A new ledger gets its tables without a migration. All migrations, from the first on, make the same ones."""
+    Ledger(url).close()
+    engine = create_engine(url)
+    try:
+        with engine.connect() as connection:
+            created, numbers = tables(connection), versions(url)
+            opts = {"version_table": ALEMBIC_TABLE, "compare_server_default": connection.dialect.name != "sqlite"}
+            assert compare_metadata(MigrationContext.configure(connection, opts=opts), METADATA) == []
+        everything = MetaData()
+        everything.reflect(engine)
+        everything.drop_all(engine)
+        with engine.begin() as connection:
+            migrate(connection, list(MIGRATIONS))
+        with engine.connect() as connection:
+            # Alembic compares the quotes of SQLite's defaults, which differ without a meaning
+            assert compare_metadata(MigrationContext.configure(connection, opts=opts), METADATA) == []
+            assert (tables(connection), versions(url)) == (created, numbers)
+        assert len(created) == len(METADATA.tables) + 1
+    finally:
+        engine.dispose()
+
+
+def tables(connection: Connection) -> dict[str, Any]:
+    """Return what the database says of each table: columns in any order, keys and indexes."""
+    found = inspect(connection)
+    return {
+        name: (
+            {
+                column["name"]: (
+                    str(column["type"]),
+                    column["nullable"],
+                    str(column["default"]).strip("'"),
+                    column.get("autoincrement"),
+                )
+                for column in found.get_columns(name)
+            },
+            found.get_pk_constraint(name),
+            sorted(found.get_foreign_keys(name), key=str),
+            sorted(
+                str(dict(index) | {"dialect_options": {key: str(value) for key, value in options.items()}})
+                for index in found.get_indexes(name)
+                for options in [index.get("dialect_options", {})]
+            ),
+            found.get_unique_constraints(name),
+            found.get_check_constraints(name),
+        )
+        for name in found.get_table_names()
+    }
 
 
 def test_a_database_with_foreign_tables_gets_the_same_schema_as_an_empty_one(tmp_path: Path) -> None:
@@ -255,9 +299,16 @@ print("alembic" in sys.modules)
 
 
 def test_alembic_is_imported_only_for_a_migration(sqlite_url: str) -> None:
-    for expected in ("True", "False"):
+    """A new ledger needs none."""
+
+    def imports_alembic() -> str:
         done = run_script(ONLY_WHAT_IS_NEEDED, sqlite_url)
-        assert done.stdout.split() == [expected], done.stderr
+        return done.stdout.strip() or done.stderr
+
+    assert (imports_alembic(), versions(sqlite_url)) == ("False", (str(NEWEST), str(NEWEST)))
+    with Ledger(sqlite_url) as ledger:
+        make_old(ledger, "12")
+    assert (imports_alembic(), imports_alembic()) == ("True", "False")
 
 
 EIGHT_OPEN = """
@@ -298,9 +349,12 @@ def test_eight_processes_may_open_a_ledger_at_once(url: str, is_old: bool) -> No
     assert versions(url) == (str(NEWEST), str(NEWEST))
 
 
-def test_threads_may_create_different_ledgers_at_once(tmp_path: Path) -> None:
+def test_threads_may_create_and_migrate_different_ledgers_at_once(tmp_path: Path) -> None:
     """A migration uses no state that all threads share."""
     urls = [f"sqlite:///{tmp_path}/{number}.db" for number in range(8)]
+    for url in urls[:4]:
+        with Ledger(url) as ledger:
+            make_old(ledger, "1")
     barrier = threading.Barrier(len(urls))
 
     def create(url: str) -> None:
