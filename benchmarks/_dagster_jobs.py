@@ -1,6 +1,8 @@
 """The jobs of dagster_steps.py, which Dagster's processes of steps load from this file."""
 
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -8,7 +10,7 @@ import dagster as dg
 import skyward_core as sky
 from dagster_skyward import PipesSkywardClient, SkywardResource
 
-NAME, MESSAGES = "bench-dagster", 10_000
+NAME, MESSAGES, TURNS = "bench-dagster", 10_000, 10
 PIPES_SCRIPT = """
 from dagster_pipes import open_dagster_pipes
 with open_dagster_pipes() as pipes:
@@ -67,6 +69,54 @@ def many_messages(context: dg.OpExecutionContext, pipes: PipesSkywardClient) -> 
     return seconds
 
 
+def hold_once(folder: str, retry: int) -> None:
+    """Say when the call begins. The first one is killed with its step; the second one ends."""
+    (Path(folder) / f"{retry}.call").write_text(repr(time.time()))
+    time.sleep(600 if retry == 0 else 0)
+
+
+def _killed_once(name: str, **resources: Any) -> dg.JobDefinition:
+    """A step whose process is killed once, on a pool if it has one."""
+
+    @dg.op(
+        name=f"{name}_op",
+        required_resource_keys=set(resources),
+        retry_policy=dg.RetryPolicy(max_retries=1),
+    )
+    def op(context: dg.OpExecutionContext) -> None:
+        folder = os.environ["BENCH_FOLDER"]
+        (Path(folder) / f"{context.retry_number}.pid").write_text(str(os.getpid()))
+        if resources:
+            context.resources.compute.run(context, hold_once, folder, context.retry_number)
+        else:
+            hold_once(folder, context.retry_number)
+
+    @dg.job(name=name, resource_defs=resources, executor_def=dg.multiprocess_executor)
+    def job() -> None:
+        op()
+
+    return job
+
+
+MESSAGES_SCRIPT = f"""
+from dagster_pipes import open_dagster_pipes
+with open_dagster_pipes() as pipes:
+    for number in range({MESSAGES}):
+        pipes.report_custom_message({{"number": number}})
+"""
+
+
+@dg.op
+def many_from_a_subprocess(context: dg.OpExecutionContext, subprocesses: dg.PipesSubprocessClient) -> float:
+    import sys
+
+    began = time.monotonic()
+    done = subprocesses.run(command=[sys.executable, "-c", MESSAGES_SCRIPT], context=context)
+    seconds = time.monotonic() - began
+    assert [one["number"] for one in done.get_custom_messages()] == list(range(MESSAGES))
+    return seconds
+
+
 def _resource(sharing: str, **options: Any) -> SkywardResource:
     return SkywardResource(provider=sky.Local(), sharing=sharing, **options)
 
@@ -97,6 +147,21 @@ def _five(name: str, op: Any, **resources: Any) -> dg.JobDefinition:
     return job
 
 
+@dg.job(
+    resource_defs={
+        "compute": WARM,
+        "pipes": PipesSkywardClient(compute=WARM),
+        "subprocesses": dg.PipesSubprocessClient(),
+    },
+    executor_def=dg.in_process_executor,
+)
+def turns() -> None:
+    """Steps of each kind in one process, in turns. The first ones of a process connect it to the pool."""
+    for number in range(TURNS):
+        for op in (plain, on_pool, pipes_on_pool, in_subprocess):
+            op.alias(f"{op.name}__{number}")()
+
+
 JOBS = {
     job.name: job
     for job in (
@@ -106,6 +171,10 @@ JOBS = {
         _one("cold", on_pool, compute=_resource("step")),
         _one("subprocess_pipes", in_subprocess, subprocesses=dg.PipesSubprocessClient()),
         _one("messages", many_messages, pipes=PipesSkywardClient(compute=WARM)),
+        _one("messages_of_subprocess", many_from_a_subprocess, subprocesses=dg.PipesSubprocessClient()),
+        turns,
+        _killed_once("killed_plain"),
+        _killed_once("killed_on_pool", compute=WARM),
         _five("five_plain", plain),
         _five("five_shared", on_pool, compute=_resource("run")),
         _five("five_alone", on_pool, compute=_resource("step")),
@@ -123,3 +192,11 @@ def shared_job() -> dg.JobDefinition:
 
 def alone_job() -> dg.JobDefinition:
     return JOBS["five_alone"]
+
+
+def killed_plain_job() -> dg.JobDefinition:
+    return JOBS["killed_plain"]
+
+
+def killed_on_pool_job() -> dg.JobDefinition:
+    return JOBS["killed_on_pool"]
