@@ -49,7 +49,7 @@ SOON: dict[type[sky.SkywardEvent], float] = {
 
 _log = logging.getLogger("skyward")
 _late: WeakSet[RunReport] = WeakSet()
-"""Those whose flow runs have ended without waiting for them."""
+"""Those that may still write, though their flow runs have ended."""
 
 
 class RunReport:
@@ -137,14 +137,14 @@ class RunReport:
     def close(self) -> None:
         """Write the last state and end the thread; called once the pools are closed. May be called twice.
 
-        It waits CLOSE_SECONDS at most. The thread goes on after that; the end of the process waits for it.
+        It waits CLOSE_SECONDS at most, and not for the pages of earlier runs. The thread goes on after that; the end of
+        the process waits for it.
         """
         if self in _late:
             return
         self._inbox.put(None)
-        self._thread.join(CLOSE_SECONDS)
-        if self._thread.is_alive():
-            _late.add(self)
+        _late.add(self)
+        self._has_written.wait(CLOSE_SECONDS)
 
     def wait(self, seconds: float) -> None:
         """Wait for the last requests of a flow run that has ended; say where the bill is if they are not done then."""
