@@ -4,7 +4,8 @@
     python benchmarks/prefect_runners.py --rounds 1 --only skyward,threads --cases tiny
 
 Each measurement is a flow run in a new process, which submits one task before the time begins: the start of a cluster
-is not in the numbers. Runners take turns. It prints a table for benchmarks/RESULTS.md.
+is not in the numbers, except in those of the whole run. Runners take turns. It prints a table for
+benchmarks/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from typing import Any
 from urllib.request import urlopen
 
 RUNNERS = ("threads", "skyward", "threads-64", "skyward-64", "dask", "ray")
-CASES = ("tiny", "large", "first", "retry")
-TINY, LARGE, LARGE_BYTES = 1000, 200, 5_000_000
+CASES = ("tiny", "one", "rows", "result", "large", "first", "retry")
+OURS_ONLY = ("first", "retry")
+TINY, ONE, ROWS, RESULT_BYTES, LARGE, LARGE_BYTES = 1000, 100, 200_000, 200_000_000, 200, 5_000_000
 SECONDS = 900
 
 
@@ -47,7 +49,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="skyward-bench-") as folder, server(Path(folder)) as environ:
         for _ in range(options.rounds):
             for case in options.cases.split(","):
-                for runner in runners if case not in ("first", "retry") else ["skyward"]:
+                for runner in runners if case not in OURS_ONLY else ["skyward"]:
                     result = in_a_process(runner, case, environ)
                     found.setdefault((runner, case), []).append(result)
                     print(runner, case, result, flush=True)
@@ -58,8 +60,13 @@ def main() -> int:
 def in_a_process(runner: str, case: str, environ: dict[str, str]) -> dict[str, float]:
     command = [sys.executable, __file__, "--measure", runner, case]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=SECONDS, check=False)
+    ended_at = time.time()
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(done.stdout.splitlines()[-1])
+    if (last_task_at := found.pop("last_task_at", None)) is not None:
+        found["to the end"] = ended_at - last_task_at
+        found["run"] = ended_at - found.pop("begun_at")
+    return found
 
 
 @contextmanager
@@ -78,7 +85,7 @@ def server(folder: Path) -> Iterator[dict[str, str]]:
     command = [sys.executable, "-m", "prefect", "server", "start", "--port", port]
     with subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + 300
             while not answers(f"http://127.0.0.1:{port}/api/health"):
                 assert time.monotonic() < deadline, "the server of Prefect does not answer"
                 time.sleep(0.2)
@@ -100,7 +107,7 @@ def answers(url: str) -> bool:
 
 
 def runner_of(kind: str, **options: Any) -> Any:
-    """Two workers with one slot each. Threads have no limit by default, in Prefect and in ours; "-64" is a limit."""
+    """Two workers with two slots each. Threads have no limit by default, in Prefect and in ours; "-64" is a limit."""
     name, _, limit = kind.partition("-")
     if limit:
         options["max_workers"] = int(limit)
@@ -111,15 +118,15 @@ def runner_of(kind: str, **options: Any) -> Any:
     if kind == "dask":
         from prefect_dask import DaskTaskRunner
 
-        return DaskTaskRunner(cluster_kwargs={"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None})
+        return DaskTaskRunner(cluster_kwargs={"n_workers": 2, "threads_per_worker": 2, "dashboard_address": None})
     if kind == "ray":
         from prefect_ray import RayTaskRunner
 
-        return RayTaskRunner(init_kwargs={"num_cpus": 2, "include_dashboard": False})
+        return RayTaskRunner(init_kwargs={"num_cpus": 4, "include_dashboard": False})
     import skyward_core as sky
     from prefect_skyward import SkywardTaskRunner
 
-    return SkywardTaskRunner(provider=sky.Local(), nodes=2, display="quiet", **options)
+    return SkywardTaskRunner(provider=sky.Local(), nodes=2, concurrency=2, display="quiet", **options)
 
 
 def measured(name: str, case: str) -> dict[str, float]:
@@ -135,23 +142,57 @@ def measured(name: str, case: str) -> dict[str, float]:
     def large(number: int) -> bytes:  # noqa: ARG001 - one call for each
         return b"x" * LARGE_BYTES
 
+    @task(cache_policy=NO_CACHE)
+    def length(rows: list[dict[str, int]]) -> int:
+        return len(rows)
+
+    @task(cache_policy=NO_CACHE)
+    def result() -> bytes:
+        return b"x" * RESULT_BYTES
+
     if case == "first":
         return first_result(flow, tiny)
     if case == "retry":
         return second_attempt()
-    fn, count = (tiny, TINY) if case == "tiny" else (large, LARGE)
+
+    def work() -> None:
+        match case:
+            case "tiny":
+                assert len(tiny.map(range(TINY)).result()) == TINY
+            case "one":
+                for number in range(ONE):
+                    tiny.submit(number).result()
+            case "rows":
+                assert length.submit([{"number": number} for number in range(ROWS)]).result() == ROWS
+            case "result":
+                assert len(result.submit().result()) == RESULT_BYTES
+            case "large":
+                assert len(large.map(range(LARGE)).result()) == LARGE
 
     @flow(task_runner=runner_of(name))
-    def run() -> float:
+    def run() -> dict[str, float]:
         assert tiny.submit(0).result() == 1
-        started = time.perf_counter()
-        results = fn.map(range(count)).result()
-        seconds = time.perf_counter() - started
-        assert len(results) == count
-        return seconds
+        before_mb, before_s, started = memory_mb(reset_peak=True)["VmRSS"], time.process_time(), time.perf_counter()
+        work()
+        return {
+            "seconds": time.perf_counter() - started,
+            "processor_s": time.process_time() - before_s,
+            "above_mb": memory_mb()["VmHWM"] - before_mb,
+            "last_task_at": time.time(),
+        }
 
-    seconds = run()
-    return {"seconds": seconds, "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000}
+    begun_at = time.time()
+    found = run()
+    return {**found, "begun_at": begun_at, "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000}
+
+
+def memory_mb(*, reset_peak: bool = False) -> dict[str, float]:
+    """Return VmRSS and VmHWM of proc(5); the peak begins anew now if it is to be reset."""
+    if reset_peak:
+        Path("/proc/self/clear_refs").write_text("5")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    words = [line.split() for line in lines if line.startswith(("VmRSS", "VmHWM"))]
+    return {name.rstrip(":"): int(kilobytes) * 1.024 / 1000 for name, kilobytes, _ in words}
 
 
 def first_result(flow: Any, task: Any) -> dict[str, float]:
@@ -247,19 +288,28 @@ def report(
         ),
         "",
         (
-            f"| runner | {TINY} tiny tasks, s | tasks/s | to threads with the same limit | peak memory of the flow, MB |"
+            f"| runner | {TINY} mapped tasks, s | to threads with the same limit | processor time of the flow, s | whole"
+            f" run, s | from the last task to the end, s | peak memory of the flow, MB | one at a time, ms each | {ROWS} dicts as argument, s |"
+            f" result of {RESULT_BYTES // 10**6} MB, s | memory above the start, MB |"
             f" {LARGE} results of 5 MB, s | peak memory, MB |"
         ),
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| --- |" + " ---: |" * 12,
     ]
     for runner in runners:
         seconds = median(runner, "tiny", "seconds")
         same = median(f"threads{''.join(runner.partition('-')[1:])}", "tiny", "seconds")
+        one = median(runner, "one", "seconds")
         cells = [
             shown(seconds, 2),
-            shown(TINY / seconds if seconds else None),
-            shown(same / seconds if seconds and same else None, 2),
+            shown(seconds / same if seconds and same else None, 2),
+            shown(median(runner, "tiny", "processor_s"), 2),
+            shown(median(runner, "tiny", "run"), 2),
+            shown(median(runner, "tiny", "to the end"), 2),
             shown(median(runner, "tiny", "peak_mb")),
+            shown(1000 * one / ONE if one else None, 1),
+            shown(median(runner, "rows", "seconds"), 2),
+            shown(median(runner, "result", "seconds"), 2),
+            shown(median(runner, "result", "above_mb")),
             shown(median(runner, "large", "seconds"), 2),
             shown(median(runner, "large", "peak_mb")),
         ]

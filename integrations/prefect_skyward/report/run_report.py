@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import math
@@ -10,7 +9,8 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
+from contextlib import suppress
+from functools import cache, partial
 from queue import Empty, SimpleQueue
 from typing import Any
 from uuid import UUID
@@ -49,7 +49,7 @@ SOON: dict[type[sky.SkywardEvent], float] = {
 
 _log = logging.getLogger("skyward")
 _late: WeakSet[RunReport] = WeakSet()
-"""Those whose flow runs have ended without waiting for them."""
+"""Those that may still write, though their flow runs have ended."""
 
 
 class RunReport:
@@ -137,21 +137,22 @@ class RunReport:
     def close(self) -> None:
         """Write the last state and end the thread; called once the pools are closed. May be called twice.
 
-        It waits CLOSE_SECONDS at most. The thread goes on after that; the end of the process waits for it.
+        It waits CLOSE_SECONDS at most, and not for the pages of earlier runs. The thread goes on after that; the end of
+        the process waits for it.
         """
         if self in _late:
             return
         self._inbox.put(None)
-        self._thread.join(CLOSE_SECONDS)
-        if self._thread.is_alive():
-            _late.add(self)
+        _late.add(self)
+        _wait_at_exit()
+        self._has_written.wait(CLOSE_SECONDS)
 
     def wait(self, seconds: float) -> None:
         """Wait for the last requests of a flow run that has ended; say where the bill is if they are not done then."""
         self._thread.join(seconds)
         if not self._has_written.is_set():
             pools = " ".join(pool.pool_id for pool in list(self._state.pools) if pool.pool_id)
-            # not to the run's log: Prefect's threads, which send that, end with the process
+            # an API that does not answer takes no line of the run's log either
             _log.warning(
                 "Prefect's API has not taken the costs of flow run %s, and the process ends without them; the next run"
                 " of the flow writes them. The ledger has the bill: skyward receipt %s",
@@ -377,7 +378,15 @@ class RunReport:
         )
 
 
-@atexit.register
+@cache
+def _wait_at_exit() -> None:
+    """Let the end of the process wait before Prefect ends its threads, which send events. They are registered in the
+    same way, and earlier; `atexit` comes after them.
+    """
+    with suppress(RuntimeError):  # the process ends already
+        threading._register_atexit(wait_for_late_reports)  # type: ignore[attr-defined]
+
+
 def wait_for_late_reports() -> None:
     """Wait EXIT_SECONDS at most for what flow runs that have ended still have to write."""
     until = time.monotonic() + EXIT_SECONDS

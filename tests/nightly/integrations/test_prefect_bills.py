@@ -187,6 +187,8 @@ def programs(api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dic
         for its in found.values():
             wait_until(lambda: has_ended(its.pool_id), f"the end of {its.pool_id}")
         assert next_run() == 1
+        runs = [its.run_id for its in found.values()]
+        wait_until(lambda: all(map(is_settled, runs)), "the final figures of all flow runs")
         yield found
 
 
@@ -200,6 +202,12 @@ def has_ended(pool_id: str) -> bool:
     with Ledger(default_url()) as ledger:
         entry = ledger.pool(pool_id)
     return entry is not None and entry.ended_at is not None
+
+
+def is_settled(run_id: str) -> bool:
+    """Whether the figures of a flow run are final; the next run of its flow completes those of a killed process."""
+    (run,) = asked("/flow_runs/filter", {"flow_runs": {"id": {"any_": [run_id]}}})
+    return bool((run["labels"] or {}).get("skyward.is_final"))
 
 
 def command(*arguments: str) -> Any:
