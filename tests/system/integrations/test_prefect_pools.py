@@ -280,6 +280,9 @@ def test_a_page_is_written_at_once_at_a_change_of_the_pool_and_else_every_15_sec
         def label(self, _: object) -> None:
             written.append("labels")
 
+        def tag(self, _: object) -> None:
+            written.append("tag")
+
         def emit(self, *_: object) -> None:
             """Events are few by the sieve."""
 
@@ -296,5 +299,5 @@ def test_a_page_is_written_at_once_at_a_change_of_the_pool_and_else_every_15_sec
     report.close()
     counts = Counter(written)
     assert counts["skyward-machines"] == 4, "at the request, when it is ready, with its bill, at the end"
-    assert counts["skyward-cost"] == 3
+    assert counts["skyward-cost"] == counts["tag"] == 3
     assert counts["labels"] == 1 + 3 + 1, "before there is a cost, with each, and at last that it is final"
