@@ -1,4 +1,6 @@
-"""End machines of dead pools. A pool is dead if its owner is dead or its lease has expired.
+"""End machines of dead pools, and complete the bills of flow runs whose processes were killed.
+
+A pool is dead if its owner is dead or its lease has expired.
 
     python flows/sweep.py            sweeps once
     python flows/sweep.py serve      sweeps every ten minutes, as a deployment on the server of PREFECT_API_URL
@@ -14,6 +16,7 @@ from prefect import flow, get_run_logger
 from prefect.artifacts import create_table_artifact
 
 import skyward_core as sky
+from prefect_skyward import settle_flow_runs
 
 PROVIDERS = None  # the providers of the settings; or a list: [sky.AWS(region="us-east-1"), sky.RunPod()]
 
@@ -46,6 +49,8 @@ def skyward_sweep(is_dry_run: bool = False) -> list[str]:
         for each in report.ended
     ]
     create_table_artifact(rows, key="skyward-sweep", description="Machines that the sweep has ended")
+    if not is_dry_run and (settled := settle_flow_runs()):
+        get_run_logger().info("wrote the final costs of %d flow runs whose processes could not", settled)
     if report.failures:
         raise RuntimeError(
             "some machines could not be listed or ended; the next sweep tries again: "

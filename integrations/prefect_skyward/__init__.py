@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prefect_skyward.blocks import SkywardAWSCredentials as SkywardAWSCredentials
+    from prefect_skyward.blocks import SkywardCredentials as SkywardCredentials
     from prefect_skyward.blocks import SkywardDigitalOceanCredentials as SkywardDigitalOceanCredentials
     from prefect_skyward.blocks import SkywardPool as SkywardPool
     from prefect_skyward.blocks import SkywardRunPodCredentials as SkywardRunPodCredentials
@@ -17,11 +18,13 @@ if TYPE_CHECKING:
     from prefect_skyward.blocks import SkywardVerdaCredentials as SkywardVerdaCredentials
     from prefect_skyward.direct_calls import on_skyward as on_skyward
     from prefect_skyward.options import skyward_options as skyward_options
+    from prefect_skyward.report.settlement import settle_flow_runs as settle_flow_runs
     from prefect_skyward.task_runner import SkywardTaskRunner as SkywardTaskRunner
     from prefect_skyward.task_runner import cost_so_far as cost_so_far
 
 _HOMES = {
     "SkywardAWSCredentials": "blocks",
+    "SkywardCredentials": "blocks",
     "SkywardDigitalOceanCredentials": "blocks",
     "SkywardPool": "blocks",
     "SkywardRunPodCredentials": "blocks",
@@ -30,11 +33,13 @@ _HOMES = {
     "SkywardVerdaCredentials": "blocks",
     "cost_so_far": "task_runner",
     "on_skyward": "direct_calls",
+    "settle_flow_runs": "report.settlement",
     "skyward_options": "options",
 }
 
 __all__ = [
     "SkywardAWSCredentials",
+    "SkywardCredentials",
     "SkywardDigitalOceanCredentials",
     "SkywardPool",
     "SkywardRunPodCredentials",
@@ -43,6 +48,7 @@ __all__ = [
     "SkywardVerdaCredentials",
     "cost_so_far",
     "on_skyward",
+    "settle_flow_runs",
     "skyward_options",
 ]
 
@@ -56,7 +62,8 @@ def refuse_old_prefect(found: str) -> None:
     if parts < OLDEST_PREFECT:
         needed = ".".join(map(str, OLDEST_PREFECT))
         raise ImportError(
-            f"prefect_skyward needs Prefect {needed} or newer, and this is {found}: pip install 'prefect>={needed},<4'"
+            f"prefect_skyward needs Prefect {needed} or newer, and this is {found}: pip install"
+            f" 'prefect>={needed},<3.10'"
         )
 
 

@@ -21,6 +21,7 @@ from prefect.client.schemas.objects import StateType
 from prefect.events.actions import ActionTypes, CancelFlowRun, ChangeFlowRunState, SendNotification
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
+from prefect.exceptions import ObjectNotFound
 
 import skyward_core as sky
 from prefect_skyward.report.notices import EXCEEDED, WARNING
@@ -61,7 +62,8 @@ def deploy_budget_notification(
     """Make or replace the automation that sends a notification when a run's money runs low, and when it is used up.
 
     `block` is a saved notification block of Prefect (Slack, e-mail, a webhook): the block, its id, or its
-    "type-slug/name". `subject` and `body` are Jinja templates. Raises BadRequest for a block that is not saved.
+    "type-slug/name". `subject` and `body` are Jinja templates. Raises BadRequest for a block that is not saved, or that
+    Prefect does not have.
     """
     action = SendNotification(type="send-notification", block_document_id=_id_of(block), subject=subject, body=body)
     description = "Sends a notification when the money of a run runs low, and when it is used up."
@@ -140,5 +142,11 @@ def _id_of(block: NotificationBlock | UUID | str) -> UUID:
     slug, slash, name = block.partition("/")
     if not slash:
         raise sky.BadRequest(f"block={block!r}: write its type's slug and its name, as in 'slack-webhook/alerts'")
-    with get_client(sync_client=True) as client:
-        return client.read_block_document_by_name(name, slug).id
+    try:
+        with get_client(sync_client=True) as client:
+            return client.read_block_document_by_name(name, slug).id
+    except ObjectNotFound as error:
+        raise sky.BadRequest(
+            f"block={block!r}: Prefect has no block of this type and name. Make it in the UI (Blocks), or save one; the"
+            " command `prefect block ls` lists those that there are"
+        ) from error

@@ -6,6 +6,7 @@ of the core but names; the rest is loaded when a pool is made.
 
 from __future__ import annotations
 
+from abc import ABC
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from prefect.blocks.abstract import CredentialsBlock
@@ -22,8 +23,11 @@ DOCUMENTATION = HttpUrl("https://docs.prefect.io/v3/concepts/blocks")
 CLOUDS = Literal["local", "aws", "digitalocean", "runpod", "vastai", "verda", "hosts"]
 
 
-class SkywardCredentials(CredentialsBlock):
-    """What the credentials of all clouds share. Not a block itself: each cloud has one."""
+class SkywardCredentials(CredentialsBlock, ABC):  # Prefect registers no block that has ABC as a base itself
+    """Credentials of a cloud. Each cloud has a block of this kind; this one has no form.
+
+    `SkywardCredentials.load("skyward-aws-credentials/BLOCK_NAME")` loads that of any cloud: its type and its name.
+    """
 
     _cloud: ClassVar[str] = ""
 

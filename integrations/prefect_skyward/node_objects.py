@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from types import FunctionType, ModuleType
 from typing import Any, cast
 
+from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 from prefect.tasks import Task
@@ -66,6 +67,15 @@ def raise_if_prefect_s_api_was_used(error: Exception) -> None:
             f"the task's function uses another task as one ({error}), and nodes have no engine of Prefect: submit it"
             f" from the flow, or {_WITH_CONTEXT}"
         ) from error
+    if isinstance(error, MissingContextError) or (isinstance(error, ModuleNotFoundError) and _is_prefect(error.name)):
+        raise sky.BadRequest(
+            f"the task's function needs Prefect's context ({error}), which nodes do not have: import get_run_logger at"
+            f" the head of the file, read what you need in the flow and hand it to the task, or {_WITH_CONTEXT}"
+        ) from error
+
+
+def _is_prefect(module: str | None) -> bool:
+    return (module or "").partition(".")[0] == "prefect"
 
 
 @contextmanager

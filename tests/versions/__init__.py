@@ -29,11 +29,14 @@ ROOT = Path(__file__).parents[2]
 PARTS = {"core": ["aws", "otel", "postgres"], "prefect": ["prefect"], "airflow": ["airflow"], "dagster": ["dagster"]}
 ALSO = {"dagster": ["dagster-webserver"]}
 """Packages that a part's smoke starts in addition to the extra's packages."""
-MINOR_RELEASES = {"prefect": ("3.6", "3.7", "3.8")}
+MINOR_RELEASES = {"prefect": ("3.6", "3.7", "3.8", "3.9")}
 """The minor versions of an orchestrator that its plugin works with; those that are not tested elsewhere."""
-NEWER = {"3.8": {"fastapi": "<0.140"}}
+NEWER = {
+    "3.8": {"fastapi": "<0.140"},
+    "3.9": {"fastapi": "<0.151", "certifi": ">=2026.10.19", "python-slugify": ">=9,<9.2"},
+}
 """What a minor version needs that is newer than in uv.lock. With a newer FastAPI the server of Prefect 3.8.8 fails."""
-BOUNDED = ("dask", "distributed")
+BOUNDED = ("dask", "distributed", "prefect")
 """Packages for which pyproject.toml has an upper bound."""
 SMOKE_SECONDS = 600
 AT_ONCE = 2

@@ -46,6 +46,19 @@ class RunState:
         return max((pool.seconds for pool in self.pools), default=0.0)
 
     @property
+    def utilisation(self) -> tuple[str, float] | None:
+        """The mean of accelerators while calls ran, or of the processor without them: words and percent.
+
+        None before the first sample.
+        """
+        for name in ("gpu_percent", "cpu_percent"):
+            series = [its for pool in self.pools if (its := pool.use.measured.get(name)) is not None and its.count]
+            if series:
+                mean = sum(its.mean * its.count for its in series) / sum(its.count for its in series)
+                return sky.Utilisation.words_of(name), mean
+        return None
+
+    @property
     def hardware(self) -> str:
         """All machines in words."""
         return in_words(machine for pool in self.pools for machine in pool.machines.values())
@@ -72,12 +85,23 @@ def duration(seconds: float) -> str:
 def summary(state: RunState) -> str:
     """Return the line that lists show: the amount first."""
     parts = [usd(state.usd) + ("" if state.is_final else f" so far, {usd(state.rate_per_hour)} per hour")]
+    parts += [used(*state.utilisation)] if state.utilisation is not None else []
     parts += [f"share of pool {name}" for name in dict.fromkeys(pool.shared_name for pool in state.pools) if name]
     parts += [state.hardware] if state.hardware else []
     parts.append(duration(state.seconds))
     if any(pool.unconfirmed for pool in state.pools):
         parts.append("NOT CONFIRMED GONE")
     return " · ".join(parts)
+
+
+def used(measure: str, percent: float | None) -> str:
+    """Return a mean utilisation in words; "" for none."""
+    return "" if percent is None else f"{measure} {percent:.0f} %"
+
+
+def cost_tag(amount: float, measure: str = "", percent: float | None = None, *, is_final: bool = True) -> str:
+    """Return the tag of a flow run. Prefect shows it beside the name, on the run's page and in the list of runs."""
+    return " · ".join(filter(None, (usd(amount) + ("" if is_final else " so far"), used(measure, percent))))
 
 
 def cost_page(state: RunState, now: float) -> str:
@@ -116,7 +140,7 @@ def _head(state: RunState) -> str:
             )
         if pool.trouble:
             rows[f"Trouble{_of_pool(pool)}"] = _cell(pool.trouble)
-    return _table(["Machines of this run", ""], [[name, value] for name, value in rows.items()])
+    return table(["Machines of this run", ""], [[name, value] for name, value in rows.items()])
 
 
 def _calls(pools: Sequence[PoolState]) -> str:
@@ -147,7 +171,7 @@ def _machines(state: RunState, now: float) -> str:
     words = "" if state.is_final else " The seconds of machines that still run are estimates until the pool has ended."
     return (
         "### How it adds up\n\nPrice per hour x seconds / 3600; providers bill begun seconds or minutes as whole ones."
-        f"{words}\n\n" + _table(["machine", "per hour", "seconds", "USD"], rows)
+        f"{words}\n\n" + table(["machine", "per hour", "seconds", "USD"], rows)
     )
 
 
@@ -190,7 +214,7 @@ def _buckets(state: RunState) -> str:
         for name, amount in sorted(costs.items(), key=lambda item: -item[1])
     ]
     rows.append(["**Together**", f"**{usd(total(costs.values()))}**", ""])
-    return "### What it went to\n\n" + _table(["", "USD", "share"], rows)
+    return "### What it went to\n\n" + table(["", "USD", "share"], rows)
 
 
 def _tasks(state: RunState) -> str:
@@ -206,7 +230,7 @@ def _tasks(state: RunState) -> str:
     others = "no task (opening, idle time, the end)" if knows_all else "calls whose cost is known to the opener only"
     rows.append([others, "", usd(total([state.attempt_usd, -state.tasks.usd]))])
     rows.append(["**This attempt**", "", f"**{usd(state.attempt_usd)}**"])
-    return "### By task\n\n" + _table(["task", "task runs", "USD"], rows)
+    return "### By task\n\n" + table(["task", "task runs", "USD"], rows)
 
 
 def _utilization(state: RunState) -> str:
@@ -236,7 +260,7 @@ def settled_page(whole_usd: float, tasks: Sequence[Mapping[str, Any]], pool_ids:
     rows += [["other tasks, opening, idle time, the end", usd(others)]]
     rows += [["**Total**", f"**{usd(whole_usd)}**"]]
     words = "The process of this run was killed, or Prefect's API did not answer it: these figures are the ledger's."
-    return f"{words}\n\n{_table(['task', 'USD'], rows)}\n\n{_receipt_words(pool_ids)}"
+    return f"{words}\n\n{table(['task', 'USD'], rows)}\n\n{_receipt_words(pool_ids)}"
 
 
 def node_rows(state: RunState, now: float) -> list[dict[str, Any]]:
@@ -290,7 +314,7 @@ def task_page(run: TaskRunCost) -> str:
     if run.use.step is not None:
         parts.append(f"Step {run.use.step}")
     if rows:
-        parts.append(_table(["reported", "last", "least", "greatest", "course"], rows))
+        parts.append(table(["reported", "last", "least", "greatest", "course"], rows))
     if words := run.use.words():
         parts.append(f"While it ran: {words}")
     return "\n\n".join(parts)
@@ -315,7 +339,8 @@ def progress_words(pool: PoolState) -> str:
     return f"{len(pool.machines)} of {pool.wanted} machines rented, {ready} prepared"
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -7,12 +7,19 @@ the graph of a run shows fifty events.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-from uuid import UUID
+from uuid import UUID, uuid5
 
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
+from prefect.client.schemas.filters import (
+    ArtifactCollectionFilter,
+    ArtifactCollectionFilterKey,
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    ArtifactFilterKey,
+)
 from prefect.context import SyncClientContext
 from prefect.events.utilities import emit_event
 
@@ -21,6 +28,8 @@ if TYPE_CHECKING:
 
 type Page = str | float | Sequence[Mapping[str, Any]]
 """Markdown, percent, or the rows of a table."""
+COST_TAG = re.compile(r"\$[0-9][0-9.,]*( so far)?( · [a-z]+ [0-9]+ %)?")
+"""What `pages.cost_tag` writes; a tag of this form is replaced."""
 
 
 class RunApi:
@@ -30,6 +39,7 @@ class RunApi:
         self._flow_run_id = flow_run_id
         self._ids: dict[tuple[str, str | None], UUID] = {}
         self._written: dict[tuple[str, str | None], tuple[Page, str]] = {}
+        self._tag = ""
 
     def read(self, keys: Sequence[str]) -> dict[str, Any]:
         """Find artifacts of earlier attempts, so that `write` updates them. Return their data by key."""
@@ -74,8 +84,31 @@ class RunApi:
         with SyncClientContext.get_or_create() as context:
             context.client.update_flow_run_labels(self._flow_run_id, dict(labels))
 
-    def emit(self, event: str, pool_id: str, pool_name: str, payload: Mapping[str, Any]) -> None:
-        """Emit an event of a pool. Prefect adds the flow, the deployment and the tags of the run around this thread."""
+    def tag(self, text: str) -> None:
+        """Give the flow run this tag in place of its earlier tag of a cost; its other tags stay."""
+        if text == self._tag:
+            return
+        with SyncClientContext.get_or_create() as context:
+            known = context.client.read_flow_run(self._flow_run_id).tags
+            others = [one for one in known if not COST_TAG.fullmatch(one)]
+            context.client.update_flow_run(self._flow_run_id, tags=[*others, text])
+        self._tag = text
+
+    def emit(
+        self,
+        event: str,
+        pool_id: str,
+        pool_name: str,
+        payload: Mapping[str, Any],
+        *,
+        related: Sequence[Mapping[str, str]] = (),
+    ) -> None:
+        """Emit an event of a pool. Prefect adds the flow, the deployment and the tags of the run around this thread.
+
+        A bill has an id that its amount decides: Prefect keeps one event of each id, and so of each bill.
+        """
+        is_bill = "usd" in payload
+        name = f"{event}/{pool_id}/{payload['usd']:.6f}" if is_bill else ""
         emit_event(
             event,
             resource={
@@ -87,10 +120,28 @@ class RunApi:
                 {
                     "prefect.resource.id": f"prefect.flow-run.{self._flow_run_id}",
                     "prefect.resource.role": "flow-run",
-                }
+                },
+                *map(dict, related),
             ],
             payload=dict(payload),
+            id=uuid5(self._flow_run_id, name) if is_bill else None,
         )
+
+
+def write_of_no_run(key: str, markdown: str, description: str) -> None:
+    """Make or update the newest artifact of a key that belongs to no run, without an event."""
+    wanted = ArtifactCollectionFilter(key=ArtifactCollectionFilterKey(any_=[key]))
+    with SyncClientContext.get_or_create() as context:
+        client = context.client
+        known = client.read_latest_artifacts(artifact_filter=wanted, limit=1)
+        if known:
+            update = ArtifactUpdate(data=markdown, description=description)
+            path = {"id": known[0].latest_id}
+            body = update.model_dump(mode="json", exclude_unset=True)
+            client.request("PATCH", "/artifacts/{id}", json=body, path_params=path)
+        else:
+            artifact = ArtifactCreate(key=key, type="markdown", description=description, data=markdown)
+            client.request("POST", "/artifacts/", json=artifact.model_dump(mode="json", exclude_unset=True))
 
 
 def _create_quietly(client: Any, artifact: ArtifactCreate, task_run_id: str) -> UUID:

@@ -18,11 +18,12 @@ from weakref import WeakSet
 
 import skyward_core as sky
 from prefect_skyward.report import pages
+from prefect_skyward.report.flow_trend import COST_LABEL, FINAL_LABEL, MEASURE_LABEL, PERCENT_LABEL, write_trend
 from prefect_skyward.report.notices import Notice, RunWarning, Sieve, exceeded, notice_of, share_final
 from prefect_skyward.report.pages import RunState
 from prefect_skyward.report.pool_state import PoolState, SharedPool
 from prefect_skyward.report.prefect_api import RunApi
-from prefect_skyward.report.settlement import COST_KEY, COST_LABEL, FINAL_LABEL, TASKS_KEY, settle_earlier_runs
+from prefect_skyward.report.settlement import COST_KEY, TASKS_KEY, settle_earlier_runs
 from prefect_skyward.report.task_costs import with_the_ledger
 from prefect_skyward.ui import RunLog
 
@@ -183,6 +184,8 @@ class RunReport:
         self._has_written.set()
         if self._flow_id is not None:
             self._try(partial(settle_earlier_runs, self._flow_id, self._flow_run_id))
+            if self._state.pools:
+                self._try(partial(write_trend, self._flow_id))
 
     def _noted(self) -> None:
         """The time for an update has come."""
@@ -296,7 +299,7 @@ class RunReport:
         # Prefect's graph shows artifacts of one moment as a number: the circle of the opening is to stand alone
         has_cost = True
         if self._state.is_final or any(pool.ready_seconds is not None or pool.trouble for pool in self._state.pools):
-            has_cost = self._try(self._write_cost)
+            has_cost = self._try(self._write_cost) and self._try(self._write_tag)
             tables = (self._write_nodes, self._write_tasks, self._write_runs)
         else:
             tables = ()
@@ -324,6 +327,10 @@ class RunReport:
     def _write_cost(self) -> None:
         page = pages.cost_page(self._state, time.monotonic())
         self._api.write(COST_KEY, "markdown", page, pages.summary(self._state))
+
+    def _write_tag(self) -> None:
+        measure, percent = self._state.utilisation or ("", None)
+        self._api.tag(pages.cost_tag(self._state.usd, measure, percent, is_final=self._state.is_final))
 
     def _write_nodes(self) -> None:
         own = {pool.pool_id for pool in self._state.pools}
@@ -366,8 +373,10 @@ class RunReport:
             return
         pools = self._state.pools
         machines = [machine for pool in pools for machine in pool.machines.values()]
+        use = self._state.utilisation
         self._api.label(
             {
+                **({MEASURE_LABEL: use[0], PERCENT_LABEL: round(use[1], 1)} if use is not None else {}),
                 COST_LABEL: self._state.usd,
                 "skyward.pool_id": ",".join(filter(None, (pool.pool_id for pool in pools))),
                 "skyward.provider": ",".join(sorted({machine.provider for machine in machines})),

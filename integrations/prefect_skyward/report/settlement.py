@@ -1,28 +1,27 @@
 """The pages of flow runs whose process could not write them to the end: it was killed, or Prefect's API did not answer.
 
 The last thing that the report of a flow run writes is the label `skyward.is_final`. An ended run without it gets its
-figures from the ledger, which has the whole bill, by the next run of the same flow. Each step may be repeated.
+figures from the ledger, which has the whole bill: by the next run of the same flow, or by `settle_flow_runs`, which the
+sweep of flows/sweep.py calls. Each step may be repeated.
 """
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from contextvars import copy_context
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 from uuid import UUID
 
-from prefect.client.schemas.filters import (
-    FlowFilter,
-    FlowFilterId,
-    FlowRunFilter,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-)
-from prefect.client.schemas.objects import TERMINAL_STATES
+from prefect.client.schemas.filters import FlowFilter, FlowFilterId
 from prefect.client.schemas.sorting import FlowRunSort
-from prefect.context import SyncClientContext
+from prefect.context import FlowRunContext, SyncClientContext, TaskRunContext
 
 import skyward_core as sky
 from prefect_skyward.report import pages
+from prefect_skyward.report.flow_trend import COST_LABEL, ENDED, FINAL_LABEL, MEASURE_LABEL, PERCENT_LABEL, write_trend
+from prefect_skyward.report.notices import FINAL
 from prefect_skyward.report.prefect_api import RunApi
 from prefect_skyward.report.task_costs import total, with_the_ledger
 
@@ -30,30 +29,50 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
 
 COST_KEY, TASKS_KEY = "skyward-cost", "skyward-tasks"
-COST_LABEL, FINAL_LABEL = "skyward.cost_usd", "skyward.is_final"
 MOST_RUNS = 50
-"""How many of the runs that have ended last are looked at."""
+"""How many of a flow's runs that have ended last are looked at."""
+MOST_RUNS_OF_ALL = 200
+"""The same for all flows together."""
+
+
+def settle_flow_runs() -> int:
+    """Write the final costs of flow runs, of all flows, that have ended and whose processes could not write them.
+
+    Returns how many runs it has completed: total, table of task runs, labels, tag and event `skyward.cost.final`, with
+    the figures of the ledger. A run whose bill is not final there is left for the next time. May be called at any time,
+    also by several processes at once. Raises LedgerError, and the errors of Prefect's client.
+    """
+    settled = [run for run in _ended_runs(None, MOST_RUNS_OF_ALL) if _is_open(run) and _settle(run)]
+    for flow_id in {run.flow_id for run in settled}:
+        write_trend(flow_id)
+    return len(settled)
 
 
 def settle_earlier_runs(flow_id: UUID, but: UUID) -> None:
     """Write the costs of ended runs of a flow whose figures are not final, except for this run."""
-    ended = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=sorted(TERMINAL_STATES))))
-    with SyncClientContext.get_or_create() as context:
-        runs = context.client.read_flow_runs(
-            flow_filter=FlowFilter(id=FlowFilterId(any_=[flow_id])),
-            flow_run_filter=ended,
-            sort=FlowRunSort.END_TIME_DESC,
-            limit=MOST_RUNS,
-        )
-    for run in runs:
+    for run in _ended_runs(FlowFilter(id=FlowFilterId(any_=[flow_id])), MOST_RUNS):
         if run.id != but and (run.labels or {}).get(FINAL_LABEL) is not True:
             _settle(run)
 
 
-def _settle(run: FlowRun) -> None:
+def _ended_runs(of: FlowFilter | None, most: int) -> list[FlowRun]:
+    """Return runs that have ended, the last ones first."""
+    with SyncClientContext.get_or_create() as context:
+        return context.client.read_flow_runs(
+            flow_filter=of, flow_run_filter=ENDED, sort=FlowRunSort.END_TIME_DESC, limit=most
+        )
+
+
+def _is_open(run: FlowRun) -> bool:
+    """Whether its process has begun to write its costs, and has not ended that."""
+    return (run.labels or {}).get(FINAL_LABEL) is False
+
+
+def _settle(run: FlowRun) -> bool:
+    """Write what is missing; return whether all of it is written now."""
     parts = sky.cost_parts(sky.Work(system="prefect", run=str(run.id)))
     if not parts or not all(part.is_final for part in parts):
-        return  # a later run finds it again
+        return False  # another call finds it again
     api = RunApi(run.id)
     data = api.read([TASKS_KEY, COST_KEY]).get(TASKS_KEY)
     rows = with_the_ledger(json.loads(data) if isinstance(data, str) else data or [], parts)
@@ -61,4 +80,29 @@ def _settle(run: FlowRun) -> None:
     api.write(TASKS_KEY, "table", rows, f"{len(rows)} task runs")
     page = pages.settled_page(usd, rows, sorted({part.pool_id for part in parts}))
     api.write(COST_KEY, "markdown", page, f"{pages.usd(usd)} · by the ledger")
-    api.label({COST_LABEL: usd, FINAL_LABEL: True})
+    labels = run.labels or {}
+    percent = labels.get(PERCENT_LABEL)
+    api.tag(pages.cost_tag(usd, str(labels.get(MEASURE_LABEL, "")), None if percent is None else float(percent)))
+    _emit_bills(api, run, parts, usd)
+    api.label({COST_LABEL: usd, FINAL_LABEL: True})  # last
+    return True
+
+
+def _emit_bills(api: RunApi, run: FlowRun, parts: Sequence[sky.CostPart], usd: float) -> None:
+    """Emit the bill of each pool, as the run's process would have."""
+    with SyncClientContext.get_or_create() as context:
+        flow = context.client.read_flow(run.flow_id)
+    related = [
+        {
+            "prefect.resource.id": f"prefect.flow.{flow.id}",
+            "prefect.resource.role": "flow",
+            "prefect.resource.name": flow.name,
+        }
+    ]
+    outside = copy_context()  # Prefect would relate the events to the run of this thread too
+    for around in (FlowRunContext, TaskRunContext):
+        outside.run(cast(Any, around).__var__.set, None)
+    for pool_id in sorted({part.pool_id for part in parts}):
+        cost = total(float(part.cost_usd) for part in parts if part.pool_id == pool_id)
+        payload = {"usd": cost, "flow_run_usd": usd, "by": "ledger"}
+        outside.run(partial(api.emit, FINAL, pool_id, "", payload, related=related))

@@ -18,15 +18,17 @@ from tests.integrations import prefect_server  # isort: skip
 from tests.integrations.prefect_server import artifacts, asked, events_of, messages
 from tests.waiting import wait_until
 
-from prefect import flow, task  # isort: skip
+from prefect import flow, tags, task  # isort: skip
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run as current_run
 
 import skyward_core as sky
-from prefect_skyward import SkywardTaskRunner
+from prefect_skyward import SkywardTaskRunner, cost_so_far, settle_flow_runs
 from prefect_skyward.automations import deploy_budget_notification, deploy_crash_guard
 from prefect_skyward.report import pages
+from prefect_skyward.report.flow_trend import write_trend
+from prefect_skyward.report.prefect_api import RunApi
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.rows import Account, Period
 
@@ -54,6 +56,7 @@ def run(api: str) -> SimpleNamespace:
     events: list[Any] = []
     ids: list[str] = []
     trained: list[str] = []
+    live: list[tuple[dict[str, float], float]] = []
 
     @flow(
         name="two attempts",
@@ -70,8 +73,11 @@ def run(api: str) -> SimpleNamespace:
         future = train.submit(5)
         assert future.result() == 5
         trained.append(str(future.task_run_id))
+        work = sky.Work(system="prefect", run=current_run.id)
+        live.append((sky.cost_of(work), cost_so_far()))
 
-    attempts()
+    with tags("of a user"):
+        attempts()
     finals = [event for event in events if isinstance(event, sky.CostFinal)]
     pool_ids = [event.pool_id for event in events if isinstance(event, sky.InfraCreating)]
     assert len(finals) == len(pool_ids) == 2
@@ -82,6 +88,8 @@ def run(api: str) -> SimpleNamespace:
         finals=finals,
         usd=sum(final.total_cost for final in finals),
         trained=trained[0],
+        live=live[0],
+        flow_id=asked("/flow_runs/filter", {"flow_runs": {"id": {"any_": [ids[0]]}}})[0]["flow_id"],
         of_run={one["key"]: one for one in found if one["task_run_id"] is None},
         of_tasks={one["task_run_id"]: one for one in found if one["task_run_id"] is not None},
         count=len(found),
@@ -107,7 +115,7 @@ def test_the_cost_of_a_retried_run_is_one_artifact_that_sums_its_attempts(run: S
     assert artifact["type"] == "markdown"
     assert amounts(artifact["data"], "Total |") == pytest.approx(run.usd, abs=1e-4)
     assert amounts(artifact["data"], "Earlier attempts") == pytest.approx(run.finals[0].total_cost, abs=1e-4)
-    assert artifact["description"].startswith(pages.usd(run.usd) + " · 2 x ")
+    assert re.match(rf"{re.escape(pages.usd(run.usd))} · (processor \d+ % · )?2 x ", artifact["description"])
     assert len([key for key in run.of_run if key == "skyward-cost"]) == 1
     assert all(f"`skyward receipt {pool_id}`" in artifact["data"] for pool_id in run.pool_ids)
 
@@ -169,9 +177,72 @@ def test_events_are_few_and_name_run_and_pool(run: SimpleNamespace) -> None:
     assert len(events_of(run.id, "prefect.artifact.")) <= 8
 
 
+def test_live_figures_are_never_below_the_ledger_nor_above_the_bill(run: SimpleNamespace) -> None:
+    """The ledger has each pool's cost up to the last entry; the bill is the ledger's last word."""
+    first, second = run.pool_ids
+    in_the_ledger, shown = run.live
+    assert in_the_ledger[first] == pytest.approx(run.finals[0].total_cost, abs=1e-6)
+    assert 0 < in_the_ledger[second] <= shown <= run.finals[1].total_cost
+    final = sky.cost_of(sky.Work(system="prefect", run=str(run.id)))
+    assert final == pytest.approx(
+        dict(zip(run.pool_ids, (one.total_cost for one in run.finals), strict=True)), abs=1e-6
+    )
+
+
+def test_the_card_of_the_flow_has_the_cost_of_its_last_run_and_those_before(run: SimpleNamespace) -> None:
+    """One artifact for each flow, of no run; another run changes it."""
+
+    def card() -> dict[str, Any]:
+        key = f"skyward-flow-two-attempts-{run.flow_id[:8]}"
+        found = asked("/artifacts/latest/filter", {"artifacts": {"key": {"any_": [key]}}})
+        return found[0] if found else {}
+
+    first = wait_until(card)
+    assert first["description"].startswith(f"last run {pages.usd(run.usd)}")
+    assert first["flow_run_id"] is None
+    write_trend(UUID(run.flow_id))
+    assert (card()["latest_id"], card()["data"]) == (first["latest_id"], first["data"])
+    (row,) = [line for line in first["data"].splitlines() if f"| {pages.usd(run.usd)} |" in line]
+    assert "| Completed |" in row
+    assert "| █████ |" in row
+
+
+def test_a_run_whose_process_could_not_write_its_bill_gets_it_by_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From whoever asks next, also another process: total, labels, tag and the event, once however often it is asked."""
+    ids: list[str] = []
+    label = RunApi.label
+
+    @flow(name="unwritten", task_runner=SkywardTaskRunner(provider=sky.Local(price_per_hour=PRICE)))
+    def unwritten() -> None:
+        ids.append(current_run.id)
+        assert double.submit(1).result() == 2
+
+    with monkeypatch.context() as dead:
+        dead.setattr(RunApi, "emit", lambda *_, **__: None)
+        dead.setattr(RunApi, "tag", lambda *_: None)
+        dead.setattr(RunApi, "label", lambda self, labels: label(self, {**labels, "skyward.is_final": False}))
+        unwritten()
+    assert events_of(ids[0]) == []
+    assert settle_flow_runs() >= 1  # runs of other files may be among them
+    (found,) = asked("/flow_runs/filter", {"flow_runs": {"id": {"any_": ids}}})
+    usd = sum(sky.cost_of(sky.Work(system="prefect", run=ids[0])).values())
+    assert found["labels"]["skyward.is_final"]
+    assert found["labels"]["skyward.cost_usd"] == pytest.approx(usd, abs=1e-6)
+    assert found["tags"][0].startswith(pages.usd(usd))
+    RunApi(UUID(ids[0])).label({"skyward.is_final": False})
+    assert settle_flow_runs() >= 1
+    (event,) = wait_until(lambda: events_of(ids[0]))
+    assert (event["event"], event["payload"]["flow_run_usd"]) == ("skyward.cost.final", pytest.approx(usd, abs=1e-6))
+    assert {one["prefect.resource.role"] for one in event["related"]} >= {"flow-run", "flow"}
+
+
 def test_labels_of_the_flow_run_have_the_cost_and_the_pool(run: SimpleNamespace) -> None:
     (found,) = asked("/flow_runs/filter", {"flow_runs": {"id": {"any_": [str(run.id)]}}})
     labels = found["labels"]
+    use = (
+        f" · processor {labels['skyward.utilisation_percent']:.0f} %" if "skyward.utilisation_percent" in labels else ""
+    )
+    assert found["tags"] == ["of a user", pages.usd(run.usd) + use]
     assert labels["skyward.cost_usd"] == pytest.approx(run.usd, abs=1e-4)
     assert labels["skyward.pool_id"] == run.pool_ids[1]
     assert (labels["skyward.provider"], labels["skyward.nodes"], labels["skyward.is_final"]) == ("local", 2, True)
@@ -263,5 +334,7 @@ def test_automations_that_cannot_work_are_refused() -> None:
         deploy_budget_notification(CustomWebhookNotificationBlock(name="x", url="http://127.0.0.1/", method="POST"))
     with pytest.raises(sky.BadRequest, match="slack-webhook/alerts"):
         deploy_budget_notification("alerts")
+    with pytest.raises(sky.BadRequest, match="prefect block ls"):
+        deploy_budget_notification("slack-webhook/alerts")
     with pytest.raises(sky.BadRequest, match="10 seconds"):
         deploy_crash_guard(5)

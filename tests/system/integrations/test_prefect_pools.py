@@ -280,6 +280,9 @@ def test_a_page_is_written_at_once_at_a_change_of_the_pool_and_else_every_15_sec
         def label(self, _: object) -> None:
             written.append("labels")
 
+        def tag(self, _: object) -> None:
+            written.append("tag")
+
         def emit(self, *_: object) -> None:
             """Events are few by the sieve."""
 
@@ -296,5 +299,5 @@ def test_a_page_is_written_at_once_at_a_change_of_the_pool_and_else_every_15_sec
     report.close()
     counts = Counter(written)
     assert counts["skyward-machines"] == 3, "at the request, when it is ready, at the end with its bill"
-    assert counts["skyward-cost"] == 2
+    assert counts["skyward-cost"] == counts["tag"] == 2
     assert counts["labels"] == 1 + 2 + 1, "before there is a cost, with each, and at last that it is final"

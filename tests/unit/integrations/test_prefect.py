@@ -18,17 +18,32 @@ pytest.importorskip("prefect")
 
 
 from prefect import flow, get_run_logger, runtime, task
-from prefect.blocks.core import Block
+from prefect.blocks.core import Block, InvalidBlockRegistration
 from prefect.client.schemas.objects import TaskRun
+from prefect.exceptions import MissingContextError
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_KEY, PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling, Running
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.testing.standard_test_suites import BlockStandardTestSuite
 
 import skyward_core as sky
-from prefect_skyward import SkywardTaskRunner, blocks, cancellation, on_skyward, refuse_old_prefect, waiting_state
+from prefect_skyward import (
+    SkywardCredentials,
+    SkywardTaskRunner,
+    blocks,
+    cancellation,
+    on_skyward,
+    refuse_old_prefect,
+    waiting_state,
+)
 from prefect_skyward.nested_runs import has_died, left_by
-from prefect_skyward.node_objects import NO_API, packing, portable, without_prefect_s_api
+from prefect_skyward.node_objects import (
+    NO_API,
+    packing,
+    portable,
+    raise_if_prefect_s_api_was_used,
+    without_prefect_s_api,
+)
 from prefect_skyward.options import changed
 from prefect_skyward.pool_life import PoolLife
 from prefect_skyward.prefect_context import (
@@ -37,9 +52,11 @@ from prefect_skyward.prefect_context import (
     refuse_without_prefect,
     with_prefect_s_api,
 )
-from prefect_skyward.report import notices, pages
+from prefect_skyward.report import flow_trend, notices, pages
+from prefect_skyward.report.flow_trend import RunFigures
 from prefect_skyward.report.pages import RunState
 from prefect_skyward.report.pool_state import PoolState, SharedPool
+from prefect_skyward.report.prefect_api import COST_TAG
 from prefect_skyward.report.task_costs import TaskCosts
 from prefect_skyward.ui import RunLog
 from prefect_skyward.waiting_state import waiting_for_machines
@@ -204,6 +221,12 @@ def test_credentials_become_the_provider_and_are_shown_nowhere(kind: Any) -> Non
     assert SECRET not in repr(credentials) + repr(provider) + spec.model_dump_json() + repr(spec)
 
 
+def test_the_credentials_of_all_clouds_are_of_one_kind_that_has_no_form() -> None:
+    assert all(issubclass(kind, SkywardCredentials) for kind in BLOCKS[1:])
+    with pytest.raises(InvalidBlockRegistration):
+        SkywardCredentials.register_type_and_schema(_sync=True)
+
+
 def test_a_pool_s_fields_become_its_spec() -> None:
     block = blocks.SkywardPool(
         provider="local",
@@ -293,6 +316,25 @@ def test_variables_of_the_settings_reach_the_nodes(in_context: bool, monkeypatch
         {"GREETING": "hello", "PREFECT_API_URL": address},
         {"A": "b", "PREFECT_API_URL": address},
     ]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionError(f"no connection to {NO_API}/variables/"),
+        AttributeError("'function' object has no attribute 'submit'"),
+        MissingContextError("There is no active flow or task run context."),
+        ModuleNotFoundError("No module named 'prefect'", name="prefect"),
+        ModuleNotFoundError("No module named 'prefect.runtime'", name="prefect.runtime"),
+    ],
+    ids=["the API", "a nested submit", "a run logger", "no Prefect", "no module of Prefect"],
+)
+def test_what_needs_prefect_in_a_function_names_both_remedies(error: Exception) -> None:
+    """In the flow, or in Prefect's context; the error of the function stays the cause."""
+    with pytest.raises(sky.BadRequest, match=r"(?s)flow.*SkywardTaskRunner\(prefect_context=True\)") as found:
+        raise_if_prefect_s_api_was_used(error)
+    assert found.value.__cause__ is error
+    raise_if_prefect_s_api_was_used(ModuleNotFoundError("No module named 'torch'", name="torch"))
 
 
 def test_an_address_with_a_login_is_a_secret() -> None:
@@ -589,6 +631,46 @@ def test_the_share_of_a_pool_that_was_found_warm_is_the_cost_of_the_run() -> Non
     assert notices.share_final(joined).payload == {
         "usd": 0.25, "seconds": 60.0, "hardware": "1 x T4", "share_of": "team-gpu", "has_opened": False,
     }  # fmt: skip
+
+
+def test_the_amount_of_a_run_stands_beside_the_use_of_its_accelerators_or_else_of_its_processors() -> None:
+    """In what lists show, and in the tag; each machine counts by its samples."""
+
+    def state_of(*gpus: float | None, is_final: bool = False) -> RunState:
+        samples = [sky.Metrics("i-0", 0, 40.0, 10.0, 0.0, 0.0, gpu_utilization=gpu) for gpu in gpus]
+        pool = pool_of(sky.CostUpdate(1000.0, 1.5, 3.6, 0, 1), sky.CallProgress(1, 0, 0), *samples)
+        return RunState([pool], is_final=is_final)
+
+    assert pages.summary(state_of(90.0, 30.0)).startswith("$1.50 so far, $3.60 per hour · accelerators 60 % · ")
+    assert pages.summary(state_of(None)).startswith("$1.50 so far, $3.60 per hour · processor 40 % · ")
+    assert RunState([*state_of(90.0).pools, *state_of(None).pools]).utilisation == ("accelerators", 90.0)
+    live, ended = (
+        pages.cost_tag(1.5, "accelerators", 60.4, is_final=False),
+        pages.cost_tag(1234.5, "processor", 40.0),
+    )
+    assert (live, ended) == ("$1.50 so far · accelerators 60 %", "$1,234.50 · processor 40 %")
+    assert all(COST_TAG.fullmatch(tag) for tag in (live, ended, pages.cost_tag(0.0)))
+    assert not any(COST_TAG.fullmatch(tag) for tag in ("$team", "$5 a day", "cost $5", "$5 · x"))
+
+
+def test_the_last_runs_of_a_flow_are_a_table_with_bars() -> None:
+    """The newest run comes first; the highest cost has the longest bar, and no cost is invisible."""
+    newest = RunFigures("calm-fox", "http://ui/1", "Completed", "11-27 09:00", 3.0, "accelerators", 52.0)
+    older = RunFigures("old-owl", "", "Running", "11-26 09:00", 0.01, is_final=False)
+    page = flow_trend.trend_page([newest, older])
+    assert page.startswith("**$3.01** for the last 2 runs, $1.50 for one in the mean.")
+    (first, second) = page.splitlines()[-2:]
+    assert first == ("| 11-27 09:00 | [calm-fox](http://ui/1) | Completed | $3.00 | █████ | accelerators 52 % | ███ |")
+    assert second == "| 11-26 09:00 | old-owl | Running | $0.0100 so far | █ |  |  |"
+    assert flow_trend.trend_summary([newest]) == "last run $3.00 · accelerators 52 %"
+    assert flow_trend.trend_summary([older, newest]) == "last run $0.0100 so far · the last 2 runs $3.01"
+    assert flow_trend.trend_page([RunFigures("free", "", "Completed", "", 0.0)]).endswith("| $0 |  |  |  |")
+
+
+def test_flows_with_similar_names_have_separate_artifacts() -> None:
+    ids = [UUID(int=number << 96) for number in (1, 2, 3)]
+    keys = [flow_trend.key_of(name, one) for name, one in zip(("my-flow", "My flow", "日本"), ids, strict=True)]
+    assert keys == ["skyward-flow-my-flow", "skyward-flow-my-flow-00000002", "skyward-flow-00000003"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,132 @@
+"""One artifact for each flow: what its last runs have cost, and how they used their machines.
+
+Prefect's page Artifacts has one card for each key, with the description of the newest artifact. So the card of a flow
+says what its last run has cost. Each run that ends writes the artifact anew from the labels of the runs: if two end at
+the same time, or one cannot write it, the next one's is right again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from uuid import UUID
+
+from prefect.client.schemas.filters import (
+    FlowFilter,
+    FlowFilterId,
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import TERMINAL_STATES
+from prefect.client.schemas.sorting import FlowRunSort
+from prefect.context import SyncClientContext
+from prefect.utilities.urls import url_for
+
+from prefect_skyward.report import pages
+from prefect_skyward.report.prefect_api import write_of_no_run
+from prefect_skyward.report.task_costs import total
+
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import FlowRun
+
+COST_LABEL, FINAL_LABEL = "skyward.cost_usd", "skyward.is_final"
+MEASURE_LABEL, PERCENT_LABEL = "skyward.utilisation_of", "skyward.utilisation_percent"
+ENDED = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=sorted(TERMINAL_STATES))))
+MOST_RUNS = 30
+READ_RUNS = 50
+"""How many of the newest runs that have ended are read; some may have rented nothing."""
+BAR_CHARACTERS = 5
+"""Prefect's page is 710 pixels wide beside its margins, and cuts a wider table off."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFigures:
+    """One row: a run of the flow, its cost in USD, and what its calls used of the nodes (None: not measured)."""
+
+    name: str
+    url: str
+    state: str
+    begun: str
+    usd: float
+    measure: str = ""
+    percent: float | None = None
+    is_final: bool = True
+
+
+def write_trend(flow_id: UUID) -> None:
+    """Write the artifact of a flow; nothing if none of its runs has rented machines."""
+    with SyncClientContext.get_or_create() as context:
+        flow = context.client.read_flow(flow_id)
+        newest = context.client.read_flow_runs(
+            flow_filter=FlowFilter(id=FlowFilterId(any_=[flow_id])),
+            flow_run_filter=ENDED,
+            sort=FlowRunSort.START_TIME_DESC,
+            limit=READ_RUNS,
+        )
+    runs = [_figures(run) for run in newest if COST_LABEL in (run.labels or {})][:MOST_RUNS]
+    if runs:
+        write_of_no_run(key_of(flow.name, flow_id), trend_page(runs), trend_summary(runs))
+
+
+def key_of(flow_name: str, flow_id: UUID) -> str:
+    """Return the key of a flow's artifact: small letters, digits and dashes. Two flows never have the same one."""
+    slug = re.sub(r"[^a-z0-9]+", "-", flow_name.lower()).strip("-")
+    return "-".join(filter(None, ("skyward-flow", slug, "" if slug == flow_name else flow_id.hex[:8])))
+
+
+def trend_summary(runs: Sequence[RunFigures]) -> str:
+    """Return the line of the card; the newest run comes first."""
+    last, *_ = runs
+    words = [f"last run {_money(last)}", *filter(None, [pages.used(last.measure, last.percent)])]
+    if len(runs) > 1:
+        words.append(f"the last {len(runs)} runs {pages.usd(total(run.usd for run in runs))}")
+    return " · ".join(words)
+
+
+def trend_page(runs: Sequence[RunFigures]) -> str:
+    """Return the markdown of a flow's last runs, the newest first."""
+    whole, most = total(run.usd for run in runs), max(run.usd for run in runs)
+    words = "the last run" if len(runs) == 1 else f"the last {len(runs)} runs"
+    head = f"**{pages.usd(whole)}** for {words}, {pages.usd(whole / len(runs))} for one in the mean."
+    rows = [
+        [
+            run.begun,
+            f"[{run.name}]({run.url})" if run.url else run.name,
+            run.state,
+            _money(run),
+            _bar(run.usd, most),
+            pages.used(run.measure, run.percent),
+            _bar(run.percent or 0.0, 100.0),
+        ]
+        for run in runs
+    ]
+    return f"{head}\n\n" + pages.table(["begun (UTC)", "run", "state", "USD", "", "utilisation", ""], rows)
+
+
+def _money(run: RunFigures) -> str:
+    return pages.usd(run.usd) + ("" if run.is_final else " so far")
+
+
+def _bar(value: float, most: float) -> str:
+    """Return a bar; what is more than nothing has one character at least."""
+    if value <= 0 or most <= 0:
+        return ""
+    return "█" * max(1, round(BAR_CHARACTERS * min(1.0, value / most)))
+
+
+def _figures(run: FlowRun) -> RunFigures:
+    labels, began = run.labels or {}, run.start_time or run.created
+    percent = labels.get(PERCENT_LABEL)
+    return RunFigures(
+        name=run.name,
+        url=url_for("flow-run", run.id) or "",
+        state=run.state_name or "",
+        begun=f"{began:%m-%d %H:%M}" if began is not None else "",
+        usd=float(labels[COST_LABEL]),
+        is_final=labels.get(FINAL_LABEL) is True,
+        measure=str(labels.get(MEASURE_LABEL, "")),
+        percent=float(percent) if percent is not None else None,
+    )
