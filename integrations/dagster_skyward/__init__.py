@@ -1,8 +1,8 @@
 """Dagster: the functions of assets and ops run on an ephemeral accelerator pool.
 
 `SkywardResource` is the pool, `Lifecycle` says when it opens and ends, `PoolResult` is what a call returns,
-`PipesSkywardClient` runs functions and scripts with Dagster Pipes, and `upkeep()` has the sensors and the schedule of a
-deployment.
+`PipesSkywardClient` runs functions, scripts and commands with Dagster Pipes, and `upkeep()` has the sensors and the
+schedule of a deployment.
 """
 
 from dagster_shared.libraries import DagsterLibraryRegistry

@@ -9,10 +9,11 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Optional, TypeAliasType, Union, cast, get_args, get_origin
 
 import dagster as dg
-from pydantic import BaseModel, Field
+from pydantic import Field
 from pydantic_core import PydanticUndefined
 
 import skyward_core as sky
+from dagster_skyward.config_types import BY_NAME, SCALARS, as_config, as_setting
 
 ENVIRONMENT = (dg.EnvVar, type(dg.EnvVar.int("NAME")))
 """Classes of values that Dagster reads from the environment when a run starts."""
@@ -51,10 +52,8 @@ def _plain_type(annotation: Any) -> Any:
             return str
         case _ if get_origin(annotation) is Mapping:
             return dict[str, str]
-        case type() if issubclass(annotation, BaseModel):
-            return dict[str, Any]
-        case type() if annotation in (str, int, float, bool):
-            return annotation
+        case _ if annotation in SCALARS:
+            return SCALARS[annotation]
         case _:
             return Any
 
@@ -69,7 +68,7 @@ def config_fields() -> dict[str, Any]:
         own = OWN_DEFAULTS.get(name)
         default = "" if own or field.default in {None, PydanticUndefined, ()} else f" Default: {field.default!r}."
         fields[name] = (
-            Optional[_plain_type(field.annotation)],  # noqa: UP045 - the type is known at run time only
+            Optional[BY_NAME.get(name) or _plain_type(field.annotation)],  # noqa: UP045 - the type is known at run time only
             Field(default=own, description=f"{field.description}{default}"),
         )
     return fields
@@ -88,7 +87,7 @@ def plain(keywords: Mapping[str, Any]) -> dict[str, Any]:
     later = {name: value for name, value in said.items() if name in FIELDS and _is_known_later(value, name)}
     for name, value in later.items():
         _refuse_unreadable(name, value)
-    spec = sky.PoolSpec.of(**{name: value for name, value in said.items() if name not in later})
+    spec = sky.PoolSpec.of(**{name: as_setting(name, value) for name, value in said.items() if name not in later})
     refuse_credentials(spec)
     spec.refuse_what_cannot_be()
     if "name" not in later:
@@ -98,7 +97,7 @@ def plain(keywords: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(image, Mapping) and set(cast("Mapping[str, Any]", image)) == {"env"}:
         # if the only key of a mapping in a default is "env", Dagster takes it for an EnvVar, and fails on its value
         plain["image"] = {**image, "pip": []}
-    return plain
+    return {name: as_config(name, value) for name, value in plain.items()}
 
 
 def refuse_credentials(spec: sky.PoolSpec) -> None:
@@ -186,24 +185,11 @@ def _is_from_environment(value: object, place: str) -> bool:
 
 
 def _refuse_unreadable(name: str, value: object) -> None:
-    """Raise BadRequest for an environment variable in a place where Dagster cannot read one; Dagster's own error would
-    describe the type of a string.
-    """
+    """Raise BadRequest for an environment variable in the place of a mapping."""
     if isinstance(value, dg.EnvVar) and name in OF_MAPPINGS:
         raise sky.BadRequest(
             f'{name}=dg.EnvVar("{value.env_var_name}"): a variable holds one text, and {name} is a mapping: write'
             f" EnvVar for its values, {OF_MAPPINGS[name]}"
-        )
-    kind = get_args(FIELDS[name][0])[0]
-    if kind is int and isinstance(value, dg.EnvVar):
-        raise sky.BadRequest(
-            f'{name}=dg.EnvVar("{value.env_var_name}"): it is a whole number, write'
-            f' dg.EnvVar.int("{value.env_var_name}")'
-        )
-    if kind in (float, bool):
-        raise sky.BadRequest(
-            f"{name}: Dagster reads only text and whole numbers from the environment; leave it out and set"
-            f" SKYWARD_{name.upper()} there"
         )
 
 
@@ -216,8 +202,8 @@ def spec_of(values: Mapping[str, Any], run_id: str | None = None) -> sky.PoolSpe
     said = with_references(values)
     provider = said.get("provider")  # also what was typed into the launchpad
     if provider is not None and not _is_from_environment(provider, "provider"):
-        refuse_credentials(sky.PoolSpec.of(provider=provider))
-    filled = {name: filled_in(value, name) for name, value in said.items() if value is not None}
+        refuse_credentials(sky.PoolSpec.of(provider=as_setting("provider", provider)))
+    filled = {name: as_setting(name, filled_in(value, name)) for name, value in said.items() if value is not None}
     return sky.PoolSpec.of(
         **filled | {name: _of_run(filled[name], name, run_id) for name in WITH_RUN_ID if name in filled}
     )

@@ -12,6 +12,7 @@ from pydantic import Field
 
 import skyward_core as sky
 from dagster_skyward.configuration import refuse_credentials, refuse_plain_secrets, with_references
+from dagster_skyward.metadata import StepContext, asset_tags_of, tags_of
 
 CREATE = ("lazy", "eager")
 CLEANUP = ("always", "on_exception", "never")
@@ -128,6 +129,23 @@ def spec_of_step(spec: sky.PoolSpec, tags: Mapping[str, str]) -> sky.PoolSpec:
     return changed_spec(spec, keywords)
 
 
+def spec_of_use(spec: sky.PoolSpec, context: StepContext | None, settings: Mapping[str, Any]) -> sky.PoolSpec:
+    """Return the spec of one use of a pool: that of its step, with the settings of the call.
+
+    Raises BadRequest, also for settings that no call can give.
+    """
+    if context is not None:
+        refuse_unknown_tags(asset_tags_of(context), known=())
+        spec = spec_of_step(spec, tags_of(context))
+    for name in settings:
+        if name not in OF_A_CALL:
+            raise sky.BadRequest(
+                f"{name}=...: a call may give its pool {', '.join(OF_A_CALL)}; write other settings on the resource, or"
+                f" in the tag {CONFIG_TAG} of the step"
+            )
+    return changed_spec(spec, settings) if settings else spec
+
+
 def changed_spec(spec: sky.PoolSpec, keywords: Mapping[str, Any]) -> sky.PoolSpec:
     """Return the spec with these fields.
 
@@ -176,16 +194,6 @@ def divided_keywords(fn: Callable[..., Any], keywords: Mapping[str, Any]) -> tup
             f" {name}=...) as pool: pool.run(sky.compute(fn)(...))`"
         )
     return {name: value for name, value in keywords.items() if name not in settings}, settings
-
-
-def refuse_other_settings(settings: Mapping[str, Any]) -> None:
-    """Raise BadRequest for keywords that no call can give its pool."""
-    for name in settings:
-        if name not in OF_A_CALL:
-            raise sky.BadRequest(
-                f"{name}=...: a call may give its pool {', '.join(OF_A_CALL)}; write other settings on the resource, or"
-                f" in the tag {CONFIG_TAG} of the step"
-            )
 
 
 def _parameters(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

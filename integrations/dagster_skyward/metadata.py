@@ -20,6 +20,7 @@ type StepContext = dg.AssetExecutionContext | dg.OpExecutionContext | dg.AssetCh
 COST_USD = "skyward/cost_usd"
 OTHER_COST_USD = "skyward/other_cost_usd"
 SECONDS = "skyward/seconds"
+QUEUE_SECONDS = "skyward/queue_seconds"
 SECONDS_PLACES = 3
 """Decimal places of the seconds, so that a person can read them."""
 GPU_UTIL_PCT = "skyward/gpu_util_pct"
@@ -51,9 +52,10 @@ MICRO_PER_USD = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """A step's use of pools, from its first use to the end of its last: USD on the bill, seconds, number of nodes,
-    accelerator in words, the pools' ids, and what was measured (`numbers_of`).
+    """A step's use of pools: USD on the bill, seconds of work, number of nodes, accelerator in words, the pools' ids,
+    and what was measured (`numbers_of`).
 
+    `queue_seconds` is for how long it has waited, for its pool and for slots; the seconds of work are without it.
     `details` is metadata that is no number.
     """
 
@@ -65,6 +67,7 @@ class Usage:
     savings_usd: float = 0.0
     measured: Mapping[str, float | str] = field(default_factory=dict[str, float | str])
     details: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    queue_seconds: float = 0.0
 
 
 def record(context: StepContext, pool: object, usage: Usage) -> None:
@@ -78,7 +81,7 @@ def record(context: StepContext, pool: object, usage: Usage) -> None:
     with _lock:
         usages = _usages.setdefault(context, {})
         usages[id(pool)] = usage
-        total: dict[str, Any] = {**_total(usages), **_details(usages), **names_of(work_of(context))}
+        total: dict[str, Any] = {**_total(usages), **_details(usages)}
     # a check; a sensor or a schedule, which makes nothing
     if isinstance(context, dg.AssetCheckExecutionContext) or not hasattr(context, "add_output_metadata"):
         return
@@ -90,6 +93,7 @@ def record(context: StepContext, pool: object, usage: Usage) -> None:
             COST_USD: cost // partitions / MICRO_PER_USD,  # what is left of the division is observed later
             SAVINGS_USD: saved // partitions / MICRO_PER_USD,
             SECONDS: round(total[SECONDS] / len(outputs) / partitions, SECONDS_PLACES),
+            QUEUE_SECONDS: round(total[QUEUE_SECONDS] / len(outputs) / partitions, SECONDS_PLACES),
         }
         _set(context, output, total | shares)
 
@@ -180,12 +184,6 @@ def partition_of(work: sky.Work) -> str | None:
     return work.partition if work.partition and "..." not in work.partition else None
 
 
-def names_of(work: sky.Work) -> dict[str, str]:
-    """Return a work in metadata keys."""
-    named = {"run": work.run, "job": work.workflow, "step": work.task, "partition": work.partition, "asset": work.asset}
-    return {f"skyward/{name}": value for name, value in named.items() if value}
-
-
 def equal_parts(amount: int, count: int) -> list[int]:
     """Divide whole micro-dollars equally. If the amount grows, no part shrinks."""
     return [amount // count + (place < amount % count) for place in range(count)]
@@ -201,6 +199,7 @@ def _total(usages: Mapping[int, Usage]) -> dict[str, Any]:
         SAVINGS_USD: float(sum(usage.savings_usd for usage in used)),
         COST_USD: float(sum(usage.cost_usd for usage in used)),
         SECONDS: float(max(usage.seconds for usage in used)),
+        QUEUE_SECONDS: float(max(usage.queue_seconds for usage in used)),
         NODES: sum(usage.nodes for usage in used),
         ACCELERATOR: ", ".join(sorted({usage.accelerator for usage in used})),
         POOL_ID: ", ".join(dict.fromkeys(pool_id for usage in used for pool_id in usage.pool_ids)),

@@ -1,4 +1,4 @@
-"""`PipesSkywardClient`: a function or a script on the pool, with Dagster Pipes.
+"""`PipesSkywardClient`: a function, a script or a command on the pool, with Dagster Pipes.
 
 A message is a marked line of the call's output, so that it arrives at once and without another connection. The reader
 takes the marked lines, and the others go to the step's log.
@@ -9,7 +9,7 @@ import json
 import threading
 import uuid
 import zlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -23,7 +23,7 @@ from dagster_skyward.final_errors import not_tried_again
 from dagster_skyward.on_node import function_on_node
 from dagster_skyward.plain_values import plain_pending
 from dagster_skyward.resource import SkywardResource
-from dagster_skyward.step_pools import Use
+from dagster_skyward.step import Use
 
 CLOSED_SECONDS = 30.0
 """How long the last messages of a call may come after its result."""
@@ -32,7 +32,7 @@ FAILED_SECONDS = 2.0
 
 
 class PipesSkywardClient(dg.ConfigurableResource, dg.PipesClient):  # pyright: ignore[reportMissingTypeArgument]
-    """Runs functions and scripts on a pool, with a `PipesContext` on each node.
+    """Runs functions, scripts and commands on a pool, with a `PipesContext` on each node.
 
     Logs arrive in the step's log at once; materializations, checks and custom messages are in the result. The nodes
     need no Dagster. The pool is that of the nested resource `compute`.
@@ -47,29 +47,39 @@ class PipesSkywardClient(dg.ConfigurableResource, dg.PipesClient):  # pyright: i
         context: dg.AssetExecutionContext | dg.OpExecutionContext,
         fn: Callable[..., Any] | sky.ComputeFunction[..., Any] | None = None,
         script: str | Path | None = None,
+        command: str | Sequence[str] | None = None,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
+        map_over: Iterable[Any] | None = None,
         broadcast: bool = False,
         extras: Mapping[str, Any] | None = None,
     ) -> dg.PipesClientCompletedInvocation:
-        """Run `fn(*args, **kwargs)`, or a Python file of this machine with `args` and `env`; wait for its end.
+        """Run `fn(*args, **kwargs)`, a Python file of this machine, or a command, and wait for its end.
 
-        `broadcast=True` runs it on each worker, each with a writer. `extras` are in `PipesContext.get().extras`. The
-        function's own exception is raised here. A step that is terminated stops the call.
+        A script and a command get `args` and `env`; a command that is one text is run by the node's shell. `map_over`
+        makes one call for each of its items, in parallel, which is the first argument. `broadcast=True` runs it on each
+        worker. Each of these calls is a writer of messages. `extras` are in `PipesContext.get().extras`. The
+        function's own exception is raised here. A step that is terminated stops the calls.
 
-        Raises BadRequest unless exactly one of `fn` and `script` is given.
+        Raises BadRequest unless exactly one of `fn`, `script` and `command` is given.
         """
-        if (fn is None) == (script is None):
-            raise sky.BadRequest("PipesSkywardClient.run: write either fn=... or script=...")
+        if sum(given is not None for given in (fn, script, command)) != 1:
+            raise sky.BadRequest("PipesSkywardClient.run: write either fn=..., script=... or command=...")
         if fn is not None and env:
-            raise sky.BadRequest("env is for a script: a function has the variables of its pool, SkywardResource(env=)")
-        given: sky.PendingCompute[Any] | None = None
-        if fn is not None:
-            with not_tried_again():
-                given = plain_pending(fn, tuple(args), dict(kwargs or {}), ("args", "kwargs"))
+            raise sky.BadRequest(
+                "env is for a script or a command: a function has the variables of its pool, SkywardResource(env=)"
+            )
+        firsts = [()] if map_over is None else [(item,) for item in map_over]
+        if broadcast and map_over is not None:
+            raise sky.BadRequest("map_over makes one call for each item, and broadcast one for each worker: choose one")
+        if not firsts:
+            raise sky.BadRequest("map_over has no items: there is nothing to run")
+        with not_tried_again():
+            payloads = [_payload(fn, script, command, (*first, *args), kwargs or {}, env or {}) for first in firsts]
         with self.compute.using(context) as use:
-            reader = _LineReader(use.pool.instance_count * use.pool.spec.workers_per_node if broadcast else 1)
+            workers = use.pool.instance_count * use.pool.spec.workers_per_node
+            reader = _LineReader(workers if broadcast else len(payloads))
             with (
                 self.compute.listening(use, reader.take),
                 dg.open_pipes_session(
@@ -80,22 +90,37 @@ class PipesSkywardClient(dg.ConfigurableResource, dg.PipesClient):  # pyright: i
                 ) as session,
             ):
                 head = (_Library(), dict(session.get_bootstrap_env_vars()), reader.mark)
-                if script is not None:
-                    path = Path(script)
-                    file = (path.name, path.read_bytes(), [str(one) for one in args], dict(env or {}))
-                    pending = sky.PendingCompute(_on_node("run_script"), (*head, *file), {})
-                else:
-                    assert given is not None
-                    call = (given.fn, given.args, dict(given.kwargs))
-                    pending = sky.PendingCompute(_on_node("run_function"), (*head, *call), {})
-                _run(use, pending, reader, broadcast=broadcast)
+                calls = [sky.PendingCompute(_on_node(name), (*head, *rest), {}) for name, rest in payloads]
+                _run(use, calls, reader, broadcast=broadcast)
         found = {} if use.usage is None else metadata.plain(use.usage)
         return dg.PipesClientCompletedInvocation(session, metadata=found if context.has_assets_def else {})
 
 
-def _run(use: Use, pending: sky.PendingCompute[Any], reader: "_LineReader", *, broadcast: bool) -> None:
+def _payload(
+    fn: Callable[..., Any] | sky.ComputeFunction[..., Any] | None,
+    script: str | Path | None,
+    command: str | Sequence[str] | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    env: Mapping[str, str],
+) -> tuple[str, tuple[Any, ...]]:
+    """Return the function of `pipes_node` for one call, and its own arguments. Raises NotPicklable."""
+    if fn is not None:
+        given = plain_pending(fn, args, dict(kwargs), ("args", "kwargs"))
+        return "run_function", (given.fn, given.args, dict(given.kwargs))
+    words = [str(one) for one in args]
+    if command is not None:
+        # the shell takes the next word for its own name
+        line = ["/bin/sh", "-c", f'{command} "$@"', "sh"] if isinstance(command, str) else [*map(str, command)]
+        return "run_command", ([*line, *words], dict(env))
+    assert script is not None
+    path = Path(script)
+    return "run_script", (path.name, path.read_bytes(), words, dict(env))
+
+
+def _run(use: Use, calls: Sequence[sky.PendingCompute[Any]], reader: "_LineReader", *, broadcast: bool) -> None:
     try:
-        use.pool.broadcast(pending) if broadcast else use.pool.run(pending)
+        use.pool.broadcast(calls[0]) if broadcast else use.pool.run_batch(sky.gather(*calls))
     except Exception:
         reader.wait(FAILED_SECONDS)
         raise

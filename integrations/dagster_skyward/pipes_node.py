@@ -77,19 +77,40 @@ def run_script(
     env: Mapping[str, str],
 ) -> int:
     """Run a script in a separate process, with `dagster_pipes` beside it; raise RuntimeError if it fails."""
+    with _folder(library, {name: source}) as folder:
+        command = [sys.executable, os.path.join(folder, name), *args]
+        return _run(folder, mark, command, {**bootstrap, **env}, name)
+
+
+def run_command(
+    library: bytes, bootstrap: Mapping[str, str], mark: str, command: Sequence[str], env: Mapping[str, str]
+) -> int:
+    """Run a command in a separate process; raise RuntimeError if it fails. Python finds `dagster_pipes` in it."""
+    with _folder(library, {}) as folder:
+        places = [folder, *filter(None, [env.get("PYTHONPATH") or os.environ.get("PYTHONPATH")])]
+        variables = {**bootstrap, **env, "PYTHONPATH": os.pathsep.join(places)}
+        return _run(folder, mark, command, variables, command[0])
+
+
+@contextlib.contextmanager
+def _folder(library: bytes, files: Mapping[str, bytes]) -> Generator[str]:
+    """Make a folder with the library and these files."""
     with tempfile.TemporaryDirectory(prefix="pipes-") as folder:
-        paths = {name: source, f"{LIBRARY}.py": zlib.decompress(library)}
-        for file, text in paths.items():
+        for file, text in {**files, f"{LIBRARY}.py": zlib.decompress(library)}.items():
             with open(os.path.join(folder, file), "wb") as opened:
                 opened.write(text)
-        fifo = os.path.join(folder, "messages")
-        os.mkfifo(fifo, 0o600)
-        with _forwarding(fifo, mark):
-            done = subprocess.run(
-                [sys.executable, os.path.join(folder, name), *args],
-                env={**os.environ, **bootstrap, **env, "DAGSTER_PIPES_MESSAGES": _packed({"path": fifo})},
-                check=False,
-            )
+        yield folder
+
+
+def _run(folder: str, mark: str, command: Sequence[str], variables: Mapping[str, str], name: str) -> int:
+    fifo = os.path.join(folder, "messages")
+    os.mkfifo(fifo, 0o600)
+    with _forwarding(fifo, mark):
+        done = subprocess.run(
+            command,
+            env={**os.environ, **variables, "DAGSTER_PIPES_MESSAGES": _packed({"path": fifo})},
+            check=False,
+        )
     if done.returncode:
         raise RuntimeError(f"{name} ended with exit code {done.returncode}: its output is in the step's log")
     return done.returncode

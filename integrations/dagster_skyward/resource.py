@@ -4,10 +4,11 @@ The pool opens when a step first uses it. The steps of a process share it, and o
 It closes with the resource, or with the last step that needs it.
 """
 
+import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Optional
+from typing import Any, ClassVar, Optional, cast
 
 import dagster as dg
 
@@ -17,20 +18,22 @@ from pydantic import Field, PrivateAttr, ValidationError, create_model
 
 import skyward_core as sky
 from dagster_skyward import metadata
-from dagster_skyward.configuration import FIELDS, plain, spec_of
+from dagster_skyward.configuration import FIELDS, filled_in, plain, spec_of
 from dagster_skyward.credentials import SkywardCredentials
 from dagster_skyward.final_errors import not_tried_again
+from dagster_skyward.in_process import InProcessPool
 from dagster_skyward.lifecycle import (
     OF_RUNS,
     Lifecycle,
     divided_keywords,
     named_by_sharing,
-    refuse_other_settings,
+    spec_of_use,
 )
 from dagster_skyward.metadata import StepContext
 from dagster_skyward.plain_values import plain_pending
+from dagster_skyward.step import Use
 from dagster_skyward.step_events import Listener
-from dagster_skyward.step_pools import StepPools, Terms, Use
+from dagster_skyward.step_pools import StepPools, Terms
 
 OWN_FIELDS = ("lifecycle", "sharing", "credentials")
 """Fields of the resource that are none of `PoolSpec`."""
@@ -43,8 +46,8 @@ class PoolResult[R]:
     """What a call on the pool returned, what it cost, and the same as metadata of an asset.
 
     `cost` is the USD by which the bill of the step's use of the pool grew during the call. `metadata` has the keys
-    `skyward/cost_usd`, `skyward/seconds`, `skyward/nodes`, `skyward/accelerator` and `skyward/pool_id`. The step has
-    them already, for all its calls together.
+    `skyward/cost_usd`, `skyward/seconds`, `skyward/queue_seconds`, `skyward/nodes`, `skyward/accelerator` and
+    `skyward/pool_id`. The step has them already, for all its calls together.
     """
 
     value: R
@@ -92,6 +95,14 @@ class SkywardResource(_PoolFields):
     def configure_at_launch(cls, **keywords: Any) -> Any:
         """Return the resource with these keywords as defaults; the run's config may set all keywords."""
         return super().configure_at_launch(**_checked(keywords))
+
+    @classmethod
+    def local(cls, **keywords: Any) -> "SkywardResource":
+        """Return a resource for tests, which runs functions in this process and rents nothing.
+
+        Takes the same keywords, and refuses the same mistakes. Costs are 0.
+        """
+        return InProcessResource(**keywords)
 
     @property
     def spec(self) -> sky.PoolSpec:
@@ -184,8 +195,6 @@ class SkywardResource(_PoolFields):
     @contextmanager
     def using(self, context: StepContext | None, settings: Mapping[str, Any] | None = None) -> Generator[Use]:
         """Give a step the open pool, as `pool` does, and afterwards what this use has cost."""
-        with not_tried_again():
-            refuse_other_settings(settings or {})
         if self._live is not None:
             with self._live.used_by(context, settings) as use:
                 yield use
@@ -214,13 +223,45 @@ class SkywardResource(_PoolFields):
         if not has_log and "display" not in self.model_fields_set:
             spec = spec.with_(display="log")  # a script has no other place for the output
         sharing = "deployment" if spec.name is not None else self.sharing
-        warm = float(self.keep_warm or 0) if self._names_pools else 0.0
+        warm = float(filled_in(self.keep_warm, "keep_warm") or 0) if self._names_pools else 0.0
         if self.credentials is None:
             return Terms(spec, self.lifecycle, sharing, keep_warm=warm)
         if len(spec.providers) > 1:
             raise sky.BadRequest("credentials are for one provider: leave out the others")
         given = spec.providers[0] if spec.providers else None
         return Terms(spec, self.lifecycle, sharing, self.credentials.provider(given), warm)
+
+
+class InProcessResource(SkywardResource):
+    """`SkywardResource.local()`: functions run in this process, one after the other."""
+
+    @contextmanager
+    def yield_for_execution(self, context: dg.InitResourceContext) -> "Generator[SkywardResource]":
+        """Called by Dagster. There is nothing to open or to end."""
+        self._run_id = None if context.run is None else context.run.run_id
+        yield self
+
+    @contextmanager
+    def using(self, context: StepContext | None, settings: Mapping[str, Any] | None = None) -> Generator[Use]:
+        """Give a step what stands for its pool; its metadata have the keys of a real one."""
+        began, pool = time.monotonic(), InProcessPool(spec_of_use(self._terms().spec, context, settings or {}))
+        use = Use(cast("sky.ComputePool", pool), [])
+        try:
+            yield use
+        finally:
+            words = pool.spec.accelerator_words or "none"
+            use.usage = metadata.Usage(0.0, time.monotonic() - began, pool.instance_count, words)
+            if context is not None:
+                metadata.record(context, self, use.usage)
+
+    @contextmanager
+    def listening(self, use: Use, listener: Listener) -> Generator[None]:
+        """Raise BadRequest: Pipes reads what a node prints."""
+        raise sky.BadRequest(
+            "SkywardResource.local() has no Dagster Pipes: write PipesSkywardClient(compute=SkywardResource("
+            "provider=sky.Local())), a pool of this machine"
+        )
+        yield
 
 
 def _checked(keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,8 +283,12 @@ def _checked(keywords: Mapping[str, Any]) -> dict[str, Any]:
 def _divided[R](
     fn: Callable[..., R] | sky.ComputeFunction[..., R], args: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> tuple[sky.PendingCompute[R], dict[str, Any]]:
-    """Return the call, and the settings for its pool. Raises BadRequest and NotPicklable."""
+    """Return the call, and the settings for its pool.
+
+    Raises BadRequest, NotPicklable, and TypeError for what the function does not take.
+    """
     kwargs, settings = divided_keywords(fn.local if isinstance(fn, sky.ComputeFunction) else fn, keywords)
+    sky.compute(fn)(*args, **kwargs)  # raises TypeError
     return plain_pending(fn, args, kwargs), settings
 
 

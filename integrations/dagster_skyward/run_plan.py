@@ -24,7 +24,7 @@ def strangers(context: StepContext, spec: sky.PoolSpec | None = None) -> frozens
         step: Any = op_context(context).get_step_execution_context()
         nodes = {one.node_handle: one for one in step.execution_plan.step_dict_by_key.values()}
         return frozenset(str(handle) for handle in nodes if not _may_use(step, step.job_def.get_op(handle), spec))
-    except (dg.DagsterError, AttributeError):  # a context that was made by hand
+    except (dg.DagsterError, AttributeError, LookupError):  # a context that was made by hand
         return frozenset()
 
 

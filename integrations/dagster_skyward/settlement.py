@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,15 @@ from dagster_skyward.metadata import (
     POOL_ID,
     RECEIPT,
     equal_parts,
-    names_of,
     partition_of,
 )
+from dagster_skyward.pool_asset import pools_key, pools_metadata
 
 STATE_TAG = "skyward/costs"
 """The run's tag that says whether all its costs are in its events."""
 OPEN, REPORTED = "open", "reported"
+TOTAL_TAG = COST_USD
+"""The run's tag with what it has cost so far, by the ledger; all of it when STATE_TAG is REPORTED."""
 LOCK_SECONDS = 30.0
 LOCK_FILE = "skyward-settlement.lock"
 OF_COSTS = {
@@ -60,6 +63,14 @@ def note_open(instance: dg.DagsterInstance, run_id: str) -> None:
     instance.add_run_tags(run_id, {STATE_TAG: OPEN})
 
 
+def forget_parent(instance: dg.DagsterInstance, run: dg.DagsterRun) -> None:
+    """A re-execution begins with its parent's tags: it has cost nothing yet."""
+    total = run.tags.get(TOTAL_TAG)
+    parent = None if total is None or run.parent_run_id is None else instance.get_run_by_id(run.parent_run_id)
+    if parent is not None and parent.tags.get(TOTAL_TAG) == total:
+        instance.add_run_tags(run.run_id, {TOTAL_TAG: _usd(0)})
+
+
 def settle(instance: dg.DagsterInstance, run: dg.DagsterRun, steps: Collection[str] | None = None) -> bool:
     """Report what is missing of the costs of these steps (None: of all, because the run has ended), and of the rest.
 
@@ -76,6 +87,7 @@ def settle(instance: dg.DagsterInstance, run: dg.DagsterRun, steps: Collection[s
         wanted = {step: its for step, its in final.items() if steps is None or step in steps or not step}
         reported = _reported(instance, run.run_id) if wanted else {}
         written = sum(_report(instance, run, step, its, reported.get(step, Reported())) for step, its in wanted.items())
+        _note_total(instance, run.run_id, [part for its in bills.values() for part in its])
         return steps is None and len(final) == len(bills) and not written
 
 
@@ -142,20 +154,26 @@ def _report(
 ) -> int:
     """Write the difference: to the assets that the step has made, else to all that it should have made, in equal parts.
 
-    Returns the number of events. "" is no step, but what no call has held of the pools of the run.
+    Returns the number of events. "" is no step, but what no call has held of the pools of the run: it goes to the asset
+    of these pools.
     """
     newest = max((part.work for part in bill), key=lambda work: work.attempt)
     due = int(sum(part.cost_usd for part in bill) * MICRO_PER_USD)
     assets = sorted(reported.made) or _assets_of(bill)
-    missing = due - (sum(reported.of_assets.values()) if assets else reported.of_op)
+    missing = due - (sum(reported.of_assets.values()) if assets or not step else 0) - (0 if assets else reported.of_op)
     if missing < 0:
         _log.warning("the events of %s have %.6f USD more than its bill", step or "the run", -missing / MICRO_PER_USD)
     if missing <= 0:
         return 0
-    common = {POOL_ID: ", ".join(sorted({part.pool_id for part in bill})), **names_of(newest), **_receipts(run, step)}
+    receipts = _receipts(run, step)
+    common = {POOL_ID: ", ".join(sorted({part.pool_id for part in bill})), **_as_metadata(receipts)}
+    if not step:
+        metadata = {OTHER_COST_USD: missing / MICRO_PER_USD, **common, **pools_metadata(receipts)}
+        observation = dg.AssetObservation(pools_key(run.job_name), metadata=metadata)
+        report_observation(instance, run, step, observation, "what no step has used of the pools of the run")
+        return 1
     if not assets:
-        what = f"the rest of the cost of {step}" if step else "what no step has used of the pools of the run"
-        words = f"{what}: {missing / MICRO_PER_USD:.6f} USD"
+        words = f"the rest of the cost of {step}: {missing / MICRO_PER_USD:.6f} USD"
         report_note(instance, run, step, words, {OTHER_COST_USD: missing / MICRO_PER_USD, **common})
         return 1
     written = 0
@@ -176,14 +194,25 @@ def _assets_of(bill: Sequence[sky.CostPart]) -> list[dg.AssetKey]:
     return [dg.AssetKey.from_user_string(name) for name in sorted(names)]
 
 
-def _receipts(run: dg.DagsterRun, step: str) -> dict[str, Any]:
-    """The receipts of the pools that belong to the step, or to the run, as metadata."""
-    found = [
-        receipt
-        for receipt in sky.receipts_of(sky.Work(system="dagster", run=run.run_id))
-        if receipt["work"].get("task", "") == step
-    ]
-    return {RECEIPT: dg.MetadataValue.json(found[0] if len(found) == 1 else found)} if found else {}
+def _receipts(run: dg.DagsterRun, step: str) -> list[dict[str, Any]]:
+    """The receipts of the pools that belong to the step, or to the run."""
+    receipts = sky.receipts_of(sky.Work(system="dagster", run=run.run_id))
+    return [receipt for receipt in receipts if receipt["work"].get("task", "") == step]
+
+
+def _as_metadata(receipts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    found = receipts[0] if len(receipts) == 1 else list(receipts)
+    return {RECEIPT: dg.MetadataValue.json(found)} if found else {}
+
+
+def _note_total(instance: dg.DagsterInstance, run_id: str, parts: Sequence[sky.CostPart]) -> None:
+    total, run = _usd(sum(part.cost_usd for part in parts)), instance.get_run_by_id(run_id)
+    if parts and run is not None and run.tags.get(TOTAL_TAG) != total:
+        instance.add_run_tags(run_id, {TOTAL_TAG: total})
+
+
+def _usd(amount: Decimal | int) -> str:
+    return f"{amount:.6f}"
 
 
 # ── turns ────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,7 +1,8 @@
 """The receiver of the events of a resource's pools: the step that used one last, and before all steps the resource.
 
-It writes lines to the step's log and to the output of the process, spans and errors to the run's log, and while a step
-uses a pool an observation of its assets every LIVE_SECONDS.
+It writes lines to the output of the process and, from WARNING on, to the step's log (all of them if Dagster keeps no
+output), spans and errors to the run's log, and while a step uses a pool an observation of its assets every
+LIVE_SECONDS.
 """
 
 import logging
@@ -32,6 +33,7 @@ from dagster_skyward.step_report import (
     PROVISION,
     RUN,
     SPAN_SECONDS,
+    WAIT,
     Spans,
     StepReport,
     is_due,
@@ -101,6 +103,14 @@ class StepEvents:
         self._live_at[context] = time.monotonic()
         self._do(lambda: self._observe(context, pool, seconds, cost_usd))
 
+    def waits(self, context: StepContext, *, is_waiting: bool) -> None:
+        """The step's calls wait for slots that others hold, or do so no more: a span begins or ends."""
+        step = step_key(context) or ""
+        if is_waiting:
+            self._do(lambda: self._spans.begin(step, WAIT, "the step's calls wait for slots that others hold"))
+        else:
+            self._do(lambda: self._spans.end(step, WAIT, "the step's calls have slots, or have ended"))
+
     def of_step(self, context: StepContext) -> StepReport:
         """Return what was measured since the step's first use of a pool."""
         return self._reports.get(context) or StepReport()
@@ -148,8 +158,10 @@ class StepEvents:
                 self._end_opening("the pool is ready")
             case sky.Metrics() | sky.CallReported() | sky.CallProgress() | sky.InstanceLost():
                 self._report.use.see(event)
-            case sky.LogLine(is_shown=True) if self._prints:
+            case sky.LogLine(level=level, is_shown=True) if self._prints:
                 self._do(lambda: print_line(event))
+                if (level or logging.INFO) < logging.WARNING:
+                    return  # the page of the run has it under stdout or stderr
             case sky.Error(message) if self._spans.is_written:
                 self._do(lambda step=self._step: self._spans.error(step, message))
                 return

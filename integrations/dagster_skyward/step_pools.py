@@ -7,7 +7,6 @@ is for the run, and for no step.
 
 import logging
 import threading
-import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,11 +17,12 @@ import dagster as dg
 import skyward_core as sky
 from dagster_skyward.backfills import OF_BACKFILL, group_of, runs_to_come
 from dagster_skyward.final_errors import not_tried_again, refuse_retries
-from dagster_skyward.lifecycle import OF_RUNS, Lifecycle, changed_spec, refuse_unknown_tags, spec_of_run, spec_of_step
-from dagster_skyward.metadata import StepContext, Usage, asset_tags_of, is_alone, record, step_key, tags_of, work_of
+from dagster_skyward.lifecycle import OF_RUNS, Lifecycle, spec_of_run, spec_of_use
+from dagster_skyward.metadata import StepContext, Usage, is_alone, record, step_key, work_of
 from dagster_skyward.plain_values import PLAIN
 from dagster_skyward.run_plan import planned_users, strangers
 from dagster_skyward.run_steps import (
+    KEEP_TAG,
     ended_steps,
     failed_steps,
     family,
@@ -32,8 +32,9 @@ from dagster_skyward.run_steps import (
     release_pools,
     steps_to_come,
 )
-from dagster_skyward.settlement import note_open, settle
-from dagster_skyward.step_events import Listener, StepEvents
+from dagster_skyward.settlement import forget_parent, note_open, settle
+from dagster_skyward.step import Step, Use
+from dagster_skyward.step_events import StepEvents
 from dagster_skyward.step_log import Log
 from dagster_skyward.step_report import savings
 from dagster_skyward.watch import RunWatch, interrupt_step, step_of_process
@@ -58,44 +59,6 @@ class Terms:
     sharing: str | None = None
     credentials: sky.Provider | None = field(default=None, repr=False)
     keep_warm: float = 0.0
-
-
-@dataclass(slots=True)
-class Use:
-    """One block in which a step uses a pool. When it has ended, `usage` is what it has cost."""
-
-    pool: sky.ComputePool
-    listeners: list[Listener]
-    usage: Usage | None = None
-
-
-@dataclass(slots=True)
-class Step:
-    """A step, and its uses of pools so far. They end with the pools."""
-
-    work: sky.Work
-    uses: dict[sky.ComputePool, sky.PoolUse] = field(default_factory=dict[sky.ComputePool, sky.PoolUse])
-    began: float = field(default_factory=time.monotonic)
-
-    def use_of(self, pool: sky.ComputePool) -> sky.PoolUse:
-        """Return its use of a pool. The pool is for this step alone if it is opened for nothing else."""
-        if pool not in self.uses:
-            alone = pool.work == self.work and bool(pool.work.task or not pool.work.run)
-            self.uses[pool] = sky.PoolUse(pool, self.work, is_alone=alone)
-        return self.uses[pool]
-
-    @property
-    def pool(self) -> sky.ComputePool | None:
-        """The pool that it has begun to use last."""
-        return next(reversed(self.uses), None)
-
-    @property
-    def cost_usd(self) -> float:
-        return float(sum(use.cost for use in self.uses.values()))
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.began
 
 
 class StepPools:
@@ -132,6 +95,8 @@ class StepPools:
         """Those that use a pool now."""
         self._is_stopped = False
         self._has_failed = False
+        if self._instance is not None and run is not None and run.parent_run_id is not None:
+            forget_parent(self._instance, run)
 
     def open_eagerly(self) -> None:
         """Open the pool of the resource's own settings before the first step."""
@@ -149,20 +114,22 @@ class StepPools:
         A step that is being stopped hands the machines' end to the pool's reaper, because its process may be killed
         before the provider has answered.
         """
-        began, step = time.monotonic(), self._step_of(context)
+        step = self._step_of(context)
         if context is not None:
             self.events.begin(context)
         with not_tried_again():
             spec = self._spec_for(context, settings or {})
-        before, use = step.cost_usd, None
+        before, use = (step.cost_usd, step.time.used, step.time.queued), None
         try:
-            its = self._joined(spec, step, context)
-            use = Use(its.pool, self.events.listeners)
-            if context is not None:
-                self._running[context] = step
-                self.events.opened()
-            with its.paying():
-                yield use
+            with step.time.block():
+                with step.time.opening():
+                    its = self._joined(spec, step, context)
+                use = Use(its.pool, self.events.listeners)
+                if context is not None:
+                    self._running[context] = step
+                    self.events.opened()
+                with its.paying():
+                    yield use
         except (dg.DagsterExecutionInterruptedError, KeyboardInterrupt) as error:
             self._is_stopped = True
             if (pool := self._pool_of(spec)) is not None:
@@ -179,8 +146,9 @@ class StepPools:
         finally:
             if context is not None:
                 self._running.pop(context, None)
+                self.events.waits(context, is_waiting=False)
             try:
-                usage = self._note(context, step, before, began)
+                usage = self._note(context, step, *before)
                 if use is not None:
                     use.usage = usage
                 if context is not None:
@@ -243,12 +211,14 @@ class StepPools:
         try:
             run = instance.get_run_by_id(run_id)
             keeps = self._terms.lifecycle.kept_seconds(1.0, has_failed=has_failed) and not self._is_stopped
-            if keeps or not pools_of(run):
+            if run is None or keeps or not pools_of(run):
                 return
             to_come = set[str]() if self._is_stopped else {family(key) for key in steps_to_come(instance, run_id)}
             left = [pool.id for spec, pool in self._current if pool.id and self._is_left(instance, spec, to_come)]
             released = release_each([one for one in left if one in pools_of(run)], self._provider)
-            if not self._is_needed(instance, to_come, self._strangers or frozenset()):
+            # another resource of the run may keep its pools after a failure
+            are_all_ours = self._is_stopped or self._terms.sharing in OF_RUNS or KEEP_TAG not in run.tags
+            if are_all_ours and not self._is_needed(instance, to_come, self._strangers or frozenset()):
                 released += release_pools(run, self._provider)
             for pool_id in dict.fromkeys(released):
                 self._has_released = True
@@ -305,10 +275,7 @@ class StepPools:
 
         Raises BadRequest.
         """
-        if context is not None:
-            refuse_unknown_tags(asset_tags_of(context), known=())
-        spec = spec_of_step(self._terms.spec, {} if context is None else tags_of(context))
-        own = changed_spec(spec, settings) if settings else spec
+        spec, own = (spec_of_use(self._terms.spec, context, its) for its in ({}, settings))
         if own != spec:
             return own
         self._decide(context, spec)
@@ -407,27 +374,36 @@ class StepPools:
         pool.open()
         self._tag_run(spec, pool)
 
-    def _note(self, context: StepContext | None, step: Step, before: float, began: float) -> Usage | None:
+    def _note(
+        self, context: StepContext | None, step: Step, cost_before: float, used_before: float, queued_before: float
+    ) -> Usage | None:
         """Set the step's metadata; return what this block has cost. None if nothing was rented."""
-        pool, cost = step.pool, step.cost_usd
+        pool, cost, used, queued = step.pool, step.cost_usd, step.time.used, step.time.queued
         if pool is None or not pool.id:
             return None
-        block, seconds = cost - before, time.monotonic() - began
-        usage = Usage(
-            block,
-            seconds,
+        block = Usage(
+            cost - cost_before,
+            _worked(used - used_before, queued - queued_before),
             pool.spec.most_nodes,
             pool.spec.accelerator_words or "none",
             (pool.id,),
-            savings(pool, block),
+            savings(pool, cost - cost_before),
+            queue_seconds=queued - queued_before,
         )
-        if context is not None:
-            usage = replace(usage, measured=self.events.of_step(context).numbers())
-            details, ids = self.events.details(context, pool), tuple(one.id for one in step.uses if one.id)
-            saved = savings(pool, cost)
-            whole = {"cost_usd": cost, "seconds": step.seconds, "pool_ids": ids, "savings_usd": saved}
-            record(context, self, replace(usage, details=details, **whole))
-        return usage
+        if context is None:
+            return block
+        block = replace(block, measured=self.events.of_step(context).numbers())
+        whole = replace(
+            block,
+            cost_usd=cost,
+            seconds=_worked(used, queued),
+            queue_seconds=queued,
+            pool_ids=tuple(one.id for one in step.uses if one.id),
+            savings_usd=savings(pool, cost),
+            details=self.events.details(context, pool),
+        )
+        record(context, self, whole)
+        return block
 
     def _tag_run(self, spec: sky.PoolSpec, pool: sky.ComputePool) -> None:
         """Write on the run which pool its end releases."""
@@ -468,7 +444,9 @@ class StepPools:
         """Called in the watch's thread, every second."""
         for context, step in tuple(self._running.items()):
             if (pool := step.pool) is not None:
-                self.events.live(context, pool, step.seconds, step.cost_usd)
+                if step.time.note_waiting(is_waiting=(is_waiting := step.is_waiting)):
+                    self.events.waits(context, is_waiting=is_waiting)
+                self.events.live(context, pool, step.time.since_began, step.cost_usd)
 
     def _stop(self, why: str) -> None:
         """Called in the watch's thread: hands the machines' end to the reaper first, in case this process is killed."""
@@ -477,3 +455,7 @@ class StepPools:
         for _, pool in tuple(self._current):
             pool.terminate_now()
         interrupt_step()
+
+
+def _worked(used: float, queued: float) -> float:
+    return max(0.0, used - queued)

@@ -16,8 +16,8 @@ import skyward_core as sky
 from dagster_skyward.dagster_events import report_error, report_span
 from dagster_skyward.metadata import numbers_of
 
-PROVISION, BOOTSTRAP, RUN = "skyward_provision", "skyward_bootstrap", "skyward_run"
-"""Spans: machines are requested; they are prepared; the step uses the pool."""
+PROVISION, BOOTSTRAP, RUN, WAIT = "skyward_provision", "skyward_bootstrap", "skyward_run", "skyward_wait"
+"""Spans: machines are requested; they are prepared; the step uses the pool; its calls wait for slots of others."""
 SPAN_SECONDS = 5.0
 """How often the end of the span RUN is moved: a step may make thousands of calls."""
 NODES_TABLE, CONSOLE, CHART = "skyward/node_table", "skyward/console", "skyward/utilization"

@@ -210,6 +210,14 @@ class PoolUse:
         """USD that the use has cost so far; after its end in all."""
         return self.bill().cost_usd
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it has calls, and none of them holds a slot: they wait at their workers for slots that others hold.
+
+        It is known three seconds after the calls were made; of a pool that belongs to this use alone it is never so.
+        """
+        return self._book is not None and self._book.is_waiting(self.id)
+
     def bill(self) -> UseBill:
         """Return its bill so far; after `close` the whole one, which is also that of the ledger."""
         slot_seconds, cost_usd, is_final = 0.0, self.pool.cost, self.pool.cost_final is not None

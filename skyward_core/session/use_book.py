@@ -145,6 +145,11 @@ class UseBook:
             return final
         return self._count(use_id, self._cluster.slots_held().get(use_id, 0))
 
+    def is_waiting(self, use_id: str) -> bool:
+        """Return whether calls of a use are at workers, and hold no slots: others do."""
+        at_workers = self._cluster.slots_held().get(use_id, 0)
+        return bool(at_workers) and not self._count(use_id, at_workers).held_slots
+
     def end(self, use_id: str) -> None:
         """Record the end of a use, after its last calls hold no slot any more. `count` is what it has had in all then.
 

@@ -358,24 +358,17 @@ def tags_of_the_node():
     return json.loads(os.environ["SKYWARD_TAGS"])
 
 
-def test_pool_run_job_step_asset_and_partition_are_in_metadata_ledger_and_tags(instance):
-    """The machine itself, the ledger and the materialization agree on the purpose of the machine."""
+def test_pool_run_job_step_asset_and_partition_are_in_ledger_and_tags(instance):
+    """The machine itself and the ledger agree on its purpose. The metadata name the pool; the page has the rest."""
     result = materialize([daily], resource(), instance, partition_key="tue|sday")
 
     metadata = metadata_of(result, "daily")
-    said = {name: metadata[f"skyward/{name}"].value for name in ("pool_id", "run", "job", "step", "asset", "partition")}
-    pool = said.pop("pool_id")
-    assert said == {
-        "run": result.run_id,
-        "job": result.job_def.name,
-        "step": "daily",
-        "asset": "daily",
-        "partition": "tue|sday",
-    }
+    assert not {"run", "job", "step", "asset", "partition"} & {name.removeprefix("skyward/") for name in metadata}
+    pool = metadata[POOL_ID].value
     work = sky.Work(
         system="dagster",
-        workflow=said["job"],
-        run=said["run"],
+        workflow=result.job_def.name,
+        run=result.run_id,
         task="daily",
         attempt="1",
         asset="daily",
@@ -539,3 +532,71 @@ def test_a_running_step_shows_what_the_ledger_has(name, instance, new_processes,
         assert 0 < before <= shown <= after
     (bill,) = sky.cost_of(sky.Work(system="dagster", run=result.run_id, task="watched")).values()
     assert after <= Decimal(repr(bill))
+
+
+MULTIPROCESS = """
+import os, time
+import dagster as dg
+import skyward_core as sky
+from dagster_skyward import SkywardResource
+from skyward_core.ledger.ledger import Ledger
+
+def pool_id():
+    time.sleep(1.2)  # the cost of a bucket is by whole seconds
+    return os.environ["SKYWARD_POOL_ID"]
+
+def noted(context, compute):
+    with open(f"{context.op_execution_context.get_step_execution_context().step.key}.pool", "w") as file:
+        file.write(compute.run(context, pool_id).value)
+
+@dg.op(out=dg.DynamicOut())
+def many():
+    for key in "xy":
+        yield dg.DynamicOutput(key, mapping_key=key)
+
+@dg.op
+def each(context: dg.OpExecutionContext, compute: SkywardResource, key):
+    noted(context, compute)
+
+@dg.op(tags={"skyward/config": {"concurrency": 2}})
+def own(context: dg.OpExecutionContext, compute: SkywardResource):
+    noted(context, compute)
+
+@dg.op
+def after(given: list, other):
+    with Ledger(os.environ["SKYWARD_LEDGER"]) as ledger:
+        while not all(pool.ended_at for pool in ledger.pools(include_ended=True)):
+            time.sleep(0.1)
+
+@dg.job(resource_defs={"compute": SkywardResource(provider=sky.Local(price_per_hour=36.0))})
+def job():
+    after(many().map(each).collect(), own())
+"""
+
+
+def test_steps_in_their_own_processes_share_a_pool_until_the_last_one_that_needs_it(tmp_path, monkeypatch):
+    """Nothing says `sharing`. Two mapped steps have one pool, which ends before the run; a step with other settings has
+    its own. The run's tag and its events have the ledger's bill.
+    """
+    (tmp_path / "dagster.yaml").write_text("telemetry: {enabled: false}\n")
+    (tmp_path / "several.py").write_text(MULTIPROCESS)
+    monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path}/ledger.db")
+    environ = {**os.environ, "DAGSTER_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "dagster", "job", "execute", "-f", "several.py", "-j", "job"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    one, other, own = [(tmp_path / f"{step}.pool").read_text() for step in ("each[x]", "each[y]", "own")]
+    assert one == other != own
+    with dg.DagsterInstance.from_config(str(tmp_path)) as instance:
+        (record,) = instance.get_run_records()
+        run = record.dagster_run
+        assert [value for name, value in run.tags.items() if name.startswith("skyward/pool/")] == [one]
+        settle(instance, run)
+        costs = costs_in_events(instance, run.run_id)
+        for entry in instance.all_logs(run.run_id, of_type=dg.DagsterEventType.STEP_OUTPUT):  # ops have no asset
+            if (usd := entry.dagster_event.step_output_data.metadata.get(COST_USD)) is not None:
+                costs[entry.step_key] = costs.get(entry.step_key, 0) + round(usd.value * 1_000_000)
+        assert costs == parts_of(run.run_id)
+        assert sum(costs.values()) == micro_usd_of(one) + micro_usd_of(own)
+        tags = instance.get_run_by_id(run.run_id).tags
+        assert tags["skyward/cost_usd"] == f"{sum(costs.values()) / 1_000_000:.6f}"

@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -576,8 +577,6 @@ def test_credentials_of_a_provider_come_from_the_environment(monkeypatch: pytest
         ({"memory": "32 gigs"}, "32GB"),
         ({"image": {"pipp": ["torch"]}}, "did you mean 'pip'"),
         ({"image": sky.Image(python="3.9")}, "Python 3.9"),
-        ({"concurrency": dg.EnvVar("SLOTS")}, 'EnvVar.int("SLOTS")'),
-        ({"timeout": dg.EnvVar.int("SECONDS")}, "SKYWARD_TIMEOUT"),
         ({"sharing": "job"}, "'step', 'run', 'backfill', 'deployment'"),
         ({"sharing": "deployment"}, "needs a name"),
         ({"sharing": "run", "name": "team"}, "leave out one of the two"),
@@ -656,18 +655,29 @@ def test_a_variable_called_env_is_not_a_reference_to_the_environment(seen, monke
 
 
 def test_environment_variables_are_read_when_the_run_starts(seen, monkeypatch):
-    """EnvVar works for text and whole numbers and inside plain data; the definition has the name, not the value."""
+    """EnvVar works for text, for numbers, for what is true or false, and inside plain data; the definition has the name,
+    not the value.
+    """
     compute = SkywardResource(
         provider={"name": "local", "price_per_hour": dg.EnvVar("TEST_PRICE")},
         nodes=dg.EnvVar.int("TEST_NODES"),
         env={"GREETING": dg.EnvVar("TEST_GREETING")},
+        image={"env": {"STAGE": dg.EnvVar("TEST_GREETING")}, "require_hashes": dg.EnvVar("TEST_METRICS")},
+        accelerator=dg.EnvVar("TEST_CHIP"),
+        timeout=dg.EnvVar("TEST_SECONDS"),
+        concurrency=dg.EnvVar("TEST_NODES"),
+        collect_metrics=dg.EnvVar("TEST_METRICS"),
     )
     with pytest.raises(sky.BadRequest, match="TEST_"):
         _ = compute.spec
-    for name, value in {"TEST_PRICE": "7.5", "TEST_NODES": "2", "TEST_GREETING": "hello"}.items():
-        monkeypatch.setenv(name, value)
+    values = {"PRICE": "7.5", "NODES": "2", "GREETING": "hello", "CHIP": "2xT4", "SECONDS": "90", "METRICS": "false"}
+    for name, value in values.items():
+        monkeypatch.setenv(f"TEST_{name}", value)
     spec = seen(compute)
     assert (spec.provider, spec.nodes, spec.env) == (sky.Local(price_per_hour=7.5), 2, {"GREETING": "hello"})
+    assert (spec.image.env, spec.image.require_hashes) == ({"STAGE": "hello"}, False)
+    assert spec.accelerator == sky.PoolSpec.of(accelerator="2xT4").accelerator
+    assert (spec.timeout, spec.concurrency, spec.collect_metrics) == (90.0, 2, False)
 
 
 def test_the_run_config_decides_before_the_keywords_and_these_before_the_settings(seen, monkeypatch):
@@ -710,6 +720,15 @@ def rank() -> None:
     print("a line of each node")
 
 
+def meet(own: str, folder: str) -> None:
+    """Wait for the other call: the two run at the same time."""
+    other = {"left": "right", "right": "left"}[own]
+    Path(folder, f"{own}.here").touch()
+    while not Path(folder, f"{other}.here").exists():
+        time.sleep(0.01)
+    PipesContext.get().report_custom_message([own, other])
+
+
 def fail() -> None:
     PipesContext.get().log.info("before the error")
     raise LookupError("the payload's own error")
@@ -747,6 +766,25 @@ def test_functions_and_scripts_report_with_pipes(tmp_path: Path) -> None:
         return done.get_materialize_result()
 
     @dg.asset(deps=[scripted])
+    def commanded(context: dg.AssetExecutionContext, pipes: PipesSkywardClient) -> dg.MaterializeResult:
+        text = "echo of a shell | cat; MODE=shell python3 -c " + shlex.quote(textwrap.dedent(SCRIPT))
+        done = pipes.run(context=context, command=text, args=["five", 0])
+        python = [sys.executable, "-c", textwrap.dedent(SCRIPT)]
+        many = pipes.run(context=context, command=python, args=[0], env={"MODE": "list"}, map_over=["six", "seven"])
+        seen["commanded"] = [*done.get_custom_messages(), *sorted(many.get_custom_messages())]
+        return done.get_materialize_result()
+
+    @dg.asset(deps=[commanded])
+    def parallel(context: dg.AssetExecutionContext, pipes: PipesSkywardClient) -> dg.MaterializeResult:
+        done = pipes.run(context=context, fn=meet, args=[str(tmp_path)], map_over=["left", "right"])
+        seen["parallel"] = sorted(done.get_custom_messages())
+        with pytest.raises(sky.BadRequest, match="choose one"):
+            pipes.run(context=context, fn=meet, map_over=["left"], broadcast=True)
+        with pytest.raises(sky.BadRequest, match="nothing to run"):
+            pipes.run(context=context, fn=meet, map_over=[])
+        return done.get_materialize_result()
+
+    @dg.asset(deps=[parallel])
     def everywhere(context: dg.AssetExecutionContext, pipes: PipesSkywardClient) -> dg.MaterializeResult:
         done = pipes.run(context=context, fn=rank, broadcast=True)
         seen["everywhere"] = sorted(done.get_custom_messages())
@@ -760,13 +798,18 @@ def test_functions_and_scripts_report_with_pipes(tmp_path: Path) -> None:
         compute=SkywardResource(provider=sky.Local(price_per_hour=36.0), nodes=2, output="head")
     )
     with dg.DagsterInstance.ephemeral() as instance:
-        result = dg.materialize([model, scripted, everywhere], resources={"pipes": client}, instance=instance)
+        assets = [model, scripted, commanded, parallel, everywhere]
+        result = dg.materialize(assets, resources={"pipes": client}, instance=instance)
         assert seen == {
             "model": ({"node": 3, "large": "x" * 20_000},),
             "scripted": (["one", "test"],),
+            "commanded": [["five", "shell"], ["seven", "list"], ["six", "list"]],
+            "parallel": [["left", "right"], ["right", "left"]],
             "everywhere": [0, 1],
         }
-        logged = {step: messages(instance, result, step) for step in ("model", "scripted", "everywhere")}
+        logged = {
+            asset.key.to_user_string(): messages(instance, result, asset.key.to_user_string()) for asset in assets
+        }
         of_nodes = {
             (entry.level, entry.user_message)
             for entry in instance.all_logs(result.run_id)
@@ -776,6 +819,7 @@ def test_functions_and_scripts_report_with_pipes(tmp_path: Path) -> None:
     assert "step 1 of model with 3" in logged["model"]
     assert any(line.endswith("printed") and line.startswith("[node ") for line in logged["model"])
     assert any(line.endswith("] from the script") for line in logged["scripted"])
+    assert any(line.endswith("] of a shell") for line in logged["commanded"])
     assert "before the error" in logged["everywhere"]
     assert not [line for step in logged.values() for line in step if "skyward-pipes" in line]
     assert not [line for step in logged.values() for line in step if "did not receive" in line or "unexpected" in line]

@@ -27,9 +27,18 @@ from dagster_skyward.metadata import (  # noqa: E402
     equal_parts,
     plain,
 )
-from dagster_skyward.settlement import REPORTED, STATE_TAG, note_open, settle, settle_ended_runs  # noqa: E402
+from dagster_skyward.pool_asset import MACHINES, PHASES, TOTAL_USD, USERS  # noqa: E402
+from dagster_skyward.settlement import (  # noqa: E402
+    REPORTED,
+    STATE_TAG,
+    TOTAL_TAG,
+    forget_parent,
+    note_open,
+    settle,
+    settle_ended_runs,
+)
 from dagster_skyward.step_events import StepEvents  # noqa: E402
-from dagster_skyward.step_report import BOOTSTRAP, CHART, CONSOLE, NODES_TABLE, PROVISION, RUN, savings  # noqa: E402
+from dagster_skyward.step_report import BOOTSTRAP, CHART, CONSOLE, NODES_TABLE, PROVISION, RUN, WAIT, savings  # noqa: E402
 from skyward_core.ledger.ledger import Ledger  # noqa: E402
 from skyward_core.ledger.rows import Bucket, Price, ResourceKind, ResourceRequest  # noqa: E402
 from skyward_core.ledger.uses import NewUse, UseCount  # noqa: E402
@@ -113,13 +122,14 @@ def run_of(assets: list[Any], instance: Any) -> dg.DagsterRun:
     return dg.materialize(assets, instance=instance, raise_on_error=False).dagster_run
 
 
-def observed(instance: Any, run: dg.DagsterRun) -> list[tuple[str, str, float]]:
-    """Step, asset and USD of each observation, in their order."""
+def observed(instance: Any, run: dg.DagsterRun, has_step: bool | None = None) -> list[tuple[str, str, float]]:
+    """Step, asset and USD of each observation, in their order; of those with or without a step, or of all."""
     return [
         (entry.step_key, event.asset_key.to_user_string(), observation.metadata[OTHER_COST_USD].value)
         for entry in instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ASSET_OBSERVATION)
         for event in [entry.dagster_event]
         for observation in [event.asset_observation_data.asset_observation]
+        if has_step in {None, entry.step_key is not None}
     ]
 
 
@@ -149,16 +159,17 @@ def test_what_no_metadata_has_is_observed_once(bill: Bill, instance: Any) -> Non
     (first, _) = instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ASSET_OBSERVATION)
     metadata = first.dagster_event.asset_observation_data.asset_observation.metadata
     assert metadata[POOL_ID].value == POOL
-    assert metadata["skyward/step"].value == "failed"
+    assert set(metadata) == {OTHER_COST_USD, POOL_ID}, "the page has run, job, step and asset"
     assert RECEIPT not in metadata, "the pool was opened for the other step"
     (_, last) = instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ASSET_OBSERVATION)
     receipt = last.dagster_event.asset_observation_data.asset_observation.metadata[RECEIPT].value
     assert (receipt["pool_id"], receipt["total_cost_usd"]) == (POOL, 1.0)
+    assert instance.get_run_by_id(run.run_id).tags[TOTAL_TAG] == "1.000000"
 
 
 def test_what_no_step_has_used_is_for_the_run(bill: Bill, instance: Any) -> None:
-    """Start, idle time and end of a pool that several steps use are an event of the run, and in no step's cost. What a
-    step has cost is reported when its use has ended, also while the pool is open.
+    """Start, idle time and end of a pool that several steps use are an observation of the asset of these pools, and in
+    no step's cost. What a step has cost is reported when its use has ended, also while the pool is open.
     """
     run = run_of([made, failed], instance)
     bill.open(work(run))
@@ -168,14 +179,33 @@ def test_what_no_step_has_used_is_for_the_run(bill: Bill, instance: Any) -> None
     assert observed(instance, run) == [("failed", "failed", 0.2)]
     bill.end()
     assert [settle(instance, run), settle(instance, run)] == [False, True]
-    assert sorted(observed(instance, run)) == [("failed", "failed", 0.2), ("made", "made", 0.05)]
-    assert rests(instance, run) == [(None, 0.5)]
-    (words,) = [
-        entry.dagster_event.message
-        for entry in instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ENGINE_EVENT)
-        if OTHER_COST_USD in entry.dagster_event.engine_event_data.metadata
+    assert sorted(observed(instance, run, has_step=True)) == [("failed", "failed", 0.2), ("made", "made", 0.05)]
+    assert observed(instance, run, has_step=False) == [(None, "skyward/pools/assets", 0.5)]
+    (metadata,) = [
+        one.asset_observation.metadata
+        for one in instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ASSET_OBSERVATION)
+        if one.step_key is None
     ]
-    assert words == "what no step has used of the pools of the run: 0.500000 USD"
+    assert metadata[TOTAL_USD].value == 1.0
+    tables = {name: [row.data for row in metadata[name].records] for name in (PHASES, MACHINES, USERS)}
+    assert all(sum(row["USD"] for row in rows) == pytest.approx(1.0) for rows in tables.values())
+    assert [(row["machine"], row["USD per hour"]) for row in tables[MACHINES]] == [("i-1", 3.6)]
+    assert [(row["step"], row["USD"]) for row in tables[USERS]] == [
+        ("made", 0.3),
+        ("failed", 0.2),
+        ("none: start, idle time and end", 0.5),
+    ]
+
+
+def test_a_re_execution_has_not_the_total_of_its_parent(bill: Bill, instance: Any) -> None:
+    """It begins with the tags of its parent. Its own total stays."""
+    parent = run_of([made], instance)
+    instance.add_run_tags(parent.run_id, {TOTAL_TAG: "2.500000"})
+    for total, expected in (("2.500000", "0.000000"), ("0.250000", "0.250000")):
+        tags = {TOTAL_TAG: total}
+        again = instance.create_run_for_job(ops, tags=tags, parent_run_id=parent.run_id, root_run_id=parent.run_id)
+        forget_parent(instance, again)
+        assert instance.get_run_by_id(again.run_id).tags[TOTAL_TAG] == expected
 
 
 def test_no_cost_is_negative(bill: Bill, instance: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -219,13 +249,13 @@ def test_outputs_of_one_step_divide_its_bill(
         for entry in instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION)
         for event in [entry.dagster_event]
     }
-    for _, asset, rest in observed(instance, run):
+    for _, asset, rest in observed(instance, run, has_step=True):
         sums[asset] = round(sums[asset] + rest, 6)
     assert sorted(sums.items()) == expected
 
 
 def test_an_op_has_the_rest_in_an_event_of_its_step(bill: Bill, instance: Any) -> None:
-    """It has no asset to observe. A pool that no step has used has its cost in an event of the run."""
+    """It has no asset to observe. A pool that no step has used has its cost at the asset of the job's pools."""
     run = ops.execute_in_process(instance=instance).dagster_run
     bill.open(work(run, "op"))
     bill.end()
@@ -236,7 +266,7 @@ def test_an_op_has_the_rest_in_an_event_of_its_step(bill: Bill, instance: Any) -
     bill.use(work(idle), 0.25)
     settle(instance, idle)
     assert settle(instance, idle)
-    assert rests(instance, idle) == [(None, 0.25)]
+    assert observed(instance, idle) == [(None, "skyward/pools/ops", 0.25)]
 
 
 def test_two_settlers_at_once_report_each_part_once(bill: Bill, instance: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,6 +434,16 @@ def test_opening_and_use_of_a_pool_are_spans_of_the_step(instance: Any) -> None:
     assert marks(run_with(open_and_use, instance)) == [*opening, f"+{RUN}", f"-{RUN}", f"-{RUN}"]
 
 
+def test_waiting_for_slots_is_a_span_of_the_step(instance: Any) -> None:
+    """It ends when the calls have slots, and with the use. A use that has not waited has none."""
+
+    def wait(context: Any, events: StepEvents) -> None:
+        for is_waiting in (False, True, True, False, False):
+            events.waits(context, is_waiting=is_waiting)
+
+    assert marks(run_with(wait, instance)) == [f"+{WAIT}", f"-{WAIT}"]
+
+
 def test_an_error_is_an_event_with_its_class_and_cause(instance: Any) -> None:
     """Of a pool that could not be opened, whose span ends, and of a node. That of the user's function is the step's."""
 
@@ -427,11 +467,14 @@ def test_an_error_is_an_event_with_its_class_and_cause(instance: Any) -> None:
 def test_lines_of_nodes_are_printed_and_logged_with_their_levels(
     instance: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Dagster keeps what the process prints, beside the run; a warning is one in the run's log too."""
+    """Dagster keeps what the process prints, beside the run. The run's log has what is a warning or worse, and what is
+    not printed.
+    """
 
     def talk(context: Any, events: StepEvents) -> None:
         events.take(sky.LogLine(0, "i-1", "loss 0.5", 0.0))
         events.take(sky.LogLine(1, "i-2", "careful", 0.0, stream="stderr", level=30))
+        events.take(sky.LogLine(1, "i-2", "of another node", 0.0, is_shown=False))
         events.listeners.append(lambda event: isinstance(event, sky.LogLine))
         events.take(sky.LogLine(0, "i-1", "a message of Pipes", 0.0))
 
@@ -441,7 +484,8 @@ def test_lines_of_nodes_are_printed_and_logged_with_their_levels(
     assert "[node 1] careful\n" in printed.err
     assert "a message of Pipes" not in printed.out
     logged = {entry.user_message: entry.level for entry in entries if "[node" in entry.user_message}
-    assert logged == {"[node 0] loss 0.5": 20, "[node 1] careful": 30}
+    assert logged == {"[node 1] careful": 30, "[node 1] of another node": 10}
+    assert "of another node" not in printed.out
 
 
 def test_a_running_step_is_observed_every_fifteen_seconds(instance: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,14 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 dg = pytest.importorskip("dagster")
 
+from dagster._config import validate_config  # noqa: E402
 from dagster.components.core.package_entry import get_package_objects_in_module  # noqa: E402
 
 import dagster_skyward  # noqa: E402
@@ -20,13 +22,22 @@ from dagster_skyward import (  # noqa: E402
     SkywardComponent,
     SkywardResource,
     build_cost_check,
+    step,
     step_pools,
 )
 from dagster_skyward.lifecycle import CONFIG_TAG, divided_keywords, spec_of_step  # noqa: E402
-from dagster_skyward.metadata import COST_USD, OTHER_COST_USD, tags_of  # noqa: E402
+from dagster_skyward.metadata import (  # noqa: E402
+    COST_USD,
+    NODES,
+    OTHER_COST_USD,
+    QUEUE_SECONDS,
+    SECONDS,
+    tags_of,
+)
 from dagster_skyward.quotes import planned_tasks  # noqa: E402
 from dagster_skyward.run_plan import strangers  # noqa: E402
 from dagster_skyward.run_steps import note_pool, steps_to_come  # noqa: E402
+from dagster_skyward.step import StepTime  # noqa: E402
 from dagster_skyward.step_pools import StepPools  # noqa: E402
 
 # Dagster's own: it uses its deprecated names for nested resources
@@ -337,6 +348,72 @@ def test_a_resource_that_cannot_be_is_refused_in_words(options: dict[str, Any], 
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("written", "keywords"),
+    [
+        ({"accelerator": "2xA100"}, {"accelerator": "2xA100"}),
+        ({"accelerator": {"name": "A100", "memory_gb": 40, "count": 2}}, {"accelerator": "2xA100-40GB"}),
+        (
+            {"accelerator": {"any_of": ["H100", {"accelerator": "A100", "provider": "local"}]}, "max_hourly_cost": 9},
+            {"accelerator": ["H100", sky.Alternative("A100", "local")], "max_hourly_cost": 9},
+        ),
+        ({"nodes": 2}, {"nodes": 2}),
+        ({"nodes": {"least": 1, "most": {"env": "TEST_MOST"}}}, {"nodes": (1, 4)}),
+        ({"provider": {"name": "local", "price_per_hour": 3}}, {"provider": sky.Local(price_per_hour=3)}),
+        ({"provider": {"any_of": ["local", {"name": "aws", "region": "eu-west-1"}]}}, {"provider": [sky.Local(), sky.AWS(region="eu-west-1")]}),
+        ({"image": {"pip": ["torch"], "env": {"A": "1"}}}, {"image": sky.Image(pip=["torch"], env={"A": "1"})}),
+    ],
+)  # fmt: skip
+def test_a_launch_may_write_each_form_of_a_setting(
+    written: dict[str, Any], keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the keyword that Python has for it."""
+    monkeypatch.setenv("TEST_MOST", "4")
+    found: list[Any] = []
+
+    @dg.asset
+    def one(context: dg.AssetExecutionContext, compute: SkywardResource) -> None:
+        found.append(compute.spec)
+
+    config = {"resources": {"compute": {"config": written}}}
+    launched = {"compute": SkywardResource.configure_at_launch()}
+    with dg.DagsterInstance.ephemeral() as instance:
+        dg.materialize([one], resources=launched, instance=instance, run_config=config)
+        dg.materialize([one], resources={"compute": SkywardResource(**keywords)}, instance=instance)
+    assert found == [sky.PoolSpec.of(**keywords, display="quiet")] * 2
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"accelerator": {"nam": "A100"}},
+        {"accelerator": 3},
+        {"nodes": {"min": 1}},
+        {"nodes": "many"},
+        {"provider": {"name": "local", "pric_per_hour": 3}},
+        {"image": {"pipp": ["torch"]}},
+        {"timeout": "long"},
+    ],
+)
+def test_a_launch_with_an_unknown_field_or_a_wrong_type_is_refused_by_the_schema(written: dict[str, Any]) -> None:
+    """As in the editor of the launchpad, before a run begins."""
+    schema = SkywardResource.to_config_schema().as_field().config_type
+    result = validate_config(schema, written)
+    assert not result.success
+
+
+def test_the_schema_has_each_field_of_images_and_providers_with_its_type() -> None:
+    """None of the four settings is any value."""
+    fields = SkywardResource.to_fields_dict()
+    for name, inner in (("accelerator", "count"), ("nodes", "most"), ("provider", "price_per_hour"), ("image", "pip")):
+        its = fields[name].config_type.inner_type
+        shape = its if isinstance(its, dg.Shape) else its.non_scalar_type
+        assert inner in shape.fields
+    image, provider = fields["image"].config_type.inner_type.fields, fields["provider"].config_type.inner_type
+    assert set(image) == set(sky.Image.model_fields)
+    assert set(provider.non_scalar_type.fields) >= {*sky.AWS.model_fields, *sky.Hosts.model_fields, "name", "any_of"}
+
+
 def test_a_name_may_have_the_id_of_the_run() -> None:
     """So may the account and the values of `env`. Outside of a run it is refused."""
     options = {"name": "team/{run_id}", "budget": "of-{run_id}", "env": {"RUN": "{run_id}"}}
@@ -411,6 +488,88 @@ def test_a_tag_that_means_nothing_is_an_error() -> None:
 
     with pytest.raises(sky.BadRequest, match="the tag skyward/nodes is ignored there"):
         dg.materialize([tagged], resources={"compute": SkywardResource(provider="local")})
+
+
+# ── how long a step has worked and waited ────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [1000.0]
+    monkeypatch.setattr(step, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def test_waiting_is_apart_from_work(clock: list[float]) -> None:
+    """Until the pool is open, and for slots that others hold, which is known three seconds late. What the step does
+    between two uses is neither.
+    """
+    its = StepTime()
+    clock[0] += 100
+    with its.block():
+        with its.opening():
+            clock[0] += 30
+        clock[0] += 5
+        assert its.note_waiting(is_waiting=True)
+        clock[0] += 2
+        assert not its.note_waiting(is_waiting=True)
+        assert (its.used, its.queued) == (37, 30 + 3 + 2)
+        assert its.note_waiting(is_waiting=False)
+        clock[0] += 10
+    clock[0] += 100
+    with its.block():
+        clock[0] += 1
+        its.note_waiting(is_waiting=True)
+        clock[0] += 1
+    assert (its.used, its.queued, its.since_began) == (49, 35 + 2, 249)
+
+
+def test_blocks_of_several_threads_count_once(clock: list[float]) -> None:
+    """The opening of a second pool is no waiting while the first one works."""
+    its = StepTime()
+    with its.block():
+        clock[0] += 1
+        with its.block(), its.opening():
+            clock[0] += 2
+        clock[0] += 4
+    assert (its.used, its.queued) == (7, 0)
+
+
+# ── tests of a project ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def later(number: int) -> int:
+    return number + 1
+
+
+def test_a_local_resource_runs_functions_in_the_process() -> None:
+    """Nothing is rented. Metadata have the keys of a pool's, and the same mistakes are refused."""
+    seen: list[Any] = []
+
+    @dg.asset
+    def model(context: dg.AssetExecutionContext, compute: SkywardResource) -> int:
+        seen.append(compute.map(context, fit, [1, 2]))
+        seen.append(compute.broadcast(context, fit, 3, accelerator="A100").value)
+        with compute.pool(context, nodes=3) as pool:
+            seen.append((pool.instance_count, sky.compute(fit)(4) >> pool, pool.submit(sky.compute(fit)(5)).result()))
+            seen.append((sky.compute(fit)(6) & sky.compute(fit)(7)) >> pool)
+            with pytest.raises(AttributeError, match=r"provider=sky\.Local\(\)"):
+                pool.dask_client()
+        with pytest.raises(sky.NotPicklable, match="which cannot travel to a node"):
+            compute.run(context, lambda: context.log.info("no"))
+        with pytest.raises(TypeError, match="acelerator"):
+            compute.run(context, fit, 1, acelerator="H100")  # type: ignore[call-arg]
+        return compute.run(context, later, 41).value
+
+    result = dg.materialize([model], resources={"compute": SkywardResource.local(nodes=2)})
+    assert result.output_for_node("model") == 42
+    assert seen == [[1, 2], (3, 3), (3, 4, 5), (6, 7)]
+    (made,) = result.get_asset_materialization_events()
+    assert made.materialization.metadata[COST_USD].value == 0
+    assert {SECONDS, QUEUE_SECONDS, NODES} <= set(made.materialization.metadata)
+    assert SkywardResource.local().run(None, fit, 1).value == 1
+    with pytest.raises(sky.BadRequest, match="did you mean 'nodes'"):
+        SkywardResource.local(nods=2)
 
 
 # ── what a run would cost ────────────────────────────────────────────────────────────────────────────────────────────
