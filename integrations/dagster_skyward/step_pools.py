@@ -22,6 +22,7 @@ from dagster_skyward.metadata import StepContext, Usage, is_alone, record, step_
 from dagster_skyward.plain_values import PLAIN
 from dagster_skyward.run_plan import planned_users, strangers
 from dagster_skyward.run_steps import (
+    KEEP_TAG,
     ended_steps,
     failed_steps,
     family,
@@ -210,12 +211,14 @@ class StepPools:
         try:
             run = instance.get_run_by_id(run_id)
             keeps = self._terms.lifecycle.kept_seconds(1.0, has_failed=has_failed) and not self._is_stopped
-            if keeps or not pools_of(run):
+            if run is None or keeps or not pools_of(run):
                 return
             to_come = set[str]() if self._is_stopped else {family(key) for key in steps_to_come(instance, run_id)}
             left = [pool.id for spec, pool in self._current if pool.id and self._is_left(instance, spec, to_come)]
             released = release_each([one for one in left if one in pools_of(run)], self._provider)
-            if not self._is_needed(instance, to_come, self._strangers or frozenset()):
+            # another resource of the run may keep its pools after a failure
+            are_all_ours = self._is_stopped or self._terms.sharing in OF_RUNS or KEEP_TAG not in run.tags
+            if are_all_ours and not self._is_needed(instance, to_come, self._strangers or frozenset()):
                 released += release_pools(run, self._provider)
             for pool_id in dict.fromkeys(released):
                 self._has_released = True
