@@ -135,6 +135,7 @@ if TYPE_CHECKING:
     from skyward_core.operations import cost_of as cost_of
     from skyward_core.operations import cost_parts as cost_parts
     from skyward_core.operations import offers as offers
+    from skyward_core.operations import receipt_of as receipt_of
     from skyward_core.operations import receipts_of as receipts_of
     from skyward_core.operations import release as release
     from skyward_core.operations import sweep as sweep
@@ -144,6 +145,8 @@ if TYPE_CHECKING:
     from skyward_core.pool.pool import ComputePool as ComputePool
     from skyward_core.pool.pool_use import PoolUse as PoolUse
     from skyward_core.pool.pool_use import UseBill as UseBill
+    from skyward_core.programs.calls import command_call as command_call
+    from skyward_core.programs.calls import script_call as script_call
     from skyward_core.providers.aws.provider import AWS as AWS
     from skyward_core.providers.base import Provider as Provider
     from skyward_core.providers.digitalocean.provider import DigitalOcean as DigitalOcean
@@ -205,7 +208,7 @@ _HOMES = {
     "doctor.check": "Check",
     "engine.futures": "CallFuture",
     "engine.plain_calls": "plain_call",
-    "operations": "cost_of cost_parts offers receipts_of release sweep",
+    "operations": "cost_of cost_parts offers receipt_of receipts_of release sweep",
     "image.image": "Image",
     "image.volume": "S3Volume Volume",
     "integrations.pools": "JoblibPool ScikitLearnPool joblib_backend sklearn_backend",
@@ -221,6 +224,7 @@ _HOMES = {
     "pool.multi_pool": "MultiPool",
     "pool.pool": "ComputePool",
     "pool.pool_use": "PoolUse UseBill",
+    "programs.calls": "command_call script_call",
     "providers.aws.provider": "AWS",
     "providers.base": "Provider",
     "providers.digitalocean.provider": "DigitalOcean",

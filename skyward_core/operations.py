@@ -1,5 +1,5 @@
-"""Operations without a pool: `sky.offers`, `sky.sweep`, `sky.cost_of`, `sky.cost_parts`, `sky.receipts_of` and
-`sky.release`.
+"""Operations without a pool: `sky.offers`, `sky.sweep`, `sky.cost_of`, `sky.cost_parts`, `sky.receipts_of`,
+`sky.receipt_of` and `sky.release`.
 
 They open cache and ledger.
 """
@@ -176,6 +176,21 @@ def receipts_of(work: Work, *, ledger_url: str | None = None) -> list[dict[str, 
         rows = [row for row in ledger.cost_rows(entries.CostBy.POOL, work=work, unreadable=[]) if row.resources]
         found = [receipts.receipt(ledger, row.key, unreadable=[]) for row in rows]
     return sorted(found, key=lambda receipt: receipt["created_at"])
+
+
+def receipt_of(pool_id: str, *, ledger_url: str | None = None) -> dict[str, Any]:
+    """Return the receipt of one pool, so far or in all: what `skyward receipt` prints.
+
+    Raises LedgerError; its subclass LedgerConflict if the ledger does not have the pool.
+
+    >>> import skyward_core as sky
+    >>> sky.receipt_of("sky-never")  # doctest: +IGNORE_EXCEPTION_DETAIL
+    Traceback (most recent call last):
+    LedgerConflict: the ledger has no such pool
+    """
+    receipts = importlib.import_module("skyward_core.ledger.receipt")
+    with _settled_ledger(ledger_url) as ledger:
+        return cast("dict[str, Any]", receipts.receipt(ledger, pool_id, unreadable=[]))
 
 
 def release(pool: Lease | str, *, credentials: Provider | None = None, ledger_url: str | None = None) -> None:

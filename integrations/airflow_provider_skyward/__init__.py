@@ -24,7 +24,7 @@ def get_provider_info() -> dict[str, object]:
         "operators": [
             {
                 "integration-name": "Skyward",
-                "python-modules": ["airflow_provider_skyward.operators", "airflow_provider_skyward.pools"],
+                "python-modules": [f"airflow_provider_skyward.{name}" for name in ("operators", "pools", "programs")],
             }
         ],
         "triggers": [{"integration-name": "Skyward", "python-modules": ["airflow_provider_skyward.triggers"]}],

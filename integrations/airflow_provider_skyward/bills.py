@@ -10,6 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import skyward_core as sky
+from airflow_provider_skyward.airflow_compat import xcom_class
+
+COST_KEY = "skyward_cost"
+"""The XCom with the bill of a task instance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,21 @@ def costs_of(work: sky.Work, log: Any) -> list[Cost] | None:
     except sky.LedgerError as error:  # `skyward cost --by task` shows it when the ledger answers again
         log.warning("the cost of earlier tries is not known: %s", error)
         return None
-    return [Cost(part.pool_id, part.work.attempt, micro(part.cost_usd), part.is_final) for part in parts]
+    return [cost_of_part(part) for part in parts]
+
+
+def cost_of_part(part: sky.CostPart) -> Cost:
+    """Return the part of a try in the cost of a pool."""
+    return Cost(part.pool_id, part.work.attempt, micro(part.cost_usd), part.is_final)
+
+
+def whole_pool_usd(pool_id: str, log: Any) -> float | None:
+    """Return what a pool that several tasks use has cost so far, by the ledger; None if it does not answer."""
+    try:
+        return float(sky.receipt_of(pool_id)["total_cost_usd"])
+    except sky.LedgerError as error:
+        log.warning("the cost of the pool %s is not known: %s", pool_id, error)
+        return None
 
 
 def bill_of(
@@ -50,10 +68,29 @@ def bill_of(
         "is_final": costs is not None and bool(its) and all(one.is_final for one in its),
         "pool_id": pool_id,
         "cost_usd": usd(its),
+        "of_tries": list(tries),
+        "pool_cost_usd": usd(one for one in known if one.pool_id == pool_id),
         "all_tries_usd": usd(known),
         "pools": sorted({pool_id, *(one.pool_id for one in known)}),
         "tries": {number: usd(one for one in known if one.attempt == number) for number in numbers},
     }
+
+
+def make_final(work: sky.Work, costs: Sequence[Cost]) -> bool:
+    """Write the bill of the ledger into the XCom of a task instance that could not write its last one: its worker was
+    killed, or its pool went on. Return whether there was something to write.
+    """
+    of_instance: dict[str, Any] = {"dag_id": work.workflow, "run_id": work.run, "task_id": work.task}
+    of_instance["map_index"] = int(work.task_run) if work.task_run else -1
+    xcom = xcom_class()
+    found: Any = xcom.get_one(key=COST_KEY, **of_instance)
+    if not isinstance(found, dict) or found.get("is_final") is not False or not found.get("of_tries"):
+        return False
+    bill = bill_of(str(found["pool_id"]), [str(number) for number in found["of_tries"]], costs, None)
+    if found.get("share_of"):
+        bill["pool_cost_usd"] = float(sky.receipt_of(bill["pool_id"])["total_cost_usd"])
+    xcom.set(COST_KEY, {**found, **bill}, **of_instance)
+    return True
 
 
 def micro(value: Any) -> int:

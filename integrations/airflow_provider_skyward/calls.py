@@ -9,6 +9,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, cast
 
 from airflow.sdk.definitions.context import KNOWN_CONTEXT_KEYS
+from airflow.sdk.exceptions import AirflowFailException
 
 import skyward_core as sky
 from airflow_provider_skyward.asset_events import EVENTS, node_function
@@ -54,6 +55,15 @@ PLAIN_CONTEXT = frozenset(
 
 The others (`ti`, `dag_run`, `task_state_store`, ...) talk to Airflow.
 """
+OF_A_DATE = frozenset(
+    {
+        *("ds", "ds_nodash", "ts", "ts_nodash", "ts_nodash_with_tz", "logical_date"),
+        *("data_interval_start", "data_interval_end"),
+    }
+)
+"""Values that a DAG run has only if it has a logical date: one that an asset, or a request without a date, has started
+has none.
+"""
 
 
 def calls_of(
@@ -68,14 +78,34 @@ def calls_of(
 
     If it takes `outlet_events`, it gets an object for outlets of these names, and the result of each call is a pair:
     its own, and the events. Raises BadRequest for a function that cannot run on a node, and for arguments that do not
-    fit, NotPicklable for those that cannot travel.
+    fit, NotPicklable for those that cannot travel, AirflowFailException for a value that a run without a date lacks.
     """
     refuse_callable(fn, args := tuple(args), kwargs, map_over)
     names = _context_names(inspect.signature(fn).parameters, args, kwargs)
     from_context = plain_context(names - {EVENTS}, cast("Mapping[str, Any]", context))
     given = sky.plain_call(sky.PendingCompute(fn, args, kwargs), PLAIN, names=NAMES)
     call = _recorded(outlets) if EVENTS in names else _direct
+    _refuse_undated(fn, names - from_context.keys())
     return _pending_calls(fn, given.args, {**from_context, **given.kwargs}, map_over, call)
+
+
+def without_date(name: str) -> str:
+    """Return why a value of Airflow's context is missing, and what to do; "" if that is not for want of a date."""
+    if name not in OF_A_DATE:
+        return ""
+    return (
+        f"{name!r} is not known, because this DAG run has no logical date: an asset, or a request without a date, has"
+        " started it. Use run_id or params instead, give the argument a default, or start the run with a logical date"
+    )
+
+
+def _refuse_undated(fn: Callable[..., Any], missing: Collection[str]) -> None:
+    """Raise AirflowFailException if a function needs a value that this DAG run lacks: another try would lack it too."""
+    parameters = inspect.signature(fn).parameters
+    for name in sorted(missing):
+        needed = name in parameters and parameters[name].default is inspect.Parameter.empty
+        if needed and (why := without_date(name)):
+            raise AirflowFailException(f"{getattr(fn, '__name__', fn)}: {why}")
 
 
 def takes_outlet_events(fn: Callable[..., Any], args: Collection[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -155,6 +185,7 @@ def _recorded(outlets: Sequence[str]) -> _Call:
         recorder = node_function()
         # the call has the name of the user's function in the ledger
         named = FunctionType(recorder.__code__, recorder.__globals__, getattr(fn, "__name__", "call"))
+        named.__dict__["forms_group"] = getattr(fn, "forms_group", False)
         place = list(inspect.signature(fn).parameters).index(EVENTS)
         after = dict(zip(list(arguments.signature.parameters)[place:], arguments.args[place:], strict=False))
         return sky.compute(named)(fn, tuple(outlets), arguments.args[:place], {**arguments.kwargs, **after})

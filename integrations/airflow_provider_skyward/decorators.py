@@ -1,16 +1,19 @@
 """`@task.skyward`: `SkywardOperator` for a decorated function.
 
-Import it directly if your editor does not know providers' decorators.
+Editors and type checkers know `airflow_provider_skyward.decorators.skyward_task`, which is the same, with its keywords.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from airflow.sdk.bases.decorator import DecoratedOperator, TaskDecorator, task_decorator_factory
 
 from airflow_provider_skyward.operators import SkywardOperator
+
+if TYPE_CHECKING:
+    from airflow_provider_skyward.keyword_types import DecoratorKeywords
 
 
 class SkywardDecoratedOperator(DecoratedOperator, SkywardOperator):
@@ -34,7 +37,7 @@ class SkywardDecoratedOperator(DecoratedOperator, SkywardOperator):
 
 
 def skyward_task(
-    python_callable: Callable[..., Any] | None = None, multiple_outputs: bool | None = None, **kwargs: Any
+    python_callable: Callable[..., Any] | None = None, **kwargs: Unpack[DecoratorKeywords]
 ) -> TaskDecorator:
     """Decorate a function to run on its own pool; takes what `SkywardOperator` takes.
 
@@ -44,9 +47,10 @@ def skyward_task(
     With `map_over="candidate"`, `score(candidate=[...])` makes one call for each item, all on one pool, and returns the
     list of results; `score.expand(candidate=[...])` makes one task, and one pool, for each.
     """
+    keywords: dict[str, Any] = {**kwargs}
     return task_decorator_factory(
         python_callable=python_callable,
-        multiple_outputs=multiple_outputs,
+        multiple_outputs=keywords.pop("multiple_outputs", None),
         decorated_operator_class=SkywardDecoratedOperator,
-        **kwargs,
+        **keywords,
     )

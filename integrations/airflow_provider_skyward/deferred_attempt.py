@@ -34,6 +34,7 @@ class DeferredAttempt(DurableAttempt):
 
         A pool that cannot be adopted is ended before another one is rented. After an exception the pool is ended.
         """
+        self._wanted_calls = len(calls)
         mine, adopted = self._begin(pool_name_of(self._work))
         try:
             if adopted is not None and not self._attach(adopted.pool_id):

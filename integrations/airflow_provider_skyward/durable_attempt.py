@@ -64,6 +64,7 @@ class DurableAttempt(TaskAttempt):
         if not calls:
             return []
         self._owns_pool = spec.name is None or spec.name == PLACEHOLDER
+        self._wanted_calls = len(calls)
         name = pool_name_of(self._work) if self._owns_pool else str(spec.name)
         mine, adopted = self._begin(name)
         spec = spec.with_(name=name, lease_seconds=self._lease_seconds(spec))

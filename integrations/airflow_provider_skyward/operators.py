@@ -13,14 +13,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from airflow.sdk import BaseOperator
 from airflow.sdk.exceptions import AirflowException, AirflowFailException
+from jinja2 import UndefinedError
 
 import skyward_core as sky
 from airflow_provider_skyward.asset_events import names_of, write_events
-from airflow_provider_skyward.calls import calls_of, refuse_callable, takes_outlet_events
+from airflow_provider_skyward.calls import calls_of, refuse_callable, takes_outlet_events, without_date
 from airflow_provider_skyward.connections import credentials_of, ledger_of
 from airflow_provider_skyward.deferred_attempt import DeferredAttempt
 from airflow_provider_skyward.durable_attempt import DurableAttempt, can_store
@@ -51,13 +52,15 @@ from airflow_provider_skyward.task_attempt import Killed, TaskAttempt, work_of
 if TYPE_CHECKING:
     from airflow.sdk import Context, XComArg
 
+    from airflow_provider_skyward.keyword_types import PoolKeywords
+
 MAX_XCOM_BYTES = 1_000_000
 """Largest result that goes into Airflow's database by default: every reader of the task's row loads it."""
 
 OWN_KEYWORDS = (
     *("python_callable", "op_args", "op_kwargs", "templates_dict", "templates_exts", "show_return_value_in_logs"),
     *("map_over", "spec", "max_xcom_bytes", "durable", "deferrable", "skyward_conn_id", "provider_conn_id"),
-    *("on_budget_warning", "skyward_pool", "result_path"),
+    *("on_budget_warning", "skyward_pool", "result_path", "broadcast"),
 )
 KNOWN_KEYWORDS = frozenset({*POOL_KEYWORDS, *OWN_KEYWORDS, *inspect.signature(BaseOperator.__init__).parameters})
 """Computed once: an operator is made at each parse of each DAG file, and reading a signature takes half of that time.
@@ -83,14 +86,16 @@ class SkywardOperator(BaseOperator):
     XCom, that of the pool is `node_output`. All of them, `op_args` and `op_kwargs` are templates.
 
     `map_over` names the argument(s) that hold a sequence: the function is called once for each item, all on this one
-    pool, and the task returns the list of results in order. The result goes to XCom, unless its JSON is larger than
-    `max_xcom_bytes` (None: no limit). With `result_path`, a folder or a place in object storage, it is written to a
-    file there, and XCom has the path. The bill goes to the XCom `skyward_cost`, and the pool's id, before anything is
-    rented, to the XCom `skyward_pool`. `templates_dict`, `templates_exts` and `show_return_value_in_logs` are those of
-    PythonOperator. With `durable`, the default for a task with `retries`, the call outlives its worker, and the next
-    try adopts it; `keep_warm` then needs no `name`, and a retry finds the machines warm. With `deferrable` (by default
-    `[operators] default_deferrable`) the task gives its worker back while the call runs, and a trigger follows it.
-    With `skyward_pool` the task uses the pool of a setup task (`airflow_provider_skyward.pools`), and has its settings.
+    pool, and the task returns the list of results in order. With `broadcast` it is called on each worker at once, as
+    one group if it is decorated with `sky.distributed`, and the results come in the order of nodes and workers. The
+    result goes to XCom, unless its JSON is larger than `max_xcom_bytes` (None: no limit). With `result_path`, a folder
+    or a place in object storage, it is written to a file there, and XCom has the path. The bill goes to the XCom
+    `skyward_cost`, and the pool's id, before anything is rented, to the XCom `skyward_pool`. `templates_dict`,
+    `templates_exts` and `show_return_value_in_logs` are those of PythonOperator. With `durable`, the default for a task
+    with `retries`, the call outlives its worker, and the next try adopts it; `keep_warm` then needs no `name`, and a
+    retry finds the machines warm. With `deferrable` (by default `[operators] default_deferrable`) the task gives its
+    worker back while the call runs, and a trigger follows it. With `skyward_pool` the task uses the pool of a setup
+    task (`airflow_provider_skyward.pools`), and has its settings.
 
     `skyward_conn_id` is a connection of the type `skyward`, with the ledger's URL and the secret key, and
     `provider_conn_id` one with the credentials of a cloud. They are read while the task runs, if they are given.
@@ -126,8 +131,11 @@ class SkywardOperator(BaseOperator):
     on_budget_warning: Sequence[OnWarning] = ()
     skyward_pool: Any = None
     result_path: str | None = None
+    broadcast: bool = False
     is_pool_setup: ClassVar[bool] = False
     """Whether the task opens a pool for others."""
+    is_pool_named: bool = False
+    """Whether the user has named the pool of the setup task: then it is not that of one DAG run."""
     pool_setup_id: str = ""
     """The setup task whose pool the task uses; "" for a pool of its own."""
     _is_setup_mapped: bool = False
@@ -146,6 +154,7 @@ class SkywardOperator(BaseOperator):
         templates_exts: Sequence[str] | None = None,
         show_return_value_in_logs: bool = True,
         map_over: str | Sequence[str] | None = None,
+        broadcast: bool = False,
         spec: sky.PoolSpec | Mapping[str, Any] | None = None,
         max_xcom_bytes: int | None = MAX_XCOM_BYTES,
         durable: bool | None = None,
@@ -155,14 +164,18 @@ class SkywardOperator(BaseOperator):
         on_budget_warning: OnWarning | Sequence[OnWarning] = (),
         skyward_pool: XComArg | None = None,
         result_path: str | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[PoolKeywords],
     ) -> None:
-        _refuse_unknown(type(self).__name__, kwargs)
-        given = as_keywords(spec) | {field: kwargs.pop(name) for name, field in POOL_FIELDS.items() if name in kwargs}
-        if map_over or result_path:
+        keywords: dict[str, Any] = {**kwargs}
+        _refuse_unknown(type(self).__name__, keywords)
+        given = as_keywords(spec) | {
+            field: keywords.pop(name) for name, field in POOL_FIELDS.items() if name in keywords
+        }
+        _refuse_beside_broadcast(broadcast=broadcast, map_over=map_over, durable=durable, deferrable=deferrable)
+        if map_over or broadcast or result_path:
             # else inferred from the function's return type, of which the task returns a list, or the path
-            kwargs["multiple_outputs"] = False
-        super().__init__(**kwargs)
+            keywords["multiple_outputs"] = False
+        super().__init__(**keywords)
         self.python_callable = python_callable
         self.op_args = op_args if op_args is not None else ()
         self.op_kwargs = op_kwargs if op_kwargs is not None else {}
@@ -179,6 +192,7 @@ class SkywardOperator(BaseOperator):
             "provider_conn_id": provider_conn_id or (setup and setup.provider_conn_id),
             "skyward_pool": skyward_pool,
             "result_path": result_path,
+            "broadcast": broadcast or None,
             "on_budget_warning": (on_budget_warning,) if callable(on_budget_warning) else on_budget_warning or None,
         }
         for name, value in own.items():
@@ -208,6 +222,8 @@ class SkywardOperator(BaseOperator):
                 "deferrable=True is for a task with a pool of its own: leave out one of deferrable and skyward_pool"
             )
         self.pool_setup_id = setup.task_id
+        if setup.is_pool_named:
+            self.is_pool_named = True
         if setup.get_closest_mapped_task_group() is not None:
             self._is_setup_mapped = True
         return shared_fields(setup, given)
@@ -231,9 +247,22 @@ class SkywardOperator(BaseOperator):
             return self.pool_spec
         instance = context["ti"]  # pyright: ignore[reportTypedDictNotRequiredAccess]
         is_mapped = self._is_setup_mapped
+        if self.is_pool_named:
+            spec, work = self.pool_spec, work_of(instance)
+            shared_name(work, self.pool_setup_id, self.skyward_pool, is_mapped=is_mapped, given=str(spec.name))
+            return spec
         name = shared_name(work_of(instance), self.pool_setup_id, self.skyward_pool, is_mapped=is_mapped)
         refuse_without_teardown(self, instance, self.pool_setup_id, is_mapped=is_mapped)
         return self.pool_spec.with_(name=name)
+
+    def _render(self, template: Any, context: Context, dag: Any = None) -> Any:
+        """As Airflow's, and a value that this DAG run lacks is said in words. Another try would lack it too."""
+        try:
+            return super()._render(template, context, dag)
+        except UndefinedError as error:
+            if why := without_date(str(error).split("'")[1]):
+                raise AirflowFailException(f"a template of {self.task_id!r}: {why}") from error
+            raise
 
     def execute(self, context: Context) -> Any:
         """Run the function on its own pool and return its result; close the pool in every case."""
@@ -247,12 +276,13 @@ class SkywardOperator(BaseOperator):
     def _run(self, context: Context) -> Any:
         self._attempt = attempt = self._attempt_of(context)
         self._know(attempt)
+        attempt.is_broadcast = self.broadcast
 
         def run() -> list[Any]:
             calls = self._calls(context)
             spec = self._spec_in(context) if calls else self.pool_spec
             attempt.credentials = credentials_of(self.provider_conn_id, spec.provider)
-            if self.pool_setup_id:
+            if self.pool_setup_id and not self.is_pool_named:
                 work = work_of(context["ti"])  # pyright: ignore[reportTypedDictNotRequiredAccess]
                 attempt.pool_work = setup_work(work, self.pool_setup_id, is_mapped=self._is_setup_mapped)
             return attempt.run(spec, calls)
@@ -290,7 +320,7 @@ class SkywardOperator(BaseOperator):
                 write_events(self.outlets, events, written, attempt.cost_fields())
             except Exception as error:
                 raise AirflowFailException(f"the events of the assets are not written: {error!r}. {DONE}") from error
-        result = results if self.map_over else results[0]
+        result = results if self.map_over or self.broadcast else results[0]
         if self.result_path:
             result = write_result(result, self.result_path, work_of(context["ti"]))  # pyright: ignore[reportTypedDictNotRequiredAccess]
         refuse_what_airflow_refuses(result, self, context["ti"], self.max_xcom_bytes)  # pyright: ignore[reportTypedDictNotRequiredAccess]
@@ -328,6 +358,8 @@ class SkywardOperator(BaseOperator):
 
     def _is_deferrable(self, context: Context) -> bool:
         if self.pool_setup_id:  # between worker and trigger its warm time could end under the call
+            return False
+        if self.broadcast:  # the calls of a group end with their worker
             return False
         wanted = self.deferrable
         if wanted is None:
@@ -391,7 +423,7 @@ class SkywardOperator(BaseOperator):
 
     def _attempt_of(self, context: Context) -> TaskAttempt:
         """Return what runs this execution. Raises BadRequest for `durable=True` where Airflow has no state store."""
-        is_durable = bool(self.retries) if self.durable is None else self.durable
+        is_durable = bool(self.retries) and not self.broadcast if self.durable is None else self.durable
         if is_durable and can_store(context):
             instance = context["ti"]  # pyright: ignore[reportTypedDictNotRequiredAccess]
             is_last = instance.try_number > (getattr(instance, "max_tries", 0) or 0)
@@ -425,6 +457,25 @@ def _shown(result: object) -> str:
         return str(result)
     except Exception as error:
         return f"a {type(result).__name__}, which cannot be shown: {error!r}"
+
+
+def _refuse_beside_broadcast(
+    *, broadcast: bool, map_over: object, durable: bool | None, deferrable: bool | None
+) -> None:
+    """Raise BadRequest for what a broadcast cannot have."""
+    if not broadcast:
+        return
+    if map_over:
+        raise sky.BadRequest(
+            f"broadcast=True makes the same call on each worker, and map_over={map_over!r} one call for each item:"
+            " leave out one of them; a function of a broadcast takes its part of the data with sky.shard(...)"
+        )
+    for name, value in (("durable", durable), ("deferrable", deferrable)):
+        if value:
+            raise sky.BadRequest(
+                f"{name}=True is for calls that outlive their worker, and those of a broadcast end with it: leave out"
+                f" one of {name} and broadcast. A training that was killed goes on from a checkpoint (docs/training.md)"
+            )
 
 
 def _refuse_unknown(operator: str, keywords: Mapping[str, Any]) -> None:

@@ -12,16 +12,17 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from airflow.sdk import BaseOperator, TaskGroup
 from airflow.sdk.exceptions import AirflowException
 
 import skyward_core as sky
+from airflow_provider_skyward.bills import Cost, cost_of_part, make_final
 from airflow_provider_skyward.connections import credentials_of, ledger_of
 from airflow_provider_skyward.generations import pool_name_of
 from airflow_provider_skyward.operators import SkywardOperator, names_pool_keywords
-from airflow_provider_skyward.pool_keywords import as_keywords
+from airflow_provider_skyward.pool_keywords import PLACEHOLDER, as_keywords, is_template
 from airflow_provider_skyward.retry import raise_as_airflows
 from airflow_provider_skyward.shared_pools import setup_id_of, setup_of, setup_work
 from airflow_provider_skyward.stop_order import order_stop
@@ -29,6 +30,8 @@ from airflow_provider_skyward.task_attempt import Killed, TaskAttempt, work_of
 
 if TYPE_CHECKING:
     from airflow.sdk import Context, XComArg
+
+    from airflow_provider_skyward.keyword_types import SetupKeywords
 
 HOLD_SECONDS = 1800.0
 """For how long machines wait for the next task by default. A task that comes later rents anew."""
@@ -47,23 +50,33 @@ class SkywardCreatePool(SkywardOperator):
     the next task. Each task that uses the pool renews it, and it bounds what a teardown that never runs can cost. The
     machines' own `timeout` is longer than `hold` by default. The pool's name is made of DAG and run.
 
+    With a `name`, which may be a template, the pool is shared with all runs and programs that use this name: the setup
+    joins it if it is open, and neither setup nor teardown ends it. `keep_warm` takes the place of `hold` then.
+
     Its result in XCom is `{"name": ..., "pool_id": ...}`. Give `create.output` to the tasks and to the teardown. If it
-    fails or is killed, it ends the pool, because Airflow then runs no teardown.
+    fails or is killed, it ends the pool of its run, because Airflow then runs no teardown.
 
         create = SkywardCreatePool(task_id="create", accelerator="A100")
     """
 
     is_pool_setup: ClassVar[bool] = True
+    is_pool_named: bool = False
+    """Whether the user has named the pool, which then is not that of one DAG run."""
     ui_color = "#d7e6f2"
 
     @names_pool_keywords
-    def __init__(self, *, hold: float = HOLD_SECONDS, **kwargs: Any) -> None:
-        given = as_keywords(kwargs.get("spec")) | kwargs
-        _refuse_own_life(given, hold)
+    def __init__(self, *, hold: float | None = None, **kwargs: Unpack[SetupKeywords]) -> None:
+        keywords: dict[str, Any] = {**kwargs}
+        given = as_keywords(kwargs.get("spec")) | keywords
+        is_named = given.get("name") is not None
+        waits = _seconds_of_waiting(given, hold, is_named=is_named)
         timeout = given.get("timeout")
-        kwargs |= {"keep_warm": hold, "timeout": hold + IDLE_SECONDS if timeout is None else timeout}
-        super().__init__(python_callable=_no_function, deferrable=False, durable=False, **kwargs)
+        keywords["keep_warm"] = waits
+        if timeout is None and isinstance(waits, (int, float)):
+            keywords["timeout"] = waits + IDLE_SECONDS
+        super().__init__(python_callable=_no_function, deferrable=False, durable=False, **keywords)
         self.is_setup = True
+        self.is_pool_named = is_named
 
     def execute(self, context: Context) -> dict[str, str]:
         """Open the pool, or find it warm, and leave it warm; return its name and its id."""
@@ -87,22 +100,26 @@ class SkywardCreatePool(SkywardOperator):
 
 
 class SetupAttempt(TaskAttempt):
-    """One execution of a setup: it owns the pool until it has succeeded."""
+    """One execution of a setup: it owns the pool of its run until it has succeeded."""
+
+    _is_of_run = True
+    """Whether the pool is that of one DAG run. Others may use one to which the user has given a name."""
 
     def open_and_leave(self, spec: sky.PoolSpec) -> dict[str, str]:
         """Open the pool of this setup and leave it warm; end it after any error, and after a kill.
 
         Raises the errors of opening a pool, BudgetExceeded if its money does not pay for the warm time, and Killed.
         """
-        name = pool_name_of(self._work)
+        self._is_of_run = spec.name is None or spec.name == PLACEHOLDER
+        name = pool_name_of(self._work) if self._is_of_run else str(spec.name)
         self._owns_pool = False
-        pool = self._pool_of(spec.with_(name=name), belongs_to=self._work)
+        pool = self._pool_of(spec.with_(name=name), belongs_to=self._work if self._is_of_run else None)
         try:
             self._open(pool.open)
             self._leave_warm(pool)
         except BaseException:
             is_open = self._has_opened or pool.is_active  # a kill may come right after the opening
-            self._end(pool.hand_over, pool.id if is_open else "")
+            self._end(pool.hand_over, pool.id if is_open and self._is_of_run else "")
             raise
         self._log.info("the pool %s is warm for %g s, as %s; each task renews that", pool.id, spec.keep_warm, name)
         return {"name": name, "pool_id": pool.id}
@@ -127,7 +144,8 @@ class SetupAttempt(TaskAttempt):
         self._is_killed = True
         if self._pool is not None:
             self._pool.terminate_now()
-            order_stop(str(self._pool.spec.name), self.credentials)
+            if self._is_of_run:
+                order_stop(str(self._pool.spec.name), self.credentials)
         self._inbox.put(None)
         if self._is_interruptible:
             raise Killed
@@ -139,13 +157,16 @@ class SkywardReleasePool(BaseOperator):
     Its result in XCom is the bill of the pool: `cost_usd`, `pools` by id, and `shares` by task id, which add up to it.
     The share of the setup is what no call has used. It reads no XCom: an altered one does not keep the machines.
 
+    It leaves a pool to which the user has given a name, because other runs may use it. Then the bill is the part of
+    this run.
+
     It is tried again three times unless you say otherwise. After that its task has failed, and the DAG run has not:
     with `on_failure_fail_dagrun` Airflow decides by teardowns alone, and failed work would be a success.
 
         SkywardReleasePool(task_id="release", skyward_pool=create.output)
     """
 
-    template_fields = ("provider", "skyward_conn_id", "provider_conn_id")
+    template_fields = ("provider", "skyward_conn_id", "provider_conn_id", "pool_name")
     ui_color = "#d7e6f2"
 
     def __init__(self, *, skyward_pool: XComArg, **kwargs: Any) -> None:
@@ -155,6 +176,7 @@ class SkywardReleasePool(BaseOperator):
         self.pool_setup_id = setup.task_id
         self.provider = setup.plain_fields.get("provider")
         self.skyward_conn_id, self.provider_conn_id = setup.skyward_conn_id, setup.provider_conn_id
+        self.pool_name = setup.plain_fields["name"] if setup.is_pool_named else None
         self._is_setup_mapped = setup.get_closest_mapped_task_group() is not None
         self.as_teardown(setups=setup)  # pyright: ignore[reportArgumentType]
 
@@ -166,6 +188,10 @@ class SkywardReleasePool(BaseOperator):
     def _end(self, context: Context) -> dict[str, Any]:
         instance = context["ti"]  # pyright: ignore[reportTypedDictNotRequiredAccess]
         work = setup_work(work_of(instance), self.pool_setup_id, is_mapped=self._is_setup_mapped)
+        if self.pool_name is not None:
+            bill = self._part_of_run(work)
+            self._finish_bills(work)
+            return bill
         name = pool_name_of(work)
         self.log.info("ending the pool %s", name)
         providers = sky.PoolSpec.of(provider=self.provider).providers
@@ -176,6 +202,39 @@ class SkywardReleasePool(BaseOperator):
             sky.release(pool_id, credentials=credentials)
         bill = self._bill(work)
         self.log.info("cost of the pool: %.6f USD; by task: %s", bill["cost_usd"], bill["shares"])
+        self._finish_bills(work)
+        return bill
+
+    def _finish_bills(self, setup: sky.Work) -> None:
+        """Make the bills of the setup and of the tasks final that could not do it themselves."""
+        tasks = {self.pool_setup_id, *_users_of(self.dag, self.pool_setup_id)}
+        try:
+            found: dict[sky.Work, list[Cost]] = {}
+            for part in sky.cost_parts(_run_of(setup)):
+                if part.work.task in tasks and (not self._is_setup_mapped or part.work.task_run == setup.task_run):
+                    found.setdefault(replace(part.work, attempt=""), []).append(cost_of_part(part))
+            for work, costs in found.items():
+                make_final(work, costs)
+        except Exception:  # the pool is ended, and the ledger has the bills
+            self.log.exception("the bills of some tasks are not final")
+
+    def _part_of_run(self, setup: sky.Work) -> dict[str, Any]:
+        """Return the bill of this run for a pool that is left to its other users."""
+        costs = self._costs(setup)
+        shares = {task_id: sum(its.values()) for task_id, its in costs.items()}
+        pools: dict[str, float] = {}
+        for its in costs.values():
+            for pool_id, usd in its.items():
+                pools[pool_id] = pools.get(pool_id, 0.0) + usd
+        bill = {"cost_usd": sum(pools.values()), "pools": pools, "shares": shares}
+        self.log.info(
+            "the pool %s is left: it ends after its last user, when its keep_warm is over; `skyward stop %s` ends it at"
+            " once. Cost of the calls of this run: %.6f USD; by task: %s",
+            self.pool_name,
+            self.pool_name,
+            bill["cost_usd"],
+            shares,
+        )
         return bill
 
     def _pools_left(self, setup: sky.Work) -> list[str]:
@@ -201,7 +260,9 @@ def _run_of(setup: sky.Work) -> sky.Work:
 
 
 @contextmanager
-def skyward_pool(group_id: str = "skyward_pool", **kwargs: Any) -> Generator[Any]:
+def skyward_pool(
+    group_id: str = "skyward_pool", *, hold: float | None = None, **kwargs: Unpack[SetupKeywords]
+) -> Generator[Any]:
     """Make a task group whose tasks share one pool: a setup that opens it, and a teardown that ends it.
 
     Yields what `skyward_pool=` of `SkywardOperator` and `@task.skyward` takes. Takes the keywords of
@@ -209,9 +270,12 @@ def skyward_pool(group_id: str = "skyward_pool", **kwargs: Any) -> Generator[Any
 
         with skyward_pool(accelerator="A100", hold=600) as pool:
             task.skyward(skyward_pool=pool)(score).expand(candidate=[1, 2, 3])
+
+    With `name` and `keep_warm` the pool is shared with other runs too, and goes on after this one.
     """
     with TaskGroup(group_id, add_suffix_on_collision=True) as group:
-        create = SkywardCreatePool(task_id="create_pool", **kwargs)
+        keywords: dict[str, Any] = {"task_id": "create_pool", **kwargs}
+        create = SkywardCreatePool(hold=hold, **keywords)
         release = SkywardReleasePool(task_id="release_pool", skyward_pool=create.output)
         yield create.output
         _wire(group, create, release)
@@ -236,24 +300,35 @@ def _users_of(dag: Any, setup_id: str) -> list[str]:
     return sorted(task.task_id for task in dag.tasks if setup_id_of(task) == setup_id)
 
 
-def _refuse_own_life(given: Mapping[str, Any], hold: float) -> None:
-    """Raise BadRequest for settings of a life that the setup and the teardown decide."""
-    if not hold > 0:
-        raise sky.BadRequest(f"hold={hold!r}: write for how many seconds the machines wait for the next task, as 1800")
-    if given.get("name") is not None:
+def _seconds_of_waiting(given: Mapping[str, Any], hold: float | None, *, is_named: bool) -> Any:
+    """Return for how long the machines wait for the next task; a template may be in its place.
+
+    Raises BadRequest for settings that do not fit.
+    """
+    word = "keep_warm" if is_named else "hold"
+    of_word, of_other = (given.get("keep_warm"), hold) if is_named else (hold, given.get("keep_warm"))
+    if of_other and is_named:
         raise sky.BadRequest(
-            f"name={given['name']!r}: the pool of a setup is that of one DAG run, which names it. To share a pool with"
-            " other runs, give each task name= and keep_warm=, without setup and teardown"
+            f"hold={hold!r}: with name= the pool is shared with other runs, and waits for keep_warm seconds: write that"
         )
-    if given.get("keep_warm"):
+    if of_other:
         raise sky.BadRequest(
-            f"keep_warm={given['keep_warm']!r}: the teardown ends the pool, which waits `hold` seconds for a task"
+            f"keep_warm={of_other!r}: the teardown ends the pool, which waits `hold` seconds for a task. To share it"
+            " with other runs, give it a name= too"
+        )
+    waits = HOLD_SECONDS if of_word is None else of_word
+    if is_template(waits):
+        return waits
+    if not waits > 0:
+        raise sky.BadRequest(
+            f"{word}={waits!r}: write for how many seconds the machines wait for the next task, as 1800"
         )
     timeout = given.get("timeout")
-    if isinstance(timeout, (int, float)) and timeout < hold:
+    if isinstance(timeout, (int, float)) and timeout < waits:
         raise sky.BadRequest(
-            f"timeout={timeout:g} ends idle machines before hold={hold:g}: leave timeout out, or hold for less"
+            f"timeout={timeout:g} ends idle machines before {word}={waits:g}: leave timeout out, or shorten {word}"
         )
+    return waits
 
 
 def _no_function() -> None:

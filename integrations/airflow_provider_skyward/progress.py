@@ -22,6 +22,9 @@ SECONDS_AFTER_AN_ERROR = 60.0
 GAUGES = {"skyward.cost_usd": "cost_usd", "skyward.usd_per_hour": "usd_per_hour", "skyward.nodes": "nodes"}
 """Names of gauges, by the metric that each one shows. Tags: dag_id, task_id, provider."""
 
+MOST_POINTS = 120
+"""Of the course over time in the live metrics. When there are more, every other one is dropped."""
+
 type OnWarning = Callable[[Any], object]
 
 
@@ -41,6 +44,8 @@ class Progress:
         """
         self._use = sky.Utilisation()
         self._warnings: list[dict[str, Any]] = []
+        self._course: list[list[float | None]] = []
+        """Points over time: seconds since 1970, accelerators and processors in percent, USD."""
         self._written_at = 0.0
         self._paused_until = 0.0
 
@@ -95,6 +100,10 @@ class Progress:
         self.live_cost = None
         self._write()
 
+    def utilisation(self) -> dict[str, float]:
+        """Return the means and the maxima over all nodes while calls ran, in percent; none of what was not measured."""
+        return self._use.numbers()
+
     def metrics(self) -> dict[str, Any]:
         """Return the facts as JSON data: percent are means over the nodes; those of `_mean` and `_max` are of the time
         in which calls ran.
@@ -107,6 +116,11 @@ class Progress:
 
     def _write(self) -> None:
         metrics = self.metrics()
+        now = round(datetime.now(UTC).timestamp(), 1)
+        self._course.append([now, metrics.get("gpu_percent"), metrics.get("cpu_percent"), metrics["cost_usd"]])
+        if len(self._course) > MOST_POINTS:
+            del self._course[1:-1:2]
+        metrics["course"] = self._course
         tags = {"dag_id": self._work.workflow, "task_id": self._work.task, "provider": metrics["provider"]}
         for name, metric in GAUGES.items():
             gauge(name, float(metrics[metric]), tags)

@@ -28,6 +28,7 @@ class PoolSetup(Protocol):
 
     task_id: str
     is_pool_setup: bool
+    is_pool_named: bool
     skyward_conn_id: str | None
     provider_conn_id: str | None
 
@@ -84,19 +85,22 @@ def setup_work(work: sky.Work, setup_id: str, *, is_mapped: bool) -> sky.Work:
     return replace(work, task=setup_id, task_run=work.task_run if is_mapped else "", attempt="")
 
 
-def shared_name(work: sky.Work, setup_id: str, handle: object, *, is_mapped: bool) -> str:
+def shared_name(work: sky.Work, setup_id: str, handle: object, *, is_mapped: bool, given: str = "") -> str:
     """Return the name of the pool that a setup has opened in this run, after its XCom was compared with it.
 
-    Raises LeaseTampered if the XCom is not what the setup has written, and LedgerError.
+    `given` is the name that the user has written, "" for none. Raises LeaseTampered if the XCom is not what the setup
+    has written, and LedgerError.
     """
     its = setup_work(work, setup_id, is_mapped=is_mapped)
-    name = pool_name_of(its)
+    name = given or pool_name_of(its)
     found = cast("Mapping[str, Any]", handle) if isinstance(handle, Mapping) else {}
     if found.keys() != {"name", "pool_id"} or found["name"] != name:
         raise sky.LeaseTampered(
             f"the XCom of {setup_id!r} is not what it has written in this run: it names no pool, or another one."
             f" Nothing in it was used, and nothing was rented. Clear {setup_id!r} with its tasks"
         )
+    if given:  # it belongs to no run
+        return name
     of_run = sky.cost_of(replace(its, task="", task_run=""))
     if found["pool_id"] not in of_run:
         raise sky.LeaseTampered(

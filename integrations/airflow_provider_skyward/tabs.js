@@ -11,9 +11,12 @@ const sum = (values) => values.reduce((total, value) => total + value, 0);
 const BORDER = "1px solid rgba(128, 128, 128, 0.35)";
 const COLOURS = ["#8ab4d8", "#5b8fc4", "#3f9a6b", "#c9b458", "#d08a4a", "#b85450", "#8c7aa9", "#9a9a9a"];
 
-function useBill(path, query) {
-  const [state, setState] = React.useState({ bill: null, error: "" });
-  const url = new URL(`skyward/dags/${path}?${new URLSearchParams(query)}`, document.baseURI).href;
+const NONE = { data: null, error: "" };
+
+// What a route of the api-server answers, again and again; its user's cookie goes along.
+function useAnswer(path, query) {
+  const [state, setState] = React.useState(NONE);
+  const url = new URL(`${path}?${new URLSearchParams(query)}`, document.baseURI).href;
   React.useEffect(() => {
     let isShown = true;
     const load = async () => {
@@ -21,7 +24,7 @@ function useBill(path, query) {
         const response = await fetch(url, { credentials: "same-origin" });
         const body = await response.json();
         if (!response.ok) throw new Error(typeof body.detail === "string" ? body.detail : `status ${response.status}`);
-        if (isShown) setState({ bill: body, error: "" });
+        if (isShown) setState({ data: body, error: "" });
       } catch (error) {
         if (isShown) setState((before) => ({ ...before, error: error.message }));
       }
@@ -106,7 +109,7 @@ function groups(pools, keyOf) {
 const costOf = (pools) => sum(pools.map((pool) => pool.total_cost_usd));
 
 function Page({ state, children }) {
-  const { bill, error } = state;
+  const { data: bill, error } = state;
   const isEmpty = bill && bill.pools.length === 0 && Object.keys(bill.shares).length === 0;
   return h("div", { style: { padding: "16px", overflow: "auto" } },
     error && h("p", { role: "alert", style: { color: "#b85450" } }, `The cost could not be read: ${error}`),
@@ -140,24 +143,80 @@ function Shares({ shares }) {
     h(Table, { head: ["Pool", "Cost of its calls"], rows: Object.entries(shares).map(([id, cost]) => [id, usd(cost)]) }));
 }
 
+const percent = (value) => (value === null || value === undefined ? "–" : `${value.toFixed(0)} %`);
+const KINDS = [["accelerators", 1, "#3f9a6b"], ["processors", 2, "#5b8fc4"]];
+
+// The course of the utilisation, in percent of all nodes: a line for each kind that was measured.
+function Course({ points }) {
+  const [first, last] = [points[0][0], points.at(-1)[0]];
+  const x = (seconds) => (last > first ? (100 * (seconds - first)) / (last - first) : 50);
+  const lines = KINDS.map(([name, place, colour]) => [name, colour, points.filter((point) => point[place] !== null)
+    .map((point) => `${x(point[0]).toFixed(2)},${(30 - 0.3 * point[place]).toFixed(2)}`)]).filter(([, , at]) => at.length);
+  return h(React.Fragment, null,
+    h("svg", { viewBox: "0 0 100 30", preserveAspectRatio: "none", role: "img", "aria-label": "utilisation over time",
+      style: { width: "100%", height: "90px", borderLeft: BORDER, borderBottom: BORDER } },
+      lines.map(([name, colour, at]) => h("polyline", { key: name, points: at.join(" "), fill: "none", stroke: colour,
+        strokeWidth: 2, vectorEffect: "non-scaling-stroke" }))),
+    h("div", { style: { fontSize: "0.8em", opacity: 0.8 } },
+      `0 to 100 %, ${time(first * 1000)} to ${time(last * 1000)}: `,
+      lines.map(([name, colour]) => h("span", { key: name, style: { marginRight: "12px" } },
+        h("span", { style: { color: colour } }, "■ "), name))));
+}
+
+function Live({ metrics }) {
+  const { course = [], reported = {} } = metrics;
+  const measured = course.some((point) => point[1] !== null || point[2] !== null);
+  return h(React.Fragment, null,
+    h(Section, { title: "Calls" }, h(Figures, { pairs: [
+      ["Calls", metrics.calls ?? "–"], ["Done", metrics.calls_done ?? "–"], ["Failed", metrics.calls_failed ?? "–"],
+      ["Accelerators (mean)", percent(metrics.gpu_percent_mean)], ["Processors (mean)", percent(metrics.cpu_percent_mean)],
+      ...Object.entries(reported).map(([name, value]) => [name, String(value)])] })),
+    measured && h(Section, { title: "Utilisation" }, h(Course, { points: course })));
+}
+
+// What has happened to the machines, oldest first.
+function Events({ pools }) {
+  const rows = pools.flatMap((pool) => pool.resources.flatMap((one) => [
+    [one.intended_at, one, "requested"], [one.bound_at, one, "up"], [one.end_asked_at, one, "asked to end"],
+    [one.gone_at, one, one.evidence ? `gone: ${one.evidence}` : "gone"]]));
+  return h(Table, { head: ["Time", "Machine", "Event"], rows: rows.filter(([at]) => at)
+    .sort(([one], [other]) => one.localeCompare(other)).map(([at, one, what]) => [time(at), one.cloud_id ?? one.name, what]) });
+}
+
+function Links({ links }) {
+  const known = Object.entries(links).filter(([name, url]) => url && name !== "Skyward");
+  return h("div", { style: { display: "flex", gap: "16px" } }, known.map(([name, url]) =>
+    h("a", { key: name, href: url, target: "_blank", rel: "noreferrer", style: { textDecoration: "underline" } }, name)));
+}
+
 function TaskTab({ dagId, runId, taskId, mapIndex }) {
   const query = { run_id: runId, task_id: taskId, map_index: mapIndex ?? -1 };
-  const state = useBill(`${encodeURIComponent(dagId)}/task`, query);
+  const state = useAnswer(`skyward/dags/${encodeURIComponent(dagId)}/task`, query);
+  const [dag, run, task] = [dagId, runId, taskId].map(encodeURIComponent);
+  const instance = `api/v2/dags/${dag}/dagRuns/${run}/taskInstances/${task}`;
+  const index = { map_index: mapIndex ?? -1 };
+  const { data: stored } = useAnswer(`${instance}/state-store/skyward_metrics`, index);
+  const { data: links } = useAnswer(`${instance}/links`, index);
   return h(Page, { state }, ({ pools, shares, cost_usd, saved_usd }) => h(React.Fragment, null,
+    links && h(Links, { links: links.extra_links }),
     h(Figures, { pairs: [
       ["Cost of all tries", usd(cost_usd)], ["Saved by spot", usd(saved_usd)], ["Machines now", live(pools).length],
       ["Rate now", `${usd(sum(live(pools).map((one) => one.price_per_hour_usd)))} per hour`]] }),
     Object.keys(shares).length > 0 && h(Shares, { shares }),
+    stored?.value && h(Live, { metrics: stored.value }),
     h(Section, { title: "What the time was spent on" }, h(Buckets, { pools })),
     h(Section, { title: "Machines" }, h(Nodes, { pools })),
     h(Section, { title: "Tries" }, h(Table, { head: ["Try", "Pools", "Begun", "Ended", "Cost"],
       rows: groups(pools, (pool) => pool.work.attempt ?? "").map(([number, some]) => [
         number, some.map((pool) => pool.pool_id).join(", "), time(some[0].created_at), time(some.at(-1).ended_at),
-        usd(costOf(some))]) }))));
+        usd(costOf(some))]) })),
+    h(Section, { title: "Events" }, h(Events, { pools }))));
 }
 
+const share = (cost, limit) => (limit ? `${usd(limit)} (${((100 * cost) / limit).toFixed(0)} % used)` : "none");
+
 function RunTab({ dagId, runId }) {
-  const state = useBill(`${encodeURIComponent(dagId)}/run`, { run_id: runId });
+  const state = useAnswer(`skyward/dags/${encodeURIComponent(dagId)}/run`, { run_id: runId });
   const task = (pool) => `${pool.work.task ?? ""}${pool.work.task_run ? `[${pool.work.task_run}]` : ""}`;
   return h(Page, { state }, ({ pools, shares, cost_usd, on_demand_usd, saved_usd }) => h(React.Fragment, null,
     h(Figures, { pairs: [
@@ -167,9 +226,10 @@ function RunTab({ dagId, runId }) {
     h(Section, { title: "Tasks" }, h(Table, { head: ["Task", "Pools", "Cost", "Saved"],
       rows: parts(pools).map(([name, part]) => [name, part.pools.size, usd(part.cost), usd(part.saved)]) })),
     Object.keys(shares).length > 0 && h(Shares, { shares }),
-    h(Section, { title: "Pools" }, h(Table, { head: ["Pool", "Task", "Try", "Machines", "Begun", "Ended", "Cost"],
+    h(Section, { title: "Pools" }, h(Table, { head: ["Pool", "Task", "Try", "Machines", "Begun", "Ended", "Cost", "max_cost"],
       rows: pools.map((pool) => [pool.pool_id, task(pool), pool.work.attempt ?? "", pool.resources.length,
-        time(pool.created_at), time(pool.ended_at), usd(pool.total_cost_usd)]) }))));
+        time(pool.created_at), time(pool.ended_at), usd(pool.total_cost_usd),
+        share(pool.total_cost_usd, pool.max_cost_usd)]) }))));
 }
 
 // Airflow looks for the component by the name of the tab.

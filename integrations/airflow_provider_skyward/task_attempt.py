@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from contextvars import copy_context
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import skyward_core as sky
 from airflow_provider_skyward.airflow_compat import known_level
-from airflow_provider_skyward.bills import Cost, bill_of, costs_of, usd
+from airflow_provider_skyward.bills import COST_KEY, Cost, bill_of, costs_of, usd, whole_pool_usd
 from airflow_provider_skyward.links import CONSOLE_KEY, links_of
 from airflow_provider_skyward.phases import Phases
 from airflow_provider_skyward.plain_values import PLAIN
@@ -29,7 +30,6 @@ from airflow_provider_skyward.task_log import TaskLog
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
-COST_KEY = "skyward_cost"
 POOL_KEY = "skyward_pool"
 """XCom that is pushed before anything is rented: the pool's id finds the bill even if the task is killed."""
 
@@ -63,6 +63,10 @@ class TaskAttempt:
         self.credentials: sky.Provider | None = None
         """The provider with the credentials of a connection; None if it finds them in the worker's environment."""
         self._calls = 0
+        self.is_broadcast = False
+        """Whether the one call is made on each worker at once."""
+        self._wanted_calls = 0
+        """How many calls there will be; 0 if all nodes have one, or none is to have any."""
         self._provider = ""
         self._narrator = sky.Narrator()
         self._is_killed = False
@@ -83,6 +87,8 @@ class TaskAttempt:
         self.progress = Progress(self._log, context, self._work)
         self._phases = Phases(self._log)
         self._last_bill: dict[str, Any] = {}
+        self._stays_warm = ""
+        """What this execution has left running, in words."""
 
     def run(self, spec: sky.PoolSpec, calls: Sequence[sky.PendingCompute[Any]]) -> list[Any]:
         """Return the results, in order.
@@ -94,17 +100,39 @@ class TaskAttempt:
         self._owns_pool = spec.name is None or spec.name == PLACEHOLDER
         pool = self._pool_of(_without_placeholder(spec), belongs_to=self.pool_work)
         self._use = use = sky.PoolUse(pool)
+        self._wanted_calls = 0 if self.is_broadcast else len(calls)
         if not self._owns_pool:
             self.progress.live_cost = lambda: use.cost
         try:
             self._open(use.open)
             with self._phases.phase("call", pool_id=pool.id):
+                if self.is_broadcast and calls[0].forms_group:
+                    return list(self._wait([self._grouped(use, calls[0])])[0])
                 with self._interruptible():
-                    futures = use.submit_all(calls)
+                    futures = use.submit_broadcast(calls[0]) if self.is_broadcast else use.submit_all(calls)
                 self._calls = len(futures)
                 return self._wait(futures)
         finally:
             self._end(use.close)
+
+    def _grouped(self, use: sky.PoolUse, call: sky.PendingCompute[Any]) -> Future[tuple[Any, ...]]:
+        """Return the future of a call whose workers form a group: after the loss of a node all of them run again."""
+        whole: Future[tuple[Any, ...]] = Future()
+
+        def submit(again: sky.PendingCompute[Any]) -> list[sky.CallFuture[Any]]:
+            ranks = use.submit_broadcast(again)
+            self._calls = len(ranks)
+            return ranks
+
+        def work() -> None:
+            try:
+                whole.set_result(use.pool.broadcast(call, submit=submit))
+            except BaseException as error:  # it is that of the call, and is raised by the main thread
+                whole.set_exception(error)
+
+        # a daemon: after a kill it waits for ranks that the end of the pool ends
+        threading.Thread(target=copy_context().run, args=(work,), name="skyward-broadcast", daemon=True).start()
+        return whole
 
     def _pool_of(self, spec: sky.PoolSpec, belongs_to: sky.Work | None = None) -> sky.ComputePool:
         """Make the pool of this execution, which is not open: `belongs_to` bears what no call has held."""
@@ -130,6 +158,8 @@ class TaskAttempt:
         assert self._pool is not None
         self._announce(self._pool.id)  # of a pool that was found open
         self._machines = self._pool.lease.nodes
+        if self._owns_pool and self._wanted_calls and (warning := idle_machines(self._machines, self._wanted_calls)):
+            self._log.warning("%s", warning)
 
     def _end(self, leave_pool: Callable[[], object] | None, to_release: str = "") -> None:
         """Leave the pool, and end the machines of the pool `to_release`, whichever process has rented them.
@@ -155,6 +185,7 @@ class TaskAttempt:
                     pool_id,
                     error,
                 )
+        self._stays_warm = "" if to_release or self._pool is None else _what_stays_warm(self._pool)
 
     def kill(self) -> None:
         """Stop `run`. Called in a signal handler.
@@ -195,7 +226,11 @@ class TaskAttempt:
             self._log.exception("the bill could not be shown")
 
     def _final_bill(self) -> dict[str, Any]:
-        return self._bill(costs_of(self._work, self._log), None if self._use is None else self._use.bill())
+        costs = costs_of(self._work, self._log)
+        bill = self._bill(costs, None if self._use is None else self._use.bill())
+        if not self._owns_pool:
+            bill["pool_cost_usd"] = whole_pool_usd(self._announced, self._log)
+        return bill
 
     def _bill(self, costs: Sequence[Cost] | None, use: sky.UseBill | None = None) -> dict[str, Any]:
         """Return the bill as JSON data. `use` is that of the use, None before the pool is open.
@@ -209,6 +244,7 @@ class TaskAttempt:
         tries = [str(number) for number in range(self._first_try(), int(self._work.attempt) + 1)]
         seconds = time.monotonic() - self._opened_at  # with the search for machines, as those of a pool of its own
         return bill_of(self._announced, tries, costs, use) | {
+            "utilisation": self.progress.utilisation(),
             "seconds": round(final.total_seconds if final is not None and self._owns_pool else seconds, 3),
             "hourly_rate": sum(node.price_per_hour for node in nodes) if final is None else final.hourly_rate,
             "nodes": len(nodes) if final is None else final.spot_count + final.ondemand_count,
@@ -229,6 +265,8 @@ class TaskAttempt:
         self._log.info("cost: %.6f USD, %.1f s, nodes: %d; of each machine: skyward receipt %s", *figures)
         if len(bill["tries"]) > 1:
             self._log.info("cost of all tries: %.6f USD, for %d pools", bill["all_tries_usd"], len(bill["pools"]))
+        if self._stays_warm:
+            self._log.info("%s; the machines cost %.4f USD per hour", self._stays_warm, bill["hourly_rate"])
         self._push(COST_KEY, bill)
         self._last_bill = bill
         self.progress.end(bill)
@@ -308,7 +346,8 @@ class TaskAttempt:
                 self.progress.tick()
             elif error := _error_of(message):
                 if len(futures) > 1:
-                    error.add_note(f"in call {waiting[message]} of {len(futures)} (map_over)")
+                    kind = "broadcast" if self.is_broadcast else "map_over"
+                    error.add_note(f"in call {waiting[message]} of {len(futures)} ({kind})")
                 raise error
             else:
                 del waiting[message]
@@ -367,6 +406,28 @@ def work_of(task_instance: Any) -> sky.Work:
         task_run="" if index is None or index < 0 else str(index),
         attempt=str(task_instance.try_number),
     )
+
+
+def idle_machines(nodes: Sequence[sky.Node], calls: int) -> str:
+    """Return a warning if there are fewer calls than nodes: the others are paid for, and have nothing to do."""
+    if (idle := len(nodes) - calls) <= 0:
+        return ""
+    names = ", ".join(f"node {number} ({node.instance.id})" for number, node in enumerate(nodes))
+    prices = sorted(node.instance.price_per_hour for node in nodes)
+    least = "" if prices[0] == prices[-1] else "at least "
+    return (
+        f"{calls} call{'s' if calls > 1 else ''} for {len(nodes)} nodes: {idle} of {names}"
+        f" {'has' if idle == 1 else 'have'} nothing to do, for {least}{sum(prices[:idle]):.4f} USD per hour. Write"
+        f" nodes={calls}, broadcast=True for the same call on each node, or map_over= for one call for each item"
+    )
+
+
+def _what_stays_warm(pool: sky.ComputePool) -> str:
+    """Return in words that a pool goes on after this process has left it; "" if it does not."""
+    name, seconds, receipt = pool.spec.name, pool.spec.keep_warm, pool.receipt
+    if name is None or not seconds or (receipt is not None and receipt["ended_at"] is not None):
+        return ""
+    return f"the pool {name} stays warm for {seconds:g} s after its last user; `skyward stop {name}` ends it at once"
 
 
 def _error_of(future: Future[Any]) -> BaseException | None:

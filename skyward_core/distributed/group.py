@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import secrets
 import socket
@@ -110,6 +111,11 @@ class GroupFunction[**P, R]:
         self.rendezvous_seconds = rendezvous_seconds
         self.nproc_per_node = nproc_per_node
         functools.update_wrapper(self, fn)
+
+    @property
+    def __globals__(self) -> dict[str, Any]:
+        """Those of the function: who reads its annotations needs them, such as decorators of Airflow."""
+        return getattr(inspect.unwrap(self.fn), "__globals__", {})
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Form the group, run the function, and tear the group down.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -25,7 +26,8 @@ def receipt(ledger: Ledger, pool_id: str, *, unreadable: list[UnreadableRow] | N
     millisecond. `resources` are in the order of their requests. Their costs add up to `total_cost_usd`, and so do the
     `buckets`, one of which is the billing rounding. `lines` divide the same total into machines, disks, addresses and
     so on. `users` are the processes that have used a pool with a name; their costs add up to that of the bucket
-    "running calls". `left` are the resources that are not known to be gone.
+    "running calls". `max_cost_usd` is the pool's limit, None if it has none, or is pruned. `left` are the resources
+    that are not known to be gone.
     """
     pool = ledger.pool(pool_id)
     if pool is None:
@@ -45,6 +47,7 @@ def receipt(ledger: Ledger, pool_id: str, *, unreadable: list[UnreadableRow] | N
         "work": pool.work.labels(),
         "provider": pool.provider.get("name"),
         "account": pool.account,
+        "max_cost_usd": json.loads(pool.spec_json).get("max_cost"),
         "created_at": _time(pool.created_at),
         "ended_at": _time(pool.ended_at),
         "resources": [_resource(intent, bills[str(intent.id)]) for intent in intents],

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
-import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +11,8 @@ from typing import Any
 
 from skyward_core.compute import ComputeFunction, PendingCompute
 from skyward_core.errors import BadRequest
-from skyward_core.serialization.sources import Source, collect
-from skyward_core.worker.script import Script, run_script
+from skyward_core.programs.calls import script_of, search_first
+from skyward_core.worker.script import run_script
 
 HOW = "write the path of a Python file, or module:function"
 
@@ -34,35 +32,16 @@ def read_target(target: str, args: Sequence[str]) -> Program:
     A function's module is imported from the working directory, as `python -m` does. Raises BadRequest.
     """
     if os.path.isfile(target) or target.endswith(".py"):
-        return _script(Path(target), args)
+        script = script_of(Path(target), args)
+        return Program(script.name, PendingCompute(run_script, (script,)), is_script=True)
     module, colon, function = target.partition(":")
     if not (colon and module and function):
         raise BadRequest(f"{target!r} is no file here, and names no function: {HOW}")
     return Program(target, _call(module, function, args), is_script=False)
 
 
-def _script(path: Path, args: Sequence[str]) -> Program:
-    try:
-        text = path.read_text(encoding="utf-8")
-        code = compile(text, str(path), "exec")
-    except OSError as error:
-        raise BadRequest(f"{path} cannot be read ({error.strerror}): {HOW}") from error
-    except (SyntaxError, ValueError) as error:  # ValueError: no UTF-8, or null bytes
-        raise BadRequest(f"{path} is no Python program: {error}") from error
-    _search_first(path.resolve().parent)
-    modules = collect([types.FunctionType(code, {"__name__": "__main__"})])
-    files = {_path_of(one): one.text for one in modules if one.file is not None} | {path.name: text}
-    call = PendingCompute(run_script, (Script(path.name, files, tuple(args)),))
-    return Program(path.name, call, is_script=True)
-
-
-def _path_of(source: Source) -> str:
-    path = source.name.replace(".", "/")
-    return f"{path}/__init__.py" if source.is_package else f"{path}.py"
-
-
 def _call(module: str, function: str, args: Sequence[str]) -> PendingCompute[Any]:
-    _search_first(Path.cwd())
+    search_first(Path.cwd())
     try:
         found: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -77,9 +56,3 @@ def _call(module: str, function: str, args: Sequence[str]) -> PendingCompute[Any
         raise BadRequest(f"{module}:{function} is no function: it is {type(found).__name__}")
     pending: Any = found(*args) if isinstance(found, ComputeFunction) else PendingCompute(found, tuple(args))
     return pending
-
-
-def _search_first(folder: Path) -> None:
-    """Find modules in a folder first, as the interpreter does for a script in it."""
-    if sys.path[0] != str(folder):
-        sys.path.insert(0, str(folder))

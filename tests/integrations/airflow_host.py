@@ -82,12 +82,14 @@ class Airflow:
         """
         return self._ask({"code": head + textwrap.dedent(code)})[0]
 
-    def run(self, name: str, source: str, head: str = HEAD, dag_id: str = "") -> Ran:
-        """Run the one DAG of a DAG file, or one of several."""
+    def run(self, name: str, source: str, head: str = HEAD, dag_id: str = "", *, has_date: bool = True) -> Ran:
+        """Run the one DAG of a DAG file, or one of several. `has_date`: the run has a logical date, else it is one that
+        an asset, or a request without a date, starts.
+        """
         file = self.dags / f"{name}.py"
         file.write_text(head + textwrap.dedent(source))
         try:
-            answer, log = self._ask({"file": str(file), "dag_id": dag_id})
+            answer, log = self._ask({"file": str(file), "dag_id": dag_id, "has_date": has_date})
         finally:
             file.unlink()
         return Ran(answer["state"], {(task, index, key): value for task, index, key, value in answer["xcoms"]}, log)
@@ -256,7 +258,11 @@ def _host() -> None:
             os.dup2(log.fileno(), 2)
         try:
             is_dag = "file" in request
-            answer = _run_dag(request["file"], request["dag_id"]) if is_dag else _evaluate(request["code"])
+            answer = (
+                _run_dag(request["file"], request["dag_id"], has_date=request["has_date"])
+                if is_dag
+                else _evaluate(request["code"])
+            )
             reply = {"answer": answer}
         except BaseException:
             reply = {"error": traceback.format_exc()}
@@ -269,7 +275,7 @@ def _evaluate(code: str) -> Any:
     return names["answer"]
 
 
-def _run_dag(file: str, dag_id: str) -> dict[str, Any]:
+def _run_dag(file: str, dag_id: str, *, has_date: bool) -> dict[str, Any]:
     from airflow.dag_processing.dagbag import DagBag
     from airflow.models.xcom import XComModel
     from airflow.settings import Session
@@ -278,7 +284,7 @@ def _run_dag(file: str, dag_id: str) -> dict[str, Any]:
     if bag.import_errors:
         raise RuntimeError("\n".join(map(str, bag.import_errors.values())))
     (dag,) = [bag.dags[dag_id]] if dag_id else bag.dags.values()
-    run = dag.test()
+    run = dag.test() if has_date else dag.test(logical_date=None)
     session = Session()
     rows = session.query(XComModel).filter(XComModel.run_id == run.run_id, XComModel.dag_id == dag.dag_id).all()
     return {

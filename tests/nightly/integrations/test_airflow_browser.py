@@ -44,10 +44,21 @@ def test_the_pages_of_a_task_and_of_its_run(page: Page, server: AirflowServer, t
     run.wait("success")
     cost = f"{run.xcom('skyward_cost')['cost_usd']:.4f} USD"
     page.goto(f"{address}/tasks/work/plugin/skyward")
-    assert cost in shown(page, "0.0000 USD per hour", "running calls", "local lists it no more")
+    assert cost in shown(
+        page,
+        "0.0000 USD per hour",
+        "running calls",
+        "local lists it no more",
+        "Events",
+        "Receipt",
+        "Done",
+        "Utilisation",
+    )
     take(page, "skyward-tab")
     page.goto(f"{address}/plugin/skyward-cost")
-    assert cost in shown(page, "Cost of the run", "At on-demand prices", run.xcom("skyward_cost")["pool_id"])
+    assert cost in shown(
+        page, "max_cost", "Cost of the run", "At on-demand prices", run.xcom("skyward_cost")["pool_id"]
+    )
     take(page, "cost-tab")
     page.goto(f"{address}/tasks/work")
     text = shown(page, "the end", "Release", "returned value: 42")

@@ -6,7 +6,10 @@ After each test no machine of its tasks lives, the tab of the UI has the ledger'
 import importlib.util
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ import skyward_core as sky
 from skyward_core.worker.watchdog import POOL_TAG, tagged_processes
 from tests.integrations.airflow_host import micro
 from tests.integrations.airflow_server import DAGS, AirflowServer, DagRun
+from tests.page_blocks import programs
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(900)]
@@ -27,7 +31,13 @@ FINAL = ("success", "failed")
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AirflowServer]:
-    server = AirflowServer(tmp_path_factory.mktemp("airflow"), DAGS)
+    first = programs("docs/airflow.md")[0]
+    of_asset = first.replace("import dag, task", "import Asset, dag, task").replace(
+        "@dag(schedule=None)\ndef pools",
+        '@dag(dag_id="pools_of_asset", schedule=[Asset("s3://bucket/new")])\ndef pools',
+    )
+    pages = {"pools.py": first, "pools_of_asset.py": of_asset}
+    server = AirflowServer(tmp_path_factory.mktemp("airflow"), DAGS | pages)
     yield server
     server.close()
 
@@ -122,6 +132,37 @@ def test_a_task_runs_and_a_deferred_one_too(start: Any) -> None:
         job.check_bill(pools=1)
         assert job.run.stored("skyward_metrics")["cost_usd"] == job.run.xcom("skyward_cost")["cost_usd"]
     assert [job.run.links() for job in (attended, deferred)] == links
+
+
+WAYS = ("dags test", "dags trigger", "without a date", "with a date, as the UI", "an asset")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_first_example_of_the_page_runs_however_it_is_started(way: str, server: AirflowServer) -> None:
+    dag_id = "pools_of_asset" if way == "an asset" else "pools"
+    path = f"/api/v2/dags/{dag_id}"
+    wait_until(
+        lambda: dag_id in {dag["dag_id"] for dag in server.ask("GET", "/api/v2/dags")["dags"]}, f"the DAG {dag_id}"
+    )
+    before = {run["dag_run_id"] for run in server.ask("GET", f"{path}/dagRuns")["dag_runs"]}
+    if way.startswith("dags "):
+        command = [sys.executable, "-m", "airflow", *way.split(), dag_id]
+        subprocess.run(command, env=server.environ, cwd=server.home, check=True, capture_output=True, timeout=300)
+    elif way == "an asset":
+        (asset,) = server.ask("GET", "/api/v2/assets", params={"uri_pattern": "s3://bucket/new"})["assets"]
+        server.ask("POST", "/api/v2/assets/events", json={"asset_id": asset["id"]})
+    else:
+        date = datetime.now(UTC).isoformat() if "UI" in way else None
+        server.ask("POST", f"{path}/dagRuns", json={"logical_date": date})
+    runs = wait_until(
+        lambda: [one for one in server.ask("GET", f"{path}/dagRuns")["dag_runs"] if one["dag_run_id"] not in before],
+        "the DAG run",
+    )
+    run = DagRun(server, dag_id, runs[0]["dag_run_id"])
+    run.wait("success", "classic")
+    run.wait("success", "tell")
+    assert (run.xcom("return_value", "square"), run.xcom("return_value", "classic")) == ([1, 4, 9], 5.0)
+    assert "[1, 4, 9] for 0." in run.log("tell") or way == "dags test", "whose log is on the terminal"
 
 
 @pytest.mark.parametrize("dag_id", ["attended", "durable"])

@@ -100,9 +100,13 @@ def test_no_keyword_of_the_pool_has_a_name_of_airflows(airflow: Airflow) -> None
         from airflow_provider_skyward.pool_keywords import POOL_KEYWORDS
         import inspect
         theirs = {*inspect.signature(BaseOperator.__init__).parameters, *dir(BaseOperator(task_id="t"))}
-        answer = sorted(theirs & set(POOL_KEYWORDS))
+        from airflow_provider_skyward import keyword_types
+        from airflow_provider_skyward.operators import KNOWN_KEYWORDS
+        typed = set(keyword_types.DecoratorKeywords.__annotations__)
+        answer = sorted(theirs & set(POOL_KEYWORDS)), sorted(typed ^ KNOWN_KEYWORDS)
     """
-    assert airflow.evaluate(code) == []
+    of_calls = ["kwargs", "op_args", "op_kwargs", "python_callable", "self"]
+    assert airflow.evaluate(code) == [[], of_calls], "type checkers know each keyword, and no other one"
 
 
 def test_keywords_may_be_templates_results_and_defaults(airflow: Airflow) -> None:
@@ -159,7 +163,17 @@ def test_keywords_may_be_templates_results_and_defaults(airflow: Airflow) -> Non
             "did you mean 'candidate'?",
         ),
         ("exec('async def f(): pass', globals()) or task.skyward(f)()", "f is async"),
-        ("SkywardCreatePool(task_id='c', name='x')", "name='x': the pool of a setup is that of one DAG run"),
+        ("skyward(broadcast=True, map_over='x')", "leave out one of them"),
+        ("skyward(broadcast=True, durable=True)", "leave out one of durable and broadcast"),
+        ("skyward(broadcast=True, deferrable=True)", "leave out one of deferrable and broadcast"),
+        ("run()", "write command= or script=, one of them"),
+        ("run(command='a', script='b.py')", "write command= or script=, one of them"),
+        ("run(command='a', args=['b'])", "write them into the command"),
+        ("run(command='a', map_over='x')", "map_over is for functions"),
+        ("run(command='a', acelerator='A100')", "SkywardRunOperator has no keyword 'acelerator'"),
+        ("run(command='{{ params.c }}', provider='local', nodes=2, broadcast=True, skip_on_exit_code=None)", ""),
+        ("SkywardCreatePool(task_id='c', name='x', hold=60)", "hold=60: with name= the pool is shared with other runs"),
+        ("SkywardCreatePool(task_id='c', name='{{ params.n }}', keep_warm='{{ params.s }}')", ""),
         ("SkywardCreatePool(task_id='c', keep_warm=60)", "keep_warm=60: the teardown ends the pool"),
         ("SkywardCreatePool(task_id='c', hold=0)", "hold=0: write for how many seconds"),
         ("SkywardCreatePool(task_id='c', hold=900, timeout=600)", "timeout=600 ends idle machines before hold=900"),
@@ -173,6 +187,8 @@ def test_keywords_may_be_templates_results_and_defaults(airflow: Airflow) -> Non
 def test_a_wrong_task_is_refused_while_the_dag_is_parsed(airflow: Airflow, task: str, words: str) -> None:
     """A task that cannot run raises BadRequest when it is made, and the message says what to write."""
     code = f"""
+        from airflow_provider_skyward.programs import SkywardRunOperator
+        def run(**keywords): return SkywardRunOperator(task_id="run", **keywords)
         def skyward(**keywords): return SkywardOperator(task_id="use", python_callable=len, **keywords)
         @dag(schedule=None)
         def d():
@@ -224,15 +240,38 @@ def test_parsing_a_dag_uses_no_network_and_no_engine(airflow: Airflow) -> None:
 
 
 def test_each_block_of_the_page_is_a_dag_file(airflow: Airflow) -> None:
-    """The first one of docs/airflow.md runs and prints what it says; the others can be loaded."""
+    """The first one of docs/airflow.md runs in a run without a date, and prints what it says; the others can be loaded."""
     first, *others = programs("docs/airflow.md")
     assert others
     for other in others:
         airflow.evaluate(f"{other}\nanswer = None\n", head="")
-    ran = airflow.run("howto", first, head="", dag_id="pools")
+    ran = airflow.run("howto", first, head="", dag_id="pools", has_date=False)
     assert ran.state == "success"
     assert re.search(r"\[1, 4, 9\] for 0\.\d+ USD", ran.log)
     assert ran.result("classic") == 5.0
+
+
+def test_what_a_run_without_a_date_lacks_is_said_before_anything_is_rented(airflow: Airflow) -> None:
+    ran = airflow.run(
+        "undated",
+        """
+        @dag(schedule=None, default_args={"provider": LOCAL, "retries": 2})
+        def undated():
+            @task.skyward
+            def argument(x, ds): return ds
+            @task.skyward
+            def template(x): return x
+            argument(1), template("{{ ts }}")
+        undated()
+        """,
+        has_date=False,
+    )
+    assert ran.state == "failed"
+    why = "is not known, because this DAG run has no logical date: an asset, or a request without a date, has started it. Use run_id or params"
+    assert f"AirflowFailException: argument: 'ds' {why}" in ran.log
+    assert f"AirflowFailException: a template of 'template': 'ts' {why}" in ran.log
+    assert "up_for_retry" not in ran.log, "another try would lack it too"
+    assert "skyward_pool" not in {key for _, _, key in ran.xcoms}, "nothing was rented"
 
 
 # ── connections ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -223,6 +223,7 @@ def test_the_state_store_has_live_metrics(answer: dict[str, Any]) -> None:
     bill = answer["train"]["pushed"]["skyward_cost"]
     assert (last["cost_usd"], last["pool_id"], last["nodes"]) == (bill["cost_usd"], bill["pool_id"], 0)
     assert answer["train"]["store"]["skyward_metrics"] == last
+    assert [point[3] for point in last["course"]] == [one["cost_usd"] for one in answer["metrics"]]
     attempts, warnings = answer["away"]
     assert attempts == [15.0, 75.0, 90.0]
     assert warnings == ["the live metrics could not be stored; the next try is in a minute: the api-server is away"]
@@ -270,7 +271,7 @@ def nothing():
 
 def rent(**work):
     pool = sky.ComputePool.from_spec(
-        sky.PoolSpec(provider=sky.Local(price_per_hour=36.0), display="quiet"),
+        sky.PoolSpec(provider=sky.Local(price_per_hour=36.0), display="quiet", max_cost=2.5),
         work=sky.Work(system="airflow", **work))
     with pool:
         sky.compute(nothing)() >> pool
@@ -315,6 +316,7 @@ def test_the_tabs_have_the_bills_of_the_ledger_for_who_may_read_them(airflow: Ai
     assert set(answer["status"]["viewer"].values()) == {200}
     assert answer["run"] == answer["task"]
     assert [pool["pool_id"] for pool in answer["run"]["pools"]] == [answer["pools"]["try 1"]]
+    assert [pool["max_cost_usd"] for pool in answer["run"]["pools"]] == [2.5]
     assert micro(answer["run"]["cost_usd"]) == sum(map(micro, answer["cost"].values())) > 0
     assert answer["no run"] == 422
     assert (answer["unknown"]["cost_usd"], answer["unknown"]["pools"]) == (0, [])

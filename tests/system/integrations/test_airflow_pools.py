@@ -63,8 +63,53 @@ def test_tasks_of_a_run_share_one_rental_and_its_cost(airflow: Airflow) -> None:
     assert sum(whole.values()) == micro(bill["cost_usd"])
     assert whole["gpu.square"] == sum(micro(one["cost_usd"]) for one in tasks[:3])
     assert whole["gpu.total"] == micro(tasks[3]["cost_usd"])
+    assert {one["pool_cost_usd"] > one["cost_usd"] for one in tasks} == {True}
+    setup = ran.bill("gpu.create_pool")  # it was not final while the pool was open: the teardown has written it
+    assert (setup["is_final"], micro(setup["cost_usd"])) == (True, whole["gpu.create_pool"])
+    assert micro(setup["pool_cost_usd"]) == micro(bill["cost_usd"])
     assert pool["buckets"]["warm"]["seconds"] > 0
     assert bill["shares"]["gpu.create_pool"] >= pool["buckets"]["warm"]["cost_usd"]
+
+
+NAMED = """
+@dag(schedule=None, params={"team": "a"})
+def named():
+    def group(name):
+        with skyward_pool(name, name="nightly-{{ params.team }}", keep_warm=120, provider=LOCAL) as pool:
+            @task.skyward(skyward_pool=pool)
+            def square(x): return x * x
+            square(3)
+    @task
+    def end(): sky.release("nightly-a")
+    from airflow.sdk.definitions._internal.contextmanager import DagContext
+    group("first")
+    group("second")
+    end()
+    tasks = DagContext.get_current().task_dict
+    tasks["first.release_pool"] >> tasks["second.create_pool"]
+    tasks["second.release_pool"] >> tasks["end"]
+named()
+"""
+
+
+def test_a_pool_with_a_name_of_the_users_goes_on_after_the_teardown(airflow: Airflow) -> None:
+    """The next setup, of this run or another one, finds it warm; the bill of the teardown is the part of its tasks."""
+    ran = airflow.run("named", NAMED, POOLS_HEAD)
+    assert ran.state == "success", ran.log
+    first, second = (ran.result(f"{group}.create_pool") for group in ("first", "second"))
+    assert first == second == {"name": "nightly-a", "pool_id": first["pool_id"]}
+    bill = ran.result("first.release_pool")
+    task = ran.bill("first.square")
+    assert (task["share_of"], task["is_final"], task["pool_id"]) == ("nightly-a", True, first["pool_id"])
+    assert bill["shares"] == {"first.create_pool": 0, "first.square": task["cost_usd"]}
+    assert bill["pools"] == {first["pool_id"]: bill["cost_usd"]}
+    assert ran.log.count("the pool nightly-a is left: it ends after its last user") == 2
+    assert (
+        ran.log.count(
+            "the pool nightly-a stays warm for 120 s after its last user; `skyward stop nightly-a` ends it at once; the machines cost 36.0000 USD per hour"
+        )
+        == 2
+    )
 
 
 def test_the_teardown_ends_the_pool_after_a_task_has_failed(airflow: Airflow) -> None:

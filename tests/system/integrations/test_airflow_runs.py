@@ -61,18 +61,39 @@ def test_a_task_runs_on_a_pool_of_its_own_and_reports_its_cost(airflow: Airflow)
     assert bill["pool_id"].startswith("sky-")
     assert (bill["nodes"], bill["hourly_rate"], bill["provider"], bill["calls"]) == (2, 72.0, "local", 1)
     assert bill["seconds"] == round(bill["seconds"], 3), "for people to read"
+    assert (bill["pool_cost_usd"], bill["of_tries"]) == (bill["cost_usd"], ["1"])
     # begun seconds are paid in full, from the launch on; `seconds` begin with the search for machines
     second = 2 * 36.0 / 3600
     assert second <= bill["cost_usd"] <= second * (bill["seconds"] + 1)
     assert ran.bill("classic")["nodes"] == 1
+    idle = r"1 call for 2 nodes: 1 of node 0 \(.+?\), node 1 \(.+?\) has nothing to do, for 36\.0000 USD per hour\. Write nodes=1, broadcast=True"
+    assert len(re.findall(idle, ran.log)) == 1, "of the task with two nodes alone"
 
 
 def test_mapped_tasks_have_a_pool_each_and_map_over_shares_one(airflow: Airflow) -> None:
     ran = airflow.run(
         "mapped",
         """
+        from airflow.sdk import Asset
+        from skyward_core.distributed.group import decorator
+        class Ranks:
+            needs_process = False
+            @__import__("contextlib").contextmanager
+            def running(self, group):
+                group.set_environment({"RANKS": str(group.exchange(group.place.rank))})
+                yield
         @dag(default_args={"image": BARE}, schedule=None)
         def mapped():
+            @task.skyward(provider=LOCAL, nodes=2, broadcast=True, retries=1, outlets=[Asset(name="model")])
+            @decorator(Ranks(), 60.0)
+            def train(step, outlet_events) -> dict:
+                import os
+                print("training")
+                info = sky.instance_info()
+                if info.node == 0:
+                    outlet_events["model"].extra["ranks"] = os.environ["RANKS"]
+                return {"rank": info.node, "step": step, "ranks": os.environ["RANKS"]}
+            train(7)
             @task.skyward(provider=LOCAL)
             def double(x, plus=0):
                 return 2 * x + plus
@@ -98,6 +119,10 @@ def test_mapped_tasks_have_a_pool_each_and_map_over_shares_one(airflow: Airflow)
     assert ran.result("nothing") == []
     assert ("nothing", -1, "skyward_cost") not in ran.xcoms
     assert [ran.result("power", index) for index in range(2)] == [8, 9]
+    assert ran.result("train") == [{"rank": rank, "step": 7, "ranks": "[0, 1]"} for rank in range(2)]
+    assert (ran.bill("train")["calls"], ran.bill("train")["nodes"]) == (2, 2)
+    assert re.search(r"\[node 1\] training", ran.log)
+    assert "nothing to do" not in ran.log
 
 
 def test_a_task_that_fails_has_closed_its_pool_and_reports_its_cost(airflow: Airflow) -> None:
@@ -118,6 +143,11 @@ def test_a_task_that_fails_has_closed_its_pool_and_reports_its_cost(airflow: Air
             @task.skyward(provider=LOCAL, map_over="x", nodes=2)
             def divide(x):
                 return 1 / x
+            @task.skyward(provider=LOCAL, nodes=2, broadcast=True)
+            def broken():
+                if sky.instance_info().node == 1:
+                    raise ValueError("node 1 is wrong")
+                __import__("time").sleep(600)
             @task.skyward(provider=LOCAL)
             def crash():
                 import os
@@ -132,7 +162,7 @@ def test_a_task_that_fails_has_closed_its_pool_and_reports_its_cost(airflow: Air
             @task.skyward(provider=LOCAL, retries=1, retry_delay=timedelta(0), retry_policy=never_again)
             def busy():
                 raise Busy(503, "for ever")
-            divide([1, 0, 2]), crash(), sleep(), count.override(task_id="not_a_list")(7), busy()
+            divide([1, 0, 2]), broken(), crash(), sleep(), count.override(task_id="not_a_list")(7), busy()
         failing()
         """,
     )
@@ -140,6 +170,8 @@ def test_a_task_that_fails_has_closed_its_pool_and_reports_its_cost(airflow: Air
     for words in (
         "ZeroDivisionError: division by zero",
         "in call 2 of 3 (map_over)",
+        "ValueError: node 1 is wrong",
+        "in call 2 of 2 (broadcast)",
         "CallCrashed",
         "[node 0] last words",
         "AirflowTaskTimeout",
@@ -147,10 +179,46 @@ def test_a_task_that_fails_has_closed_its_pool_and_reports_its_cost(airflow: Air
         "it is busy for good",
     ):
         assert words in ran.log
-    assert min(ran.bill(name)["cost_usd"] for name in ("divide", "crash", "sleep", "busy")) > 0
+    assert min(ran.bill(name)["cost_usd"] for name in ("divide", "broken", "crash", "sleep", "busy")) > 0
     assert ran.bill("busy")["pools"] == [ran.bill("busy")["pool_id"]]
     assert ("not_a_list", -1, "skyward_cost") not in ran.xcoms  # refused before a pool was opened
     assert not any(key == "return_value" for _, _, key in ran.xcoms)
+
+
+def test_programs_run_with_their_files_and_their_exit_codes_decide(airflow: Airflow) -> None:
+    """A script and commands, on one shared pool. Relative paths begin at the folder of the DAG file."""
+    (airflow.dags / "job").mkdir()
+    (airflow.dags / "job/word.py").write_text("WORD = 'from the module'\n")
+    (airflow.dags / "job/data.txt").write_text("from the file\n")
+    (airflow.dags / "job/main.py").write_text(
+        "import pathlib, sys, word\nprint(word.WORD, pathlib.Path(__file__).with_name('data.txt').read_text(), sys.argv[1:])\n"
+    )
+    ran = airflow.run(
+        "programs",
+        """
+        from airflow_provider_skyward.pools import skyward_pool
+        from airflow_provider_skyward.programs import SkywardRunOperator
+        @dag(schedule=None, default_args={"retries": 0}, params={"code": 7})
+        def programs():
+            with skyward_pool("g", provider=LOCAL, nodes=2) as pool:
+                job = {"skyward_pool": pool}
+                SkywardRunOperator(task_id="script", script="job/main.py", args=["--code", "{{ params.code }}"], files=["job/data.txt"], **job)
+                SkywardRunOperator(task_id="skipped", command="exit 99", **job)
+                SkywardRunOperator(task_id="skipped_too", command=["sh", "-c", "exit {{ params.code }}"], skip_on_exit_code=[7], **job)
+                SkywardRunOperator(task_id="failed", command="echo rank $RANK of $WORLD_SIZE; exit 7", broadcast=True, **job)
+        programs()
+        """,
+    )
+    assert re.search(r"\[node \d\] from the module from the file", ran.log)
+    assert "['--code', '7']" in ran.log
+    assert {key[0] for key in ran.xcoms if key[2] == "return_value"} == {"g.create_pool", "g.script", "g.release_pool"}
+    assert ran.result("g.script") == 0
+    assert (
+        "AirflowSkipException: exit 99 has exit code 99, which is in skip_on_exit_code" in ran.log
+        or "exit code 99" in ran.log
+    )
+    assert len(re.findall(r"\[node (\d)\] rank \1 of 2", ran.log)) == 2
+    assert "CallCrashed: echo rank $RANK of $WORLD_SIZE; exit 7 has exit code 7" in ran.log
 
 
 def test_large_results(airflow: Airflow, tmp_path: Path) -> None:

@@ -29,6 +29,22 @@ def test_a_script_has_its_exit_code(text: str, code: int, capfd: pytest.CaptureF
     assert on_node.run_script(on_node.Script("a.py", {"a.py": text}, ())) == code
 
 
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [("exit 3", 3), (["nonesuch"], 127), ("./run.sh 4", 4), (["./run.sh", "0"], 0), ("kill -9 $$", 137)],
+)
+def test_a_command_has_its_exit_code(command: str | list[str], code: int, project: Path) -> None:
+    (project / "run.sh").write_text("#!/bin/sh\nexit $1\n")
+    (project / "run.sh").chmod(0o755)
+    call = sky.command_call(command, files=["run.sh"])
+    if code == 0:
+        assert call.fn(*call.args) == 0
+        return
+    with pytest.raises(sky.CallCrashed, match=f"has exit code {code}") as raised:
+        call.fn(*call.args)
+    assert raised.value.exit_code == code
+
+
 def test_programs_run_on_a_pool_of_this_machine(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The first exit code that is not zero stops the other node, and is that of the command."""
     (project / "tool.py").write_text("WORD = 'from tool'\n")

@@ -28,13 +28,14 @@ from airflow.sdk.execution_time.comms import ErrorResponse
 import skyward_core as sky
 from airflow_provider_skyward import deferred_attempt, durable_attempt, get_provider_info, stop_order
 from airflow_provider_skyward.airflow_compat import known_level
-from airflow_provider_skyward.bills import Cost, bill_of, micro
+from airflow_provider_skyward.bills import Cost, bill_of, make_final, micro
 from airflow_provider_skyward.call_follower import LEASE_SECONDS, CallFollower
 from airflow_provider_skyward.deferred_attempt import DeferredAttempt
 from airflow_provider_skyward.generations import STATE_KEY, Generation, Phase, begun, may_adopt, pool_name_of
 from airflow_provider_skyward.operators import SkywardOperator
 from airflow_provider_skyward.pool_keywords import as_plain_data
-from airflow_provider_skyward.task_attempt import Killed
+from airflow_provider_skyward.progress import Progress
+from airflow_provider_skyward.task_attempt import Killed, idle_machines
 from skyward_core.concurrency import afterwards
 
 ROOT = Path(__file__).parents[3]
@@ -361,6 +362,79 @@ def test_a_bill_has_the_parts_of_its_tries(
     assert (bill["cost_usd"], bill["is_final"], bill["tries"]) == (cost_usd, is_final, by_try)
     assert micro(bill["all_tries_usd"]) == sum(map(micro, by_try.values()))
     assert bill["pools"] == sorted({"a", *(one.pool_id for one in costs or ())})
+
+
+def test_the_course_over_time_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first point and the last ones stay; between them every other one is dropped."""
+    monkeypatch.setattr("airflow_provider_skyward.progress.gauge", lambda *_: None)
+    clock = SimpleNamespace(monotonic=lambda: 0.0)
+    monkeypatch.setattr("airflow_provider_skyward.progress.time", clock)
+    written: list[dict[str, Any]] = []
+    store = SimpleNamespace(set=lambda key, value: written.append(value))
+    progress = Progress(logging.getLogger("test"), {"task_state_store": store}, WORK)
+    progress.see(sky.InfraCreating("sky-1"))
+    for number in range(400):
+        clock.monotonic = lambda now=number: 100.0 * (now + 1)
+        progress.see(sky.CostUpdate(1.0, float(number), 36.0, 0, 1))
+        progress.tick()
+    costs = [point[3] for point in written[-1]["course"]]
+    assert len(written) == 400
+    assert 60 <= len(costs) <= 120
+    assert (costs[0], costs[-1], costs == sorted(costs)) == (0.0, 399.0, True)
+
+
+@pytest.mark.parametrize(
+    ("found", "is_written"),
+    [(None, False), ({"is_final": True, "of_tries": ["1"]}, False), ({"is_final": False, "of_tries": ["1"]}, True)],
+    ids=["no bill", "a final bill", "the bill of a worker that was killed"],
+)
+def test_only_a_bill_that_is_not_final_is_written_by_the_teardown(
+    found: dict[str, Any] | None, is_written: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the ledger does not know of stays."""
+    pushed: list[tuple[Any, ...]] = []
+    xcom = SimpleNamespace(
+        get_one=lambda **_: found and found | {"pool_id": "a", "cost_usd": 0.0, "calls": 3, "share_of": ""},
+        set=lambda key, value, **of: pushed.append((key, value, of)),
+    )
+    monkeypatch.setattr("airflow_provider_skyward.bills.xcom_class", lambda: xcom)
+    assert make_final(replace(WORK, task_run="4", attempt=""), [FIRST, SECOND]) is is_written
+    for key, bill, of in pushed:
+        assert (key, of["task_id"], of["map_index"]) == ("skyward_cost", WORK.task, 4)
+        assert (bill["cost_usd"], bill["all_tries_usd"], bill["is_final"], bill["calls"]) == (
+            0.300001,
+            0.300021,
+            True,
+            3,
+        )
+    assert len(pushed) == is_written
+
+
+@pytest.mark.parametrize(
+    ("prices", "calls", "words"),
+    [
+        ([2.0, 2.0], 2, ""),
+        ([2.0], 5, ""),
+        (
+            [2.0, 2.0],
+            1,
+            "1 call for 2 nodes: 1 of node 0 (i-0), node 1 (i-1) has nothing to do, for 2.0000 USD per hour",
+        ),
+        (
+            [3.0, 1.0, 2.0],
+            1,
+            "2 of node 0 (i-0), node 1 (i-1), node 2 (i-2) have nothing to do, for at least 3.0000 USD",
+        ),
+    ],
+)
+def test_nodes_without_a_call_are_named_with_their_price(prices: list[float], calls: int, words: str) -> None:
+    nodes: list[Any] = [
+        SimpleNamespace(instance=SimpleNamespace(id=f"i-{number}", price_per_hour=price))
+        for number, price in enumerate(prices)
+    ]
+    said = idle_machines(nodes, calls)
+    assert words in said
+    assert bool(said) == bool(words)
 
 
 # ── the next try: what it ends, what it rents, and what it says ──────────────────────────────────────────────────────

@@ -48,6 +48,40 @@ def test_a_script_brings_the_modules_that_it_imports(project: Path) -> None:
     assert script.files.keys() == {"train.py", "tool/__init__.py", "tool/part.py", "deep.py"}
 
 
+def test_files_of_a_call_lie_beside_its_script_or_are_where_the_command_begins(project: Path) -> None:
+    (project / "data/__pycache__").mkdir(parents=True)
+    (project / "data/a.bin").write_bytes(b"\xff")
+    (project / "data/__pycache__/a.pyc").write_bytes(b"")
+    (project / "run.sh").write_text("echo")
+    (project / "run.sh").chmod(0o755)
+    (project / "train.py").write_text("")
+    (project / "sub").mkdir()
+    (project / "sub/main.py").write_text("")
+    (project / "sub/c.txt").write_text("c")
+    (inner,) = sky.script_call("sub/main.py", files=["sub/c.txt", "run.sh"]).args
+    assert [place for place, _, _ in inner.others] == ["c.txt", "run.sh"]
+    (script,) = sky.script_call("train.py", ["1"], files=["data", project / "run.sh"], folder=project).args
+    assert (script.name, script.args, script.files.keys()) == ("train.py", ("1",), {"train.py"})
+    assert script.others == (("data/a.bin", b"\xff", False), ("run.sh", b"echo", True))
+    (command,) = sky.command_call("./run.sh | tee log\nrm log", files=["."], folder=project).args
+    assert (command.name, command.argv) == ("./run.sh | tee log", ("bash", "-c", "./run.sh | tee log\nrm log"))
+    assert [place for place, _, _ in command.files] == [
+        *("data/a.bin", "run.sh", "sub/c.txt", "sub/main.py", "train.py")
+    ]
+    assert sky.command_call(["ls", "-l"]).args == (("ls", ("ls", "-l"), ()),)
+
+
+def test_files_that_cannot_travel_with_a_call_are_refused(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(sky.BadRequest, match=r"files= has 'nonesuch', and there is no file or folder .*/nonesuch on"):
+        sky.command_call("true", files=["nonesuch"])
+    with pytest.raises(sky.BadRequest, match="write a text for bash, or a list"):
+        sky.command_call([])
+    (project / "large").write_bytes(b"x" * 2000)
+    monkeypatch.setattr("skyward_core.programs.calls.MOST_BYTES", 1000)
+    with pytest.raises(sky.BadRequest, match="travel with each call: name fewer, include them in the image"):
+        sky.command_call("true", files=["large"])
+
+
 def test_a_function_is_found_in_the_working_directory(project: Path) -> None:
     (project / "work.py").write_text(
         "import skyward_core as sky\n@sky.compute\ndef f(x): return x\nclass C:\n    g = staticmethod(lambda x: x)\n"
