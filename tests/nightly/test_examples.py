@@ -22,6 +22,7 @@ ELSEWHERE = {
     *(f"flows/{name}.py" for name in FLOWS),  # in integrations/test_prefect_browser.py
     "dags/deferrable_training.py",  # in integrations/test_airflow_server.py
     "dags/shared_pool.py",  # in integrations/test_airflow_kill.py
+    "dags/train_and_evaluate.py",  # in tests/system/integrations/test_airflow_pools.py
     *("dags/sweep.py", "flows/sweep.py"),  # in integrations/test_sweeps.py
 }
 
