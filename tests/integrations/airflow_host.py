@@ -75,6 +75,14 @@ class Airflow:
         command = [sys.executable, "-m", "airflow", *arguments]
         return subprocess.run(command, env=self.environ, check=True, capture_output=True, text=True, timeout=100).stdout
 
+    def run_example(self, name: str, *without: str, **conf: Any) -> Ran:
+        """Run a DAG of dags/. `without` are texts of the file that are left out, such as packages to install."""
+        source = (ROOT / "dags" / f"{name}.py").read_text()
+        for text in without:
+            assert text in source
+            source = source.replace(text, "")
+        return self.run(f"example_{name}", source, head="", **conf)
+
     def evaluate(self, code: str, head: str = HEAD) -> Any:
         """Run code in the Airflow process, after a head; return the value of `answer`.
 
@@ -82,14 +90,17 @@ class Airflow:
         """
         return self._ask({"code": head + textwrap.dedent(code)})[0]
 
-    def run(self, name: str, source: str, head: str = HEAD, dag_id: str = "", *, has_date: bool = True) -> Ran:
+    def run(
+        self, name: str, source: str, head: str = HEAD, dag_id: str = "", *, has_date: bool = True, **conf: Any
+    ) -> Ran:
         """Run the one DAG of a DAG file, or one of several. `has_date`: the run has a logical date, else it is one that
-        an asset, or a request without a date, starts.
+        an asset, or a request without a date, starts. `conf` is the configuration of the run.
         """
         file = self.dags / f"{name}.py"
         file.write_text(head + textwrap.dedent(source))
         try:
-            answer, log = self._ask({"file": str(file), "dag_id": dag_id, "has_date": has_date})
+            asked = {"file": str(file), "dag_id": dag_id, "has_date": has_date, "conf": conf}
+            answer, log = self._ask(asked)
         finally:
             file.unlink()
         return Ran(answer["state"], {(task, index, key): value for task, index, key, value in answer["xcoms"]}, log)
@@ -258,11 +269,8 @@ def _host() -> None:
             os.dup2(log.fileno(), 2)
         try:
             is_dag = "file" in request
-            answer = (
-                _run_dag(request["file"], request["dag_id"], has_date=request["has_date"])
-                if is_dag
-                else _evaluate(request["code"])
-            )
+            asked = (request.get(name) for name in ("file", "dag_id", "has_date", "conf"))
+            answer = _run_dag(*asked) if is_dag else _evaluate(request["code"])
             reply = {"answer": answer}
         except BaseException:
             reply = {"error": traceback.format_exc()}
@@ -275,7 +283,7 @@ def _evaluate(code: str) -> Any:
     return names["answer"]
 
 
-def _run_dag(file: str, dag_id: str, *, has_date: bool) -> dict[str, Any]:
+def _run_dag(file: str, dag_id: str, has_date: bool, conf: dict[str, Any]) -> dict[str, Any]:
     from airflow.dag_processing.dagbag import DagBag
     from airflow.models.xcom import XComModel
     from airflow.settings import Session
@@ -284,7 +292,7 @@ def _run_dag(file: str, dag_id: str, *, has_date: bool) -> dict[str, Any]:
     if bag.import_errors:
         raise RuntimeError("\n".join(map(str, bag.import_errors.values())))
     (dag,) = [bag.dags[dag_id]] if dag_id else bag.dags.values()
-    run = dag.test() if has_date else dag.test(logical_date=None)
+    run = dag.test(run_conf=conf, **({} if has_date else {"logical_date": None}))
     session = Session()
     rows = session.query(XComModel).filter(XComModel.run_id == run.run_id, XComModel.dag_id == dag.dag_id).all()
     return {

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ ELSEWHERE = {
     *(f"flows/{name}.py" for name in FLOWS),  # in integrations/test_prefect_browser.py
     "dags/deferrable_training.py",  # in integrations/test_airflow_server.py
     "dags/shared_pool.py",  # in integrations/test_airflow_kill.py
+    "dags/train_and_evaluate.py",  # in tests/system/integrations/test_airflow_pools.py
     *("dags/sweep.py", "flows/sweep.py"),  # in integrations/test_sweeps.py
 }
 
@@ -53,3 +55,31 @@ def test_the_example_finds_a_good_classifier_and_prints_its_cost(example: str, t
     assert result["accuracy"] > 0.97
     assert result["calls"] >= 13
     assert 0 < result["cost_usd"] < 1
+
+
+@pytest.mark.timeout(900)
+def test_the_first_steps_of_the_page_of_airflow_work_as_they_are_printed(tmp_path: Path) -> None:
+    """All but the installation, and the server, which the last step starts (`test_airflow_browser.py`)."""
+    page = (ROOT / "docs" / "airflow.md").read_text()
+    steps = page.partition("## From the installation to the cost of a run\n")[2].partition("\n## ")[0]
+    (dag,) = re.findall(r"^```python\n(.*?)^```", steps, re.DOTALL | re.MULTILINE)
+    commands = re.findall(r"^\$ (.*)", steps, re.MULTILINE)
+    ours = [
+        command for command in commands if not command.startswith(("python3.13 -m venv", "pip ", "airflow standalone"))
+    ]
+    assert len(commands) == len(ours) + 3
+    (tmp_path / "airflow" / "dags").mkdir(parents=True)
+    (tmp_path / "airflow" / "dags" / "first_pool.py").write_text(dag)
+    done = subprocess.run(
+        ["bash", "-ec", "\n".join(ours)],
+        cwd=ROOT,
+        env=os.environ | {"HOME": str(tmp_path), "PATH": f"{BIN}:{os.environ['PATH']}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert "Connection success!" in done.stdout
+    assert "returned value: [1229, 2262, 3245, 4203]" in done.stdout  # OEIS A000720
+    assert re.search(r"cost: 0\.0\d+ USD, .* nodes: 2", done.stdout), done.stdout[-6000:]

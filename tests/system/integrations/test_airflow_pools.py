@@ -23,52 +23,50 @@ def pools_of(airflow: Airflow, dag_id: str) -> list[dict[str, Any]]:
     return airflow.evaluate(f"answer = sky.receipts_of(sky.Work(system='airflow', workflow={dag_id!r}))")
 
 
-SHARED = """
-@dag(schedule=None)
-def shared():
-    with skyward_pool("gpu", provider=LOCAL, hold=300) as pool:
-        @task.skyward(skyward_pool=pool)
-        def square(x): return x * x
-
-        @task.skyward(skyward_pool=pool, retries=1, retry_delay=timedelta(0))
-        def total(squares): return sum(squares)
-
-        total(square.expand(x=[1, 2, 3]))
-shared()
-"""
-
-
 def test_tasks_of_a_run_share_one_rental_and_its_cost(airflow: Airflow) -> None:
-    """Mapped tasks and a durable one use one pool, and the teardown ends it. The bill of each is that of the ledger, to
-    the micro-dollar, and final before the pool has ended.
+    """dags/shared_pool.py, on machines that have its packages. Mapped tasks, which are durable, and one behind them use
+    one pool, and the teardown ends it. The bill of each is that of the ledger, to the micro-dollar, and final before the
+    pool has ended.
     """
-    ran = airflow.run("shared", SHARED, POOLS_HEAD)
+    ran = airflow.run_example("shared_pool", ', image=sky.Image(pip=["scikit-learn"])')
     assert ran.state == "success", ran.log
-    assert ran.result("gpu.total") == 14
-    (pool,) = pools_of(airflow, "shared")
-    assert len(pool["resources"]) == 1
+    assert ran.result("machines.fit_best")["score"] > 0.9
+    (pool,) = pools_of(airflow, "shared_pool")
+    assert len(pool["resources"]) == 2
     assert (pool["left"], bool(pool["ended_at"])) == ([], True)
-    handle = ran.result("gpu.create_pool")
+    handle = ran.result("machines.create_pool")
     assert handle.keys() == {"name", "pool_id"}
     assert handle["pool_id"] == pool["pool_id"]
 
-    bill = ran.result("gpu.release_pool")
+    bill = ran.result("machines.release_pool")
     assert bill["pools"] == {pool["pool_id"]: pool["total_cost_usd"]}
     assert bill["cost_usd"] == pool["total_cost_usd"] > 0
-    assert set(bill["shares"]) == {"gpu.create_pool", "gpu.square", "gpu.total"}
-    tasks = [ran.bill("gpu.square", number) for number in range(3)] + [ran.bill("gpu.total")]
+    assert set(bill["shares"]) == {"machines.create_pool", "machines.cross_validate", "machines.fit_best"}
+    tasks = [ran.bill("machines.cross_validate", number) for number in range(3)] + [ran.bill("machines.fit_best")]
     assert all(one["share_of"] == handle["name"] and one["pool_id"] == pool["pool_id"] for one in tasks)
     assert all(one["is_final"] and 0 < one["cost_usd"] < pool["total_cost_usd"] for one in tasks)
     whole = {task: micro(usd) for task, usd in bill["shares"].items()}
     assert sum(whole.values()) == micro(bill["cost_usd"])
-    assert whole["gpu.square"] == sum(micro(one["cost_usd"]) for one in tasks[:3])
-    assert whole["gpu.total"] == micro(tasks[3]["cost_usd"])
+    assert whole["machines.cross_validate"] == sum(micro(one["cost_usd"]) for one in tasks[:3])
+    assert whole["machines.fit_best"] == micro(tasks[3]["cost_usd"])
     assert {one["pool_cost_usd"] > one["cost_usd"] for one in tasks} == {True}
-    setup = ran.bill("gpu.create_pool")  # it was not final while the pool was open: the teardown has written it
-    assert (setup["is_final"], micro(setup["cost_usd"])) == (True, whole["gpu.create_pool"])
+    setup = ran.bill("machines.create_pool")  # it was not final while the pool was open: the teardown has written it
+    assert (setup["is_final"], micro(setup["cost_usd"])) == (True, whole["machines.create_pool"])
     assert micro(setup["pool_cost_usd"]) == micro(bill["cost_usd"])
     assert pool["buckets"]["warm"]["seconds"] > 0
-    assert bill["shares"]["gpu.create_pool"] >= pool["buckets"]["warm"]["cost_usd"]
+    assert bill["shares"]["machines.create_pool"] >= pool["buckets"]["warm"]["cost_usd"]
+
+
+def test_tasks_find_the_files_of_earlier_ones_on_the_machine(airflow: Airflow) -> None:
+    """dags/train_and_evaluate.py: setup, three tasks on one machine, teardown."""
+    ran = airflow.run_example("train_and_evaluate", rows=500, epochs=20)
+    assert ran.state == "success", ran.log
+    assert ran.result("evaluate") < 0.01
+    (pool,) = pools_of(airflow, "train_and_evaluate")
+    assert (len(pool["resources"]), pool["left"]) == (1, [])
+    shares = ran.result("end")["shares"]
+    assert set(shares) == {"rent", "prepare", "train", "evaluate"}
+    assert sum(map(micro, shares.values())) == micro(pool["total_cost_usd"])
 
 
 NAMED = """

@@ -488,6 +488,21 @@ def test_a_deferred_task_has_its_result_its_log_and_its_bill(airflow: Airflow) -
         assert bill["all_tries_usd"] == bill["cost_usd"] > 0
 
 
+def test_the_example_trains_while_it_is_deferred(airflow: Airflow, tmp_path: Path) -> None:
+    """dags/deferrable_training.py, without the loss of its process (that is in tests/nightly)."""
+    ran = airflow.run_example("deferrable_training", folder=str(tmp_path / "checkpoints"), lost_at=None)
+    assert ran.state == "success", ran.log
+    assert ran.result("train") == {"begun_at": 0, "slope": pytest.approx(3.0, abs=0.01)}
+    assert "deferrable_training: {" in ran.log
+
+
+def test_the_nightly_sweep_lists_and_ends_nothing_in_a_dry_run(airflow: Airflow) -> None:
+    """dags/sweep.py; what it ends is tested in `test_sweeps.py`."""
+    ran = airflow.run_example("sweep", dry_run=True)
+    assert ran.state == "success", ran.log
+    assert ran.result("end_what_is_left_running") == []
+
+
 def test_a_trigger_leaves_the_pool_unless_the_user_ends_the_task(airflow: Airflow) -> None:
     """Two triggerers may follow one call. `cleanup` ends neither call nor pool; `on_kill` ends both."""
     code = """
