@@ -4,6 +4,7 @@ MkDocs calls the functions `on_*` (mkdocs.org/dev-guide/plugins). `mkdocs.yml` n
 """
 
 import ast
+import html
 import inspect
 import posixpath
 import re
@@ -91,6 +92,7 @@ FROM_MODULES = {
 LINK = re.compile(
     r"\[(?P<label>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>(?!https?://|mailto:|#)[^)#\s]+)(?P<anchor>#[^)\s]*)?\)"
 )
+CODE = re.compile(r"`([^`\n]+)`")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -251,7 +253,7 @@ def _program_page(name: str) -> str:
 
 
 def with_site_links(markdown: str, uri: str) -> str:
-    """Return a page's Markdown with links that work on the site.
+    """Return a page's Markdown with links that work on the site, and without backslashes that readers would see.
 
     Code blocks stay as they are.
     """
@@ -264,7 +266,14 @@ def with_site_links(markdown: str, uri: str) -> str:
 
 
 def _linked(text: str, source: str, uri: str) -> str:
-    return LINK.sub(lambda link: _site_link(link, source, uri), text)
+    return LINK.sub(lambda link: _site_link(link, source, uri), CODE.sub(_with_pipes, text))
+
+
+def _with_pipes(code: re.Match[str]) -> str:
+    """Return code of a table's cell as HTML if it has a pipe: Python-Markdown shows the backslash before it."""
+    if r"\|" not in code[1]:
+        return code[0]
+    return f"<code>{html.escape(code[1].replace(r'\|', '|')).replace('|', '&#124;')}</code>"
 
 
 def _site_link(link: re.Match[str], source: str, uri: str) -> str:

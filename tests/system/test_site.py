@@ -158,6 +158,13 @@ def test_the_pages_load_nothing_from_another_machine(site: Path) -> None:
 
 
 @pytest.mark.nightly
+def test_code_in_tables_has_no_backslash_before_a_pipe(site: Path) -> None:
+    """It is in the Markdown, where a pipe would end the cell."""
+    pages = "".join(page.read_text() for page in site.rglob("*.html"))
+    assert "<code>str | None</code>" in html.unescape(pages)
+    assert re.findall(r"<code>[^<]*\\\|[^<]*</code>", pages) == []
+
+
 def test_the_links_between_pages_lead_to_files(site: Path) -> None:
     """mkdocs does not know the links that themes and hooks write."""
     broken = []

@@ -71,47 +71,45 @@ def test_a_dag_a_flow_and_an_asset_use_the_nodes_and_nothing_is_left(folder: Pat
 
 
 def test_a_flow_that_is_stopped_with_the_stack_gives_its_nodes_back(folder: Path) -> None:
-    """Its calls run when Ctrl-C comes. With the stack's data the next one shows how it ended, and its bill."""
+    """Its calls run when Ctrl-C comes. The next stack with the same data has the end in the log, and the bill."""
     ports = dict(zip(PORTS, map(str, free_ports(len(PORTS))), strict=True))
     url = f"http://127.0.0.1:{ports['PREFECT_PORT']}/api"
-    process = started(folder, ports)
+    process = started(folder, ports, COMPOSE_FILE=part_of(folder, "prefect-deploy", "node-1", "node-2"))
     try:
         wait_until_ready(process)
         with httpx.Client(base_url=url, timeout=60) as http:
             run = begun_flow_run(http)
-            wait_until(lambda: "on node" in log_of(http, run), "a call on a node")
+            wait_until(lambda: "on node" in log_of(http, run), "a call on a node", 300)
     finally:
         process.send_signal(signal.SIGINT)
         output = process.communicate(timeout=300)[0]
     assert process.returncode == 0, output
     assert processes_of(folder) == []
     check_ports(ports)
-    again = started(folder, ports, COMPOSE_FILE=str(with_needs(folder, "prefect-server")))
+    again = started(folder, ports, COMPOSE_FILE=part_of(folder, "prefect-server"))
     try:
         wait_until_ready(again)
         with httpx.Client(base_url=url, timeout=60) as http:
-            state = http.get(f"/flow_runs/{run}").raise_for_status().json()["state"]
             log = log_of(http, run)
         (receipt,) = receipts_by_system(ledger_at(ports["POSTGRES_PORT"]), "prefect").values()
     finally:
         again.send_signal(signal.SIGINT)
         again.communicate(timeout=300)
-    assert (state["type"], receipt["left"]) == ("CRASHED", []), log
+    assert receipt["left"] == [], log
     assert receipt["total_cost_usd"] > 0
-    assert all(machine["gone_at"] <= receipt["ended_at"] for machine in receipt["resources"])
+    assert "giving the machines back" in log
 
 
-def with_needs(folder: Path, name: str) -> Path:
-    """Write a compose file with one service and all that it needs; return its path."""
-    content = dict(read())
-    wanted, found = [name], {}
+def part_of(folder: Path, *names: str) -> str:
+    """Write a compose file with these services and all that they need; return its path."""
+    content, wanted, found = read(), [*names], {}
     while wanted:
         one = wanted.pop()
         found[one] = content["services"][one]
         wanted += found[one].get("depends_on", {})
     path = folder / "part.yml"
     path.write_text(yaml.safe_dump(content | {"services": found}))
-    return path
+    return str(path)
 
 
 def started(folder: Path, ports: dict[str, str], **more: str) -> subprocess.Popen[str]:

@@ -112,6 +112,32 @@ def test_services_end_when_the_program_is_killed(tmp_path: Path) -> None:
     assert process.returncode == -signal.SIGKILL
 
 
+WORKER = """
+import os, signal, subprocess, sys, time
+def told(*_):
+    print(sys.argv[1], flush=True)
+    if sys.argv[1] == "run":  # a reaper outlives its run
+        subprocess.Popen(["sh", "-c", "sleep 0.3; echo reaper"], start_new_session=True)
+    os._exit(0)
+signal.signal(signal.SIGTERM, told)
+print("begun", flush=True)
+if sys.argv[1] == "worker":
+    subprocess.Popen([sys.executable, "-c", sys.argv[2], "run"])
+while True:
+    time.sleep(60)
+"""
+
+
+def test_the_flow_runs_of_a_worker_end_before_it_and_what_they_have_left_is_waited_for() -> None:
+    command = [sys.executable, ROOT / "stack/end_runs_first.py", sys.executable, "-c", WORKER, "worker", WORKER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        assert [program.stdout.readline() for _ in range(2)] == ["begun\n"] * 2
+        program.send_signal(signal.SIGTERM)
+        assert program.stdout.read().split() == ["run", "worker", "reaper"]
+    assert program.returncode == 0
+
+
 # ── from another shell ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
