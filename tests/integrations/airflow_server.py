@@ -6,9 +6,7 @@ guard, which is this file as a program, ends them when the test process has ende
 """
 
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +17,7 @@ from typing import Any
 
 import httpx
 
+from tests.ports import free_ports
 from tests.waiting import wait_until
 
 HEARTBEAT_SECONDS = 20
@@ -53,20 +52,6 @@ SETTINGS = {
 TRIES = 5
 BELOW_THE_KERNELS = range(20_000, 32_768)
 """Ports that no connection gets by itself, by the default of Linux."""
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports that nothing uses. The kernel gives none of them to a connection or to a server without a port, so
-    that they stay free until a service listens, which may take a minute (ip(7), ip_local_port_range).
-    """
-    found: list[int] = []
-    for port in random.SystemRandom().sample(BELOW_THE_KERNELS, len(BELOW_THE_KERNELS)):
-        with socket.socket() as one, suppress(OSError):
-            one.bind(("", port))
-            found.append(port)
-        if len(found) == count:
-            return found
-    raise RuntimeError(f"fewer than {count} ports are free")
 
 
 def processes_of(folder: str) -> list[int]:

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -16,6 +15,7 @@ from typing import Any
 from dagster_skyward.metadata import COST_USD, OTHER_COST_USD
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.worker.watchdog import INSTANCE_TAG, POOL_TAG, tagged_processes
+from tests.ports import free_port
 from tests.waiting import wait_until
 
 CONFIG = """
@@ -141,9 +141,7 @@ def served(folder: Path, definitions: str, **environ: str) -> Iterator[DagsterSe
     """Start a server with these definitions, and end it with all its processes."""
     (folder / "dagster.yaml").write_text(CONFIG)
     (folder / "definitions.py").write_text(definitions)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "dagster", "dev", "-f", "definitions.py", "-h", "127.0.0.1", "-p", str(port)]
     settings = {"DAGSTER_HOME": str(folder), "SKYWARD_LEDGER": f"sqlite:///{folder}/ledger.db", **environ}
     with (folder / "dev.log").open("wb") as log:

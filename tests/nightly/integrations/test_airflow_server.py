@@ -270,6 +270,8 @@ def test_a_running_and_a_deferred_task_outlive_the_api_server(tmp_path: Path) ->
             # on a busy machine Airflow may fail a try before its function begins; the restart must not cost one
             assert job.runs == [attempt]
             assert job.run.task()["try_number"] == int(attempt)
+            # Airflow's supervisor may set the state before it has written the last lines
+            wait_until(lambda its=job.run, of=int(attempt): "of each machine" in its.log(attempt=of), "the last line")
             assert job.run.log(attempt=int(attempt)).count("[node 0] the end") == 1
             job.check_bill(pools=1)
     finally:

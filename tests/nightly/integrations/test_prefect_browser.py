@@ -21,6 +21,7 @@ from playwright.sync_api import Page
 
 from tests.integrations import session_server
 from tests.integrations.pictures import page, shown, take  # noqa: F401 - a fixture
+from tests.ports import free_port
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(400)]
@@ -43,7 +44,7 @@ deploy_budget_guard(flows=["digits-sweep"])
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     """A server with its UI: its address, and the environment of its programs."""
     home = tmp_path_factory.mktemp("prefect")
-    port = session_server.free_port()
+    port = free_port()
     address = f"http://127.0.0.1:{port}"
     environ = os.environ | {
         "PREFECT_HOME": str(home),

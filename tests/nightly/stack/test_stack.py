@@ -15,7 +15,7 @@ import httpx
 import pytest
 import yaml
 
-from tests.integrations.airflow_server import free_ports
+from tests.ports import free_ports
 from tests.stack.__main__ import READY
 from tests.stack.compose import ROOT, read, read_env, variables_of
 from tests.stack.native import check_ports
