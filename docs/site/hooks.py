@@ -49,6 +49,7 @@ TOPICS = {
         "config",
         "engine",
         "pool",
+        "programs",
         "secret",
         "serialization",
         "session",
@@ -72,6 +73,7 @@ POOL = "skyward_core.pool.pool.ComputePool"
 
 FROM_MODULES = {
     "airflow_provider_skyward.operators": ("SkywardOperator",),
+    "airflow_provider_skyward.programs": ("SkywardRunOperator",),
     "airflow_provider_skyward.decorators": ("skyward_task",),
     "airflow_provider_skyward.pools": ("SkywardCreatePool", "SkywardReleasePool", "skyward_pool"),
     "airflow_provider_skyward.hooks": (

@@ -67,15 +67,17 @@ def raise_if_prefect_s_api_was_used(error: Exception) -> None:
             f"the task's function uses another task as one ({error}), and nodes have no engine of Prefect: submit it"
             f" from the flow, or {_WITH_CONTEXT}"
         ) from error
-    if isinstance(error, MissingContextError) or (isinstance(error, ModuleNotFoundError) and _is_prefect(error.name)):
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "prefect":
+        raise sky.BadRequest(
+            f"the task needs Prefect ({error}), which the node does not have: import get_run_logger at the head of the"
+            " file, and hand plain values from the flow to the task; or, for classes of Prefect, list it in"
+            f' Image(pip=[...]), as "prefect"; or {_WITH_CONTEXT}'
+        ) from error
+    if isinstance(error, MissingContextError):
         raise sky.BadRequest(
             f"the task's function needs Prefect's context ({error}), which nodes do not have: import get_run_logger at"
             f" the head of the file, read what you need in the flow and hand it to the task, or {_WITH_CONTEXT}"
         ) from error
-
-
-def _is_prefect(module: str | None) -> bool:
-    return (module or "").partition(".")[0] == "prefect"
 
 
 @contextmanager

@@ -103,10 +103,10 @@ def failure_of(call: Callable[[], Any]) -> tuple[str, str]:
     return type(caught.value).__name__, "\n".join([str(caught.value), *notes])
 
 
-def assert_names(failure: tuple[str, str], module: str) -> None:
+def assert_names(failure: tuple[str, str], module: str, kind: str = "ModuleNotFoundError") -> None:
     """The failure names the module that the node lacks, and what to do."""
     name, text = failure
-    assert name == "ModuleNotFoundError", text
+    assert name == kind, text
     assert f"No module named '{module}'" in text
     assert f'list it in Image(pip=[...]), as "{module}"' in text
 
@@ -179,8 +179,9 @@ def test_prefect(api: str) -> None:
         assert in_flow(lambda: shown_at_once(deep)) == f"deque([{Point(3)!r}, [{Point(9)!r}]])"
         argument = failure_of(lambda: in_flow(lambda: show.submit(NO_CACHE).result()))
         result = failure_of(lambda: in_flow(lambda: state_of_prefect.submit().result()))
-    assert_names(argument, "prefect")
-    assert_names(result, "prefect")
+    for failure in (argument, result):
+        assert_names(failure, "prefect", "BadRequest")
+        assert "prefect_context=True" in failure[1]
 
 
 # ── Airflow ──────────────────────────────────────────────────────────────────────────────────────────────────────────
