@@ -13,7 +13,7 @@ from sqlalchemy import cast as cast_to
 
 from skyward_core.ledger.checkpoints import Checkpoints
 from skyward_core.ledger.lease_clock import LeaseClock, read_clock
-from skyward_core.ledger.schema import MIGRATIONS, migrate, schema_version
+from skyward_core.ledger.schema import migrate, newest_version, schema_version
 from skyward_core.ledger.shared_engines import SHARED
 from skyward_core.ledger.sql_engine import ledger_errors, open_engine, parse_url
 from skyward_core.ledger.tables import ATTEMPTS, CALLS, POOLS, RESERVATIONS, RESOURCES, stamp
@@ -58,7 +58,7 @@ class Database:
 
     def _migrate(self) -> None:
         with self.read() as connection:
-            is_current = schema_version(connection) == len(MIGRATIONS)
+            is_current = schema_version(connection) == newest_version()
         if not is_current:
             with self.write() as connection, _at_leisure(connection):
                 if connection.dialect.name == "postgresql":

@@ -4,18 +4,16 @@
 Alembic runs the migrations and keeps its own copy of that number in `skyward_alembic`. One transaction writes both,
 together with all changes of the schema: another process sees the old schema or the new one, never a part.
 
-A new ledger gets the tables as they are now: that takes a third of the time of all migrations, and a test compares the
-two. Alembic is imported only if there is an older ledger to migrate.
+A new ledger gets the tables as they are now. Alembic is imported only if there is an older ledger to migrate.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from types import ModuleType
-from typing import TYPE_CHECKING, cast
+from typing import Any, cast
 
 from sqlalchemy import (
     Column,
@@ -32,49 +30,18 @@ from sqlalchemy import (
 )
 
 from skyward_core.errors import LedgerError
-from skyward_core.ledger.migrations import (
-    v1_first_release,
-    v2_attempts,
-    v3_work,
-    v4_price_details,
-    v5_sealed_leases,
-    v6_detached_calls,
-    v7_names,
-    v8_warm,
-    v9_run_limits,
-    v10_activity,
-    v11_lease_clocks,
-    v12_uses,
-    v13_bearers,
-)
+from skyward_core.ledger import migrations
 from skyward_core.ledger.sql_engine import shown
 from skyward_core.ledger.tables import META, METADATA
 
-if TYPE_CHECKING:
-    from alembic.runtime.migration import MigrationContext, MigrationStep
-    from alembic.script.revision import RevisionMap
-
-MIGRATIONS: Sequence[ModuleType] = (
-    v1_first_release,
-    v2_attempts,
-    v3_work,
-    v4_price_details,
-    v5_sealed_leases,
-    v6_detached_calls,
-    v7_names,
-    v8_warm,
-    v9_run_limits,
-    v10_activity,
-    v11_lease_clocks,
-    v12_uses,
-    v13_bearers,
-)
-"""All migrations in their order. The revision of each is the version to which it leads; 0 is a database without our
-tables.
-"""
 ALEMBIC_TABLE = "skyward_alembic"
 ALEMBIC_LOGGERS = ("alembic.runtime.migration", "alembic.runtime.plugins")
 MIGRATION_LOCK = 0x736B7977617264  # "skyward" in ASCII: the advisory lock of a migration in PostgreSQL
+
+
+def newest_version() -> int:
+    """Return the version of the schema that this release writes."""
+    return migrations.FIRST_VERSION + len(migrations.MIGRATIONS)
 
 
 def schema_version(connection: Connection) -> int:
@@ -88,31 +55,39 @@ def schema_version(connection: Connection) -> int:
         raise LedgerError(
             f"The ledger at {shown(connection.engine.url)} says that it has version {version!r}, which is none: it is"
             f" damaged, or not skyward's. Name another ledger (SKYWARD_LEDGER), or set the right number in {META.name};"
-            f" this release of skyward-core writes {len(MIGRATIONS)}."
+            f" this release of skyward-core writes {newest_version()}."
         )
     return int(version)
 
 
-def migrate(connection: Connection, migrations: Sequence[ModuleType] = MIGRATIONS) -> None:
-    """Migrate the schema to the last of `migrations`, within the transaction of the connection.
+def migrate(connection: Connection) -> None:
+    """Migrate the schema to the newest version, within the transaction of the connection.
 
-    The transaction must have the write lock in SQLite. Raises LedgerError if the schema is newer than that.
+    The transaction must have the write lock in SQLite. Raises LedgerError if the schema is newer than that, or older
+    than the first version.
     """
     if connection.dialect.name == "postgresql":
         connection.execute(select(func.pg_advisory_xact_lock(MIGRATION_LOCK)))
-    version = schema_version(connection)
-    if version > len(migrations):
+    version, newest = schema_version(connection), newest_version()
+    if version == newest:
+        return
+    if version > newest:
         raise LedgerError(
             f"The ledger at {shown(connection.engine.url)} has version {version}; this release of skyward-core knows"
-            f" {len(migrations)}. Use the newer release, or another ledger (SKYWARD_LEDGER)."
+            f" {newest}. Use the newer release, or another ledger (SKYWARD_LEDGER)."
         )
-    if version < len(migrations):
-        if migrations is MIGRATIONS and _is_new(connection):
-            _create(connection)
-        else:
-            with _alembic_is_quiet():
-                _run(connection, migrations, version)
-        _write_version(connection, len(migrations))
+    if version >= migrations.FIRST_VERSION:
+        with _alembic_is_quiet():
+            _run(connection, version)
+    elif _is_new(connection):
+        _create(connection)
+    else:
+        raise LedgerError(
+            f"The ledger at {shown(connection.engine.url)} has version {version}, of code before the first release,"
+            f" which cannot be migrated: the first release has {migrations.FIRST_VERSION}. End what is in it with that"
+            " code (`skyward sweep`), and name another ledger (SKYWARD_LEDGER)."
+        )
+    _write_version(connection, newest)
 
 
 def _is_new(connection: Connection) -> bool:
@@ -129,7 +104,7 @@ def _create(connection: Connection) -> None:
     )
     heads = _alembic_table()
     heads.create(connection)
-    connection.execute(insert(heads).values(version_num=MIGRATIONS[-1].revision))
+    connection.execute(insert(heads).values(version_num=str(newest_version())))
 
 
 def _alembic_table() -> Table:
@@ -159,39 +134,25 @@ def _alembic_is_quiet() -> Generator[None]:
             logger.removeFilter(is_kept)
 
 
-def _run(connection: Connection, migrations: Sequence[ModuleType], version: int) -> None:
-    """Let Alembic run the migrations from `version` on."""
+def _run(connection: Connection, version: int) -> None:
+    """Let Alembic run the migrations after `version`."""
     from alembic.operations import Operations
-    from alembic.runtime.migration import MigrationContext
+    from alembic.runtime.migration import MigrationContext, MigrationStep
     from alembic.script import Script
     from alembic.script.revision import RevisionMap
 
-    history = RevisionMap(lambda: [Script(module, module.revision, str(module.__file__)) for module in migrations])
+    modules = [migrations, *migrations.MIGRATIONS]
+    history = RevisionMap(lambda: [Script(module, module.revision, str(module.__file__)) for module in modules])
 
-    def steps(heads: Iterable[str], _: MigrationContext) -> Iterator[MigrationStep]:
-        return _steps(history, tuple(heads), version)
+    def steps(*_: Any) -> Iterator[MigrationStep]:
+        for script in reversed(list(history.iterate_revisions("head", str(version)))):
+            yield MigrationStep.upgrade_from_script(history, cast("Script", script))
 
     context = MigrationContext.configure(
         connection, opts={"fn": steps, "version_table": ALEMBIC_TABLE, "transactional_ddl": True}
     )
     # not `with Operations.context`: it sets a global of Alembic, and other threads may migrate other databases
     context.run_migrations(op=Operations(context))
-
-
-def _steps(history: RevisionMap, heads: tuple[str, ...], version: int) -> Iterator[MigrationStep]:
-    """Generate the steps from Alembic's heads to the newest migration.
-
-    A ledger of a release before Alembic has a version and no heads. It is stamped with its version first.
-    """
-    from alembic.runtime.migration import MigrationStep, StampStep
-    from alembic.script import Script
-
-    if version and not heads:
-        heads = (str(version),)
-        yield StampStep((), heads, is_upgrade=True, branch_move=True, revision_map=history)
-    newer = list(history.iterate_revisions("head", heads or "base"))
-    for script in reversed(newer):
-        yield MigrationStep.upgrade_from_script(history, cast("Script", script))
 
 
 def _write_version(connection: Connection, version: int) -> None:

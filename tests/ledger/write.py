@@ -7,7 +7,7 @@ from pathlib import Path
 
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Account, Period
-from skyward_core.ledger.schema import MIGRATIONS
+from skyward_core.ledger.schema import newest_version
 from skyward_core.work import Work
 from tests.ledger.fixtures import TRAIN, Clock, intend, open_pool, pay, record_shares
 
@@ -33,4 +33,4 @@ def write(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    write(WRITTEN / f"version_{len(MIGRATIONS)}.sql")
+    write(WRITTEN / f"version_{newest_version()}.sql")

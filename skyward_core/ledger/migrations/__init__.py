@@ -1,5 +1,20 @@
-"""The migrations of the ledger, one module for each version of the schema.
+"""The migrations of the ledger: one module here for each version of the schema after the first.
 
-A released module does not change any more. It names tables and columns by text, because `tables.py` has the newest
-schema only.
+The first is 13: nobody but ourselves had a ledger of the twelve before it (decision 0051). It has no module, because
+new ledgers get the tables of `tables.py` at once. Version 14 will be `v14_title.py` with `revision = "14"`,
+`down_revision = "13"` and `upgrade(op)`, and the row `v14_title` of `MIGRATIONS`. A released module does not change any
+more. It names tables and columns by text, because `tables.py` has the newest schema only.
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+FIRST_VERSION = 13
+MIGRATIONS: Sequence[ModuleType] = ()
+"""All migrations in their order. The revision of each is the version to which it leads."""
+
+revision = str(FIRST_VERSION)
+"""This module stands for the first revision in Alembic's history."""
+down_revision = None

@@ -3,14 +3,15 @@ CREATE TABLE skyward_accounts (
 	name VARCHAR(255) NOT NULL, 
 	limit_micro_usd BIGINT NOT NULL, 
 	period VARCHAR(16) NOT NULL, 
+	is_of_run BOOLEAN DEFAULT 0 NOT NULL, 
 	PRIMARY KEY (name)
 );
-INSERT INTO "skyward_accounts" VALUES('team',30000000,'month');
+INSERT INTO "skyward_accounts" VALUES('team',30000000,'month',0);
 CREATE TABLE skyward_alembic (
 	version_num VARCHAR(32) NOT NULL, 
 	CONSTRAINT skyward_alembic_pkc PRIMARY KEY (version_num)
 );
-INSERT INTO "skyward_alembic" VALUES('8');
+INSERT INTO "skyward_alembic" VALUES('13');
 CREATE TABLE skyward_attempts (
 	id INTEGER NOT NULL, 
 	pool_id VARCHAR(255) NOT NULL, 
@@ -45,6 +46,14 @@ CREATE TABLE skyward_calls (
 	ended_microseconds BIGINT, 
 	milliseconds BIGINT NOT NULL, 
 	micro_usd BIGINT NOT NULL, 
+	work_system VARCHAR(500) DEFAULT '' NOT NULL, 
+	work_workflow VARCHAR(500) DEFAULT '' NOT NULL, 
+	work_run VARCHAR(500) DEFAULT '' NOT NULL, 
+	work_task VARCHAR(500) DEFAULT '' NOT NULL, 
+	work_task_run VARCHAR(500) DEFAULT '' NOT NULL, 
+	work_attempt VARCHAR(500) DEFAULT '' NOT NULL, 
+	work_asset VARCHAR(500) DEFAULT '' NOT NULL, 
+	work_partition VARCHAR(500) DEFAULT '' NOT NULL, 
 	PRIMARY KEY (pool_id, call_id), 
 	FOREIGN KEY(pool_id) REFERENCES skyward_pools (id)
 );
@@ -58,6 +67,9 @@ CREATE TABLE skyward_clients (
 	lease_expires_microseconds BIGINT NOT NULL, 
 	left_microseconds BIGINT, 
 	slot_milliseconds BIGINT DEFAULT '0' NOT NULL, 
+	calls BIGINT DEFAULT '0' NOT NULL, 
+	busy_microseconds BIGINT, 
+	topic VARCHAR(64) DEFAULT '' NOT NULL, 
 	work_system VARCHAR(500) DEFAULT '' NOT NULL, 
 	work_workflow VARCHAR(500) DEFAULT '' NOT NULL, 
 	work_run VARCHAR(500) DEFAULT '' NOT NULL, 
@@ -66,6 +78,8 @@ CREATE TABLE skyward_clients (
 	work_attempt VARCHAR(500) DEFAULT '' NOT NULL, 
 	work_asset VARCHAR(500) DEFAULT '' NOT NULL, 
 	work_partition VARCHAR(500) DEFAULT '' NOT NULL, 
+	lease_boot VARCHAR(64) DEFAULT '' NOT NULL, 
+	lease_ahead_microseconds BIGINT DEFAULT '0' NOT NULL, 
 	PRIMARY KEY (id)
 );
 CREATE TABLE skyward_meta (
@@ -73,7 +87,7 @@ CREATE TABLE skyward_meta (
 	value VARCHAR(64) NOT NULL, 
 	PRIMARY KEY (name)
 );
-INSERT INTO "skyward_meta" VALUES('version','8');
+INSERT INTO "skyward_meta" VALUES('version','13');
 CREATE TABLE skyward_names (
 	name VARCHAR(128) NOT NULL, 
 	pool_id VARCHAR(255) DEFAULT '' NOT NULL, 
@@ -83,6 +97,8 @@ CREATE TABLE skyward_names (
 	epoch BIGINT DEFAULT '0' NOT NULL, 
 	keep_warm_milliseconds BIGINT DEFAULT '0' NOT NULL, 
 	warm_until_microseconds BIGINT, 
+	warm_boot VARCHAR(64) DEFAULT '' NOT NULL, 
+	warm_ahead_microseconds BIGINT DEFAULT '0' NOT NULL, 
 	PRIMARY KEY (name)
 );
 CREATE TABLE skyward_pools (
@@ -97,12 +113,26 @@ CREATE TABLE skyward_pools (
 	lease_expires_microseconds BIGINT NOT NULL, 
 	lives_by_lease BOOLEAN NOT NULL, 
 	condemned_microseconds BIGINT, 
-	ended_microseconds BIGINT, provider_account VARCHAR(255) DEFAULT '' NOT NULL, work_system VARCHAR(500) DEFAULT '' NOT NULL, work_workflow VARCHAR(500) DEFAULT '' NOT NULL, work_run VARCHAR(500) DEFAULT '' NOT NULL, work_task VARCHAR(500) DEFAULT '' NOT NULL, work_task_run VARCHAR(500) DEFAULT '' NOT NULL, work_attempt VARCHAR(500) DEFAULT '' NOT NULL, work_asset VARCHAR(500) DEFAULT '' NOT NULL, work_partition VARCHAR(500) DEFAULT '' NOT NULL, warm_since_microseconds BIGINT, 
+	ended_microseconds BIGINT, 
+	provider_account VARCHAR(255) DEFAULT '' NOT NULL, 
+	work_system VARCHAR(500) DEFAULT '' NOT NULL, 
+	work_workflow VARCHAR(500) DEFAULT '' NOT NULL, 
+	work_run VARCHAR(500) DEFAULT '' NOT NULL, 
+	work_task VARCHAR(500) DEFAULT '' NOT NULL, 
+	work_task_run VARCHAR(500) DEFAULT '' NOT NULL, 
+	work_attempt VARCHAR(500) DEFAULT '' NOT NULL, 
+	work_asset VARCHAR(500) DEFAULT '' NOT NULL, 
+	work_partition VARCHAR(500) DEFAULT '' NOT NULL, 
+	warm_since_microseconds BIGINT, 
+	run_account VARCHAR(255), 
+	lease_boot VARCHAR(64) DEFAULT '' NOT NULL, 
+	lease_ahead_microseconds BIGINT DEFAULT '0' NOT NULL, 
+	name VARCHAR(128) DEFAULT '' NOT NULL, 
 	PRIMARY KEY (id)
 );
-INSERT INTO "skyward_pools" VALUES('p','ada','laptop','c0ffee-boot.4026531836.4711.1234','{"provider": "verda", "regions": ["FIN-01"]}','{}',NULL,1795262400000000,1795266000000000,0,NULL,NULL,'','','','','','','','','',NULL);
-INSERT INTO "skyward_pools" VALUES('q','ada','laptop','c0ffee-boot.4026531836.4711.1234','{"name": "verda"}','{}',NULL,1795262400000000,1795266000000000,0,NULL,NULL,'','airflow','nightly','manual__2026-11-22T07:00:00+00:00','train','','1','','',NULL);
-INSERT INTO "skyward_pools" VALUES('shared','ada','laptop','c0ffee-boot.4026531836.4711.1234','{"name": "verda"}','{}',NULL,1795262400000000,1795266000000000,0,NULL,NULL,'','dagster','job','r1','','','','','',NULL);
+INSERT INTO "skyward_pools" VALUES('p','ada','laptop','c0ffee-boot.4026531836.4711.1234','{"provider": "verda", "regions": ["FIN-01"]}','{}',NULL,1795262400000000,1795266000000000,0,NULL,NULL,'','','','','','','','','',NULL,NULL,'',0,'');
+INSERT INTO "skyward_pools" VALUES('q','ada','laptop','c0ffee-boot.4026531836.4711.1234','{"name": "verda"}','{}',NULL,1795262400000000,1795266000000000,0,NULL,NULL,'','airflow','nightly','manual__2026-11-22T07:00:00+00:00','train','','1','','',NULL,NULL,'',0,'');
+INSERT INTO "skyward_pools" VALUES('shared','ada','laptop','c0ffee-boot.4026531836.4711.1234','{"name": "verda"}','{}',NULL,1795262400000000,1795266000000000,0,NULL,NULL,'','dagster','job','r1','','','','','',NULL,NULL,'',0,'');
 CREATE TABLE skyward_reservations (
 	id INTEGER NOT NULL, 
 	account VARCHAR(255) NOT NULL, 
@@ -142,19 +172,22 @@ CREATE TABLE skyward_resources (
 	bootstrapping_milliseconds BIGINT DEFAULT '0' NOT NULL, 
 	running_calls_milliseconds BIGINT DEFAULT '0' NOT NULL, 
 	idle_milliseconds BIGINT DEFAULT '0' NOT NULL, 
+	warm_milliseconds BIGINT DEFAULT '0' NOT NULL, 
 	lost_milliseconds BIGINT DEFAULT '0' NOT NULL, 
 	terminating_milliseconds BIGINT DEFAULT '0' NOT NULL, 
 	filled_bucket VARCHAR(32), 
-	filled_milliseconds BIGINT DEFAULT '0' NOT NULL, minimum_micro_usd BIGINT DEFAULT '0' NOT NULL, extras_json TEXT DEFAULT '[]' NOT NULL, warm_milliseconds BIGINT DEFAULT '0' NOT NULL, 
+	filled_milliseconds BIGINT DEFAULT '0' NOT NULL, 
+	minimum_micro_usd BIGINT DEFAULT '0' NOT NULL, 
+	extras_json TEXT DEFAULT '[]' NOT NULL, 
 	PRIMARY KEY (id), 
 	FOREIGN KEY(pool_id) REFERENCES skyward_pools (id), 
 	UNIQUE (token)
 );
-INSERT INTO "skyward_resources" VALUES(1,'p','instance','verda','FIN-01','skyward-t1','t1','{"skyward-pool": "p", "skyward-rank": "0"}',0,0,0,1,0,1795262400000000,1795266000000000,NULL,NULL,NULL,NULL,NULL,0,0,0,0,0,0,NULL,0,0,'[]',0);
-INSERT INTO "skyward_resources" VALUES(2,'q','instance','verda','FIN-01','q-0','q-0','{}',1000000,1000000,0,1,0,1795262400000000,1795266000000000,'q-i-2',1795262400000000,NULL,NULL,NULL,0,0,3600000,0,0,0,NULL,0,0,'[]',0);
-INSERT INTO "skyward_resources" VALUES(3,'q','instance','verda','FIN-01','q-1','q-1','{}',1000000,1000000,0,1,0,1795262400000000,1795266000000000,'q-i-3',1795262400000000,NULL,NULL,NULL,0,0,3600000,0,0,0,NULL,0,0,'[]',0);
-INSERT INTO "skyward_resources" VALUES(4,'shared','instance','verda','FIN-01','shared-0','shared-0','{}',8000000,8000000,0,1,0,1795262400000000,1795266000000000,'shared-i-4',1795262400000000,NULL,NULL,NULL,0,0,3600000,0,0,0,NULL,0,0,'[]',0);
-INSERT INTO "skyward_resources" VALUES(5,'shared','instance','verda','FIN-01','shared-1','shared-1','{}',8000000,8000000,0,1,0,1795262400000000,1795266000000000,'shared-i-5',1795262400000000,NULL,NULL,NULL,0,0,3600000,0,0,0,NULL,0,0,'[]',0);
+INSERT INTO "skyward_resources" VALUES(1,'p','instance','verda','FIN-01','skyward-t1','t1','{"skyward-pool": "p", "skyward-rank": "0"}',0,0,0,1,0,1795262400000000,1795266000000000,NULL,NULL,NULL,NULL,NULL,0,0,0,0,0,0,0,NULL,0,0,'[]');
+INSERT INTO "skyward_resources" VALUES(2,'q','instance','verda','FIN-01','skyward-q-0','q-0','{"skyward-pool": "q", "skyward-rank": "0"}',1000000,1000000,0,1,0,1795262400000000,1795266000000000,'q-i-2',1795262400000000,NULL,NULL,NULL,0,0,3600000,0,0,0,0,NULL,0,0,'[]');
+INSERT INTO "skyward_resources" VALUES(3,'q','instance','verda','FIN-01','skyward-q-1','q-1','{"skyward-pool": "q", "skyward-rank": "0"}',1000000,1000000,0,1,0,1795262400000000,1795266000000000,'q-i-3',1795262400000000,NULL,NULL,NULL,0,0,3600000,0,0,0,0,NULL,0,0,'[]');
+INSERT INTO "skyward_resources" VALUES(4,'shared','instance','verda','FIN-01','skyward-shared-0','shared-0','{"skyward-pool": "shared", "skyward-rank": "0"}',8000000,8000000,0,1,0,1795262400000000,1795266000000000,'shared-i-4',1795262400000000,NULL,NULL,NULL,0,0,3600000,0,0,0,0,NULL,0,0,'[]');
+INSERT INTO "skyward_resources" VALUES(5,'shared','instance','verda','FIN-01','skyward-shared-1','shared-1','{"skyward-pool": "shared", "skyward-rank": "0"}',8000000,8000000,0,1,0,1795262400000000,1795266000000000,'shared-i-5',1795262400000000,NULL,NULL,NULL,0,0,3600000,0,0,0,0,NULL,0,0,'[]');
 CREATE TABLE skyward_sealed_leases (
 	pool_id VARCHAR(255) NOT NULL, 
 	lease_json TEXT NOT NULL, 
@@ -175,18 +208,43 @@ CREATE TABLE skyward_shares (
 	work_asset VARCHAR(500) DEFAULT '' NOT NULL, 
 	work_partition VARCHAR(500) DEFAULT '' NOT NULL, 
 	micro_usd BIGINT NOT NULL, 
+	owner VARCHAR(511) DEFAULT '' NOT NULL, 
 	PRIMARY KEY (id), 
 	FOREIGN KEY(pool_id) REFERENCES skyward_pools (id)
 );
-INSERT INTO "skyward_shares" VALUES(1,'shared','dagster','job','r1','a','','','a','',5000001);
+INSERT INTO "skyward_shares" VALUES(1,'shared','dagster','job','r1','a','','','a','',5000001,'');
+CREATE TABLE skyward_uses (
+	id VARCHAR(64) NOT NULL, 
+	pool_id VARCHAR(255) NOT NULL, 
+	client_id VARCHAR(64) DEFAULT '' NOT NULL, 
+	began_microseconds BIGINT NOT NULL, 
+	ended_microseconds BIGINT, 
+	slot_milliseconds BIGINT DEFAULT '0' NOT NULL, 
+	micro_usd BIGINT DEFAULT '0' NOT NULL, 
+	noted_microseconds BIGINT NOT NULL, 
+	held_slots BIGINT DEFAULT '0' NOT NULL, 
+	held_micro_usd_per_hour BIGINT DEFAULT '0' NOT NULL, 
+	work_system VARCHAR(500) DEFAULT '' NOT NULL, 
+	work_workflow VARCHAR(500) DEFAULT '' NOT NULL, 
+	work_run VARCHAR(500) DEFAULT '' NOT NULL, 
+	work_task VARCHAR(500) DEFAULT '' NOT NULL, 
+	work_task_run VARCHAR(500) DEFAULT '' NOT NULL, 
+	work_attempt VARCHAR(500) DEFAULT '' NOT NULL, 
+	work_asset VARCHAR(500) DEFAULT '' NOT NULL, 
+	work_partition VARCHAR(500) DEFAULT '' NOT NULL, 
+	PRIMARY KEY (id)
+);
+CREATE INDEX skyward_pools_by_run ON skyward_pools (work_run);
+CREATE INDEX skyward_uses_by_run ON skyward_uses (work_run);
+CREATE INDEX ix_skyward_uses_pool_id ON skyward_uses (pool_id);
+CREATE INDEX ix_skyward_clients_pool_id ON skyward_clients (pool_id);
 CREATE INDEX ix_skyward_resources_pool_id ON skyward_resources (pool_id);
-CREATE INDEX skyward_resources_open ON skyward_resources (id) WHERE gone_microseconds IS NULL;
 CREATE INDEX ix_skyward_reservations_pool_id ON skyward_reservations (pool_id);
 CREATE INDEX ix_skyward_reservations_account ON skyward_reservations (account);
 CREATE INDEX ix_skyward_attempts_pool_id ON skyward_attempts (pool_id);
 CREATE INDEX ix_skyward_attempts_at_microseconds ON skyward_attempts (at_microseconds);
-CREATE INDEX skyward_pools_by_run ON skyward_pools (work_run);
 CREATE INDEX ix_skyward_shares_pool_id ON skyward_shares (pool_id);
+CREATE INDEX skyward_calls_by_run ON skyward_calls (work_run);
 CREATE INDEX ix_skyward_calls_started_microseconds ON skyward_calls (started_microseconds);
-CREATE INDEX ix_skyward_clients_pool_id ON skyward_clients (pool_id);
+CREATE INDEX skyward_resources_open ON skyward_resources (id) WHERE gone_microseconds IS NULL;
 COMMIT;
