@@ -1,4 +1,4 @@
-"""The ledger's tables of accounts, balances and reservations (`Ledger` is their public interface)."""
+"""The ledger's tables of accounts, balances and reservations (a part of `Ledger`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from decimal import Decimal
 
 from sqlalchemy import ColumnElement, Connection, RowMapping, func, insert, select, true, update
 
-from skyward_core.errors import BadRequest, BudgetExceeded, LedgerConflict
+from skyward_core.errors import ZERO_USD, BadRequest, BudgetExceeded, LedgerConflict
 from skyward_core.ledger.database import Database
 from skyward_core.ledger.pools import must_live
 from skyward_core.ledger.rows import Account, Period, Reservation, UnreadableRow, micro_usd
@@ -32,9 +32,7 @@ from skyward_core.ledger.tables import (
 class Accounts:
     """Accounts with their limits, and reservations from them."""
 
-    def __init__(self, database: Database) -> None:
-        """Use this database."""
-        self._database = database
+    _database: Database
 
     def set_account(self, account: Account) -> None:
         """Create an account, or change its limit or period; a new period counts from zero."""
@@ -45,7 +43,7 @@ class Accounts:
                 connection.execute(insert(ACCOUNTS).values(name=account.name, **values))
 
     def accounts(self, *, unreadable: list[UnreadableRow] | None = None) -> list[Account]:
-        """Return the accounts, by name, without those of runs."""
+        """Return the accounts, by name."""
         wanted = select(ACCOUNTS).where(~ACCOUNTS.c.is_of_run).order_by(ACCOUNTS.c.name)
         with self._database.read() as connection:
             return read_rows(connection.execute(wanted).mappings(), account_of, unreadable)
@@ -58,7 +56,15 @@ class Accounts:
             return in_usd(row["limit_micro_usd"] - (_committed(connection, account, scope) or 0))
 
     def reserve(self, account: str | None, pool_id: str, usd: Decimal, *, epoch: int | None = None) -> Reservation:
-        """Reserve money for a pool, also from the account of its run, in one transaction."""
+        """Reserve money for a pool, in one transaction that is isolated from all others.
+
+        The same sum is reserved from the account of the pool's run, if it has one: both or neither. Without `account`
+        only that one pays.
+
+        Raises BudgetExceeded if less is left in this period (reservations and spending both count), LeaseLost if the
+        pool was condemned or has ended: nothing would settle the reservation, NotSteward if `epoch` is not that of the
+        steward of the pool's name.
+        """
         amount = micro_usd(usd)
         if amount <= 0:
             raise BadRequest(f"A reservation is a positive sum; given {usd} USD.")
@@ -70,9 +76,12 @@ class Accounts:
     def roll(
         self, account: str | None, pool_id: str, spent_usd: Decimal, next_usd: Decimal, *, epoch: int | None = None
     ) -> Reservation:
-        """Settle a pool's reservations from an account, and reserve for the next interval: both or neither.
+        """Settle a pool's reservations from an account, and from that of its run, and reserve for the next interval:
+        all or nothing.
 
         `spent_usd` is the cost since the last settlement.
+        `settle_pool` describes how the sum is divided among several reservations. The next reservation may be 0 USD.
+        Errors as of `reserve`; after BudgetExceeded nothing has changed.
         """
         spent, amount = micro_usd(spent_usd), micro_usd(next_usd)
         if spent < 0 or amount < 0:
@@ -122,7 +131,10 @@ class Accounts:
         )
 
     def settle(self, reservation: Reservation | int, spent_usd: Decimal) -> Reservation:
-        """Record what was spent of a reservation; the rest is free again. More than was reserved is recorded too."""
+        """Record what was spent of a reservation; the rest is free again. More than was reserved is recorded too.
+
+        The same sum again changes nothing; another sum raises LedgerConflict.
+        """
         number = reservation if isinstance(reservation, int) else reservation.id
         spent = micro_usd(spent_usd)
         if spent < 0:
@@ -156,8 +168,17 @@ class Accounts:
         )
         return reservation_of(connection.execute(statement.returning(*RESERVATIONS.c)).mappings().one())
 
+    def release(self, reservation: Reservation | int) -> Reservation:
+        """Free a reservation unspent."""
+        return self.settle(reservation, ZERO_USD)
+
     def settle_pool(self, pool_id: str, spent_usd: Decimal) -> None:
-        """Settle all open reservations of a pool, so that its settled sums add up to `spent_usd`. Idempotent."""
+        """Settle all open reservations of a pool, so that its settled sums add up to `spent_usd`. Idempotent.
+
+        The oldest comes first. Each pays at most its own sum, and the newest pays the rest: so no period and no account
+        pays for another one while there is enough. Those from the account of its run add up to `spent_usd` separately.
+        If the settled sum is larger already, the open ones pay nothing.
+        """
         spent = micro_usd(spent_usd)
         if spent < 0:
             raise BadRequest(f"A spent sum is not negative; given {spent_usd} USD.")
@@ -200,7 +221,7 @@ class Accounts:
             )
 
     def committed_usd(self, pool_id: str) -> Decimal:
-        """Return what accounts have paid for a pool, and what is reserved for it now, in USD; without its run's."""
+        """Return what accounts have paid for a pool, and what is reserved for it now, in USD."""
         r = RESERVATIONS.c
         are_of_runs = r.account.in_(select(ACCOUNTS.c.name).where(ACCOUNTS.c.is_of_run))
         is_its = (r.pool_id == pool_id) & ~are_of_runs

@@ -1,4 +1,4 @@
-"""The ledger's bills: cost rows, shares of costs, pruning (`Ledger` is their public interface)."""
+"""The ledger's bills: cost rows, shares of costs, pruning (a part of `Ledger`)."""
 
 from __future__ import annotations
 
@@ -71,9 +71,7 @@ _DAY_MICROSECONDS = 86_400_000_000
 class Bills:
     """What pools and resources cost, what their costs are for, and the pruning of old details."""
 
-    def __init__(self, database: Database) -> None:
-        """Use this database."""
-        self._database = database
+    _database: Database
 
     def pool_rows(
         self, *, include_ended: bool = False, limit: int | None = None, unreadable: list[UnreadableRow] | None = None
@@ -114,7 +112,15 @@ class Bills:
         """Return the bill, added up by `by`.
 
         It is the bill of all pools, one pool, intents from `since` until before `until`, or pools for this work.
-        `split` divides what no call has used of pools that belong to nobody.
+        A pool is for `work` if the work to which it belongs, of one of its uses, detached calls or shares, has the same
+        text in each field that is not empty in `work`. By bucket there is one more row, `BILLING_ROUNDING`. By run,
+        task, asset, partition and owner, uses and detached calls count for their works (`work_costs`), and so do the
+        shares that pruning and earlier releases have left. The rest of the cost, and the number of resources, count for
+        the work to which the pool belongs; of a pool that belongs to nobody they are a row of their own, `pool NAME`,
+        unless `split` divides the rest among the others in proportion to their costs. With `work`, only the parts for
+        it count in these bills, and by pool; otherwise the sum of the rows does not depend on `by`, but for what calls
+        have held in the last seconds, which counts before the time of their machines is noted. With `unreadable`, rows
+        with values that are no numbers (SQLite stores any value) are left out and appended to it.
         """
         conditions: list[ColumnElement[bool]] = []
         if pool_id is not None:
@@ -145,7 +151,9 @@ class Bills:
             return [_cost_row(by, *row) for row in connection.execute(wanted.order_by(key))]
 
     def cost_parts(self, work: Work) -> list[CostPart]:
-        """Return the parts of the cost of pools that are for a work, one for each pool and exact work."""
+        """Return the parts of the cost of pools that are for a work: one for each pool, and each work that has the same
+        text in all fields that are not empty in `work`. Their sum is that of `cost_rows(work=work)`.
+        """
         totals: dict[tuple[str, Work, str], list[int]] = defaultdict(lambda: [0, 0])
         still_grow: set[tuple[str, Work, str]] = set()
         with self._database.read() as connection:
@@ -164,7 +172,11 @@ class Bills:
         ]
 
     def prune(self, ended_before: datetime, *, is_dry_run: bool = True) -> Pruned:
-        """Delete the details of pools that ended before `ended_before` and have no open entries. Idempotent."""
+        """Delete the details of pools that ended before `ended_before` and have no open entries. Idempotent.
+
+        Details are specs, attempts to rent machines, tags of machines, settled reservations and detached calls. The
+        cost of each machine and the spending of accounts stay: bills, receipts and budgets show the same as before.
+        """
         p, r = POOLS.c, RESERVATIONS.c
         is_closed = (p.ended_microseconds < stamp(ended_before)) & (p.spec_json != PRUNED_SPEC)
         is_open = p.id.in_(select(RESOURCES.c.pool_id).where(IS_OPEN)) | p.id.in_(

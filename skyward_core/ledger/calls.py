@@ -1,4 +1,4 @@
-"""The ledger's table of detached calls (`Ledger` is its public interface)."""
+"""The ledger's table of detached calls (a part of `Ledger`)."""
 
 from __future__ import annotations
 
@@ -32,12 +32,10 @@ _MOST_NAME_CHARACTERS = 255
 class Calls:
     """The rows of detached calls."""
 
-    def __init__(self, database: Database) -> None:
-        """Use this database."""
-        self._database = database
+    _database: Database
 
     def note_calls(self, pool_id: str, calls: Sequence[CallState]) -> None:
-        """Record the states of calls. Idempotent: a later attempt and a later state win, an end stays.
+        """Record the states of detached calls. Idempotent: a later attempt and a later state win, an end stays.
 
         Raises LedgerConflict if the pool is unknown.
         """

@@ -1,4 +1,4 @@
-"""The ledger's table of resources (`Ledger` is its public interface)."""
+"""The ledger's table of resources (a part of `Ledger`)."""
 
 from __future__ import annotations
 
@@ -22,16 +22,21 @@ from skyward_core.ledger.warm_time import closing_values, unnoted_milliseconds, 
 class Intents:
     """The rows of resources: intents, bindings, seconds by bucket, and evidence."""
 
-    def __init__(self, database: Database) -> None:
-        """Use this database."""
-        self._database = database
+    _database: Database
+
+    def intend(self, pool_id: str, request: ResourceRequest) -> Intent:
+        """Record one resource that is about to be requested; see `intend_all`."""
+        return self.intend_all(pool_id, [request])[0]
 
     def intend_all(
         self, pool_id: str, requests: Sequence[ResourceRequest], *, epoch: int | None = None
     ) -> list[Intent]:
         """Record resources that are about to be requested, all or none.
 
-        They are committed when this returns: make the creating call only then.
+        They are committed when this returns: make the creating call only then. For a known token the entry is returned
+        unchanged: the call is a retry. Raises LedgerConflict if the token belongs to another resource or the pool is
+        unknown. Raises LeaseLost if the pool was condemned or has ended, and NotSteward if a named pool has had another
+        steward after this epoch.
         """
         rows = [self._row_of(pool_id, request) for request in requests]
         with self._database.write() as connection:
@@ -40,9 +45,10 @@ class Intents:
             return _written(connection, rows)
 
     def adopt(self, pool_id: str, request: ResourceRequest, cloud_id: str) -> Intent:
-        """Record a resource that exists and has no intent: intent and binding at once.
+        """Record a resource that exists and has no intent: intent and binding at once. Idempotent.
 
-        The same call again changes nothing.
+        Allowed for a pool that is condemned or has ended: what exists must be ended. Errors as of `intend_all` and
+        `bind`.
         """
         with self._database.write() as connection:
             known_pool(connection, pool_id, is_alone=True)  # two sweeps may have found the same resource
@@ -76,8 +82,20 @@ class Intents:
             "expires_microseconds": stamp(request.expires_at),
         }
 
+    def bind(self, intent: Intent | int, cloud_id: str) -> Intent:
+        """Record the cloud's id of one created resource; see `bind_all`."""
+        return self.bind_all({intent if isinstance(intent, int) else intent.id: cloud_id})[0]
+
     def bind_all(self, ids: Mapping[int, str], as_rented: Mapping[int, Rented] | None = None) -> list[Intent]:
-        """Record the cloud's ids, by the numbers of their intents. The same ids again change nothing."""
+        """Record the cloud's ids, by the numbers of their intents. The same ids again change nothing.
+
+        `as_rented` is for resources that differ from the request. Their price replaces the intent's if it is lower:
+        money was reserved for the intent's price, and no bill may exceed it.
+
+        An intent that was closed unbound is opened again: the listing or the answer was late, and the resource exists.
+        Allowed for a condemned pool. Raises LedgerConflict for those that are bound to another id, after the others
+        have been recorded.
+        """
         conflicts: list[str] = []
         with self._database.write() as connection:
             intents = self._change_all(connection, ids, self._binding(ids, conflicts, as_rented or {}))
@@ -133,7 +151,12 @@ class Intents:
         fill: Bucket | None = None,
         paid_until: Mapping[int, datetime] | None = None,
     ) -> list[Intent]:
-        """Record that these are gone or never existed, with the evidence; the first evidence is kept."""
+        """Record that these are gone or never existed, with the evidence; the first evidence is kept.
+
+        With `fill`, the seconds since the intent that are in no bucket yet are added to that one, if the resource was
+        bound: every second is in a bucket. `paid_until` has the times from which some cost nothing any more, if that
+        was long before they were known to be gone.
+        """
         if not evidence.strip():
             raise BadRequest("An intent is closed with the evidence that its resource is gone; none was given.")
         gone = stamp(self._database.clock())
@@ -168,9 +191,10 @@ class Intents:
         return warm_since(connection, pools)
 
     def note_all(self, seconds: Mapping[int, Mapping[Bucket, float]]) -> None:
-        """Record how the seconds of resources were spent so far: totals by bucket, in whole milliseconds.
+        """Record the seconds of resources so far: totals by bucket, in whole milliseconds. Idempotent.
 
-        The same totals again change nothing.
+        The buckets of a resource are replaced together if their sum does not shrink: a second may move to another
+        bucket and is never lost. After the close, noted seconds replace those that the close has filled in.
         """
         noted = {
             number: {bucket: round(total * 1000) for bucket, total in its.items()} for number, its in seconds.items()

@@ -1,4 +1,4 @@
-"""The ledger's tables of pools and of attempts to rent machines (`Ledger` is their public interface)."""
+"""The ledger's tables of pools and of attempts to rent machines (a part of `Ledger`)."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ _MAY_SPEND = POOLS.c.condemned_microseconds.is_(None) & POOLS.c.ended_microsecon
 class Pools:
     """The rows of pools, and of the attempts to rent machines for them."""
 
-    def __init__(self, database: Database) -> None:
-        """Use this database."""
-        self._database = database
+    _database: Database
 
     def open_pool(
         self,
@@ -58,7 +56,13 @@ class Pools:
         name: str = "",
         run_limit_usd: Decimal | None = None,
     ) -> PoolEntry:
-        """Record a pool before anything is requested for it. Raises LedgerConflict if the id is taken."""
+        """Record a pool before anything is requested for it. Raises LedgerConflict if the id is taken.
+
+        `work` is that to which the pool belongs. With a `name` and without a work it belongs to nobody.
+        `run_limit_usd` limits the cost of all pools whose work has the same system, workflow and run, in USD: the
+        pool draws on an account that they share, with each of its reservations. The newest limit counts. Raises
+        BadRequest if the work names no run.
+        """
         values: dict[str, Any] = {
             "id": pool_id,
             "owner_user": owner.user,
@@ -85,6 +89,7 @@ class Pools:
         """Record the provider and account of a pool from now on.
 
         All machines at an earlier provider must be known to be gone.
+        Raises LeaseLost if the pool was condemned or has ended, LedgerConflict if it is unknown.
         """
         with self._database.write() as connection:
             wanted = update(POOLS).where(POOLS.c.id == pool_id, _MAY_SPEND)
@@ -99,7 +104,10 @@ class Pools:
                 must_live(connection, pool_id)
 
     def renew(self, pool_id: str, lease_expires_at: datetime) -> None:
-        """Move the end of a pool's lease, never to an earlier time."""
+        """Move the end of a pool's lease, never to an earlier time.
+
+        Raises LeaseLost if the pool was condemned or has ended, LedgerConflict if it is unknown. Changes one row.
+        """
         self._lengthen(pool_id, lease_expires_at)
 
     def live_by_lease(self, pool_id: str, lease_expires_at: datetime) -> None:
@@ -113,10 +121,16 @@ class Pools:
             if connection.execute(wanted.values({**later, **more})).rowcount == 0:
                 must_live(connection, pool_id)
 
+    def condemn(self, pool_id: str, *, seen: datetime) -> bool:
+        """Condemn one pool, and return whether it is dead; see `condemn_all`. `seen` is its `written_lease`."""
+        return pool_id in self.condemn_all({pool_id: seen})
+
     def condemn_all(self, seen: Mapping[str, datetime]) -> set[str]:
         """Condemn pools, each unless its lease was renewed: `seen` has the ends that were read, as they were written.
 
         From now on nothing is requested for them.
+        Returns the ids of those that are dead: condemned now or before, or ended. The leases of the others were
+        renewed: read them again. Raises LedgerConflict if one is unknown.
         """
         p = POOLS.c
         condemned = func.coalesce(p.condemned_microseconds, stamp(self._database.clock()))
@@ -131,6 +145,10 @@ class Pools:
                 if is_done or known_pool(connection, pool_id).ended_at is not None:
                     dead.add(pool_id)
         return dead
+
+    def end_pool(self, pool_id: str) -> None:
+        """Record that one pool has ended; see `end_pools`."""
+        self.end_pools([pool_id])
 
     def end_pools(self, pool_ids: Iterable[str]) -> None:
         """Record that pools have ended; the first time is kept. Their sealed leases are deleted.
@@ -152,7 +170,11 @@ class Pools:
                 settle_uses(connection, USES.c.pool_id == pool_id, _end_of_machines(connection, pool_id, now))
 
     def seal_lease(self, pool_id: str, lease_json: str, sealed: str, *, epoch: int | None = None) -> None:
-        """Record the newest lease of a pool, with the sealed keys for it."""
+        """Record the newest lease of a pool that outlives its owner, with the keys for it as a sealed text.
+
+        It replaces an earlier one. Raises LeaseLost if the pool was condemned or has ended, and LedgerConflict if it is
+        unknown. Raises NotSteward if a named pool has had another steward after this epoch.
+        """
         values = {
             "lease_json": lease_json,
             "sealed": sealed,
@@ -166,7 +188,7 @@ class Pools:
                 connection.execute(insert(SEALED_LEASES).values(pool_id=pool_id, **values))
 
     def sealed_lease(self, pool_id: str) -> SealedLease | None:
-        """Return the newest lease of a pool with its sealed keys; None if the ledger has none."""
+        """Return the newest lease of a pool with its sealed keys, not verified; None if there is none."""
         with self._database.read() as connection:
             row = connection.execute(select(SEALED_LEASES).where(SEALED_LEASES.c.pool_id == pool_id)).mappings().first()
         return None if row is None else sealed_lease_of(row)
