@@ -11,11 +11,10 @@ from sqlalchemy import ColumnElement, Connection, RowMapping, func, insert, sele
 
 from skyward_core.errors import ZERO_USD, BadRequest, BudgetExceeded, LedgerConflict
 from skyward_core.ledger.database import Database
-from skyward_core.ledger.pools import must_live
+from skyward_core.ledger.names import must_be_steward
+from skyward_core.ledger.pools import SCOPE, must_live, refusal, run_account_of
 from skyward_core.ledger.rows import Account, Period, Reservation, UnreadableRow, micro_usd
-from skyward_core.ledger.run_accounts import SCOPE, refusal, run_account_of
 from skyward_core.ledger.sql_engine import shown
-from skyward_core.ledger.stewards import must_be_steward
 from skyward_core.ledger.tables import (
     ACCOUNTS,
     BALANCES,

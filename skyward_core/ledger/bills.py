@@ -1,10 +1,16 @@
-"""The ledger's bills: cost rows, shares of costs, pruning (a part of `Ledger`)."""
+"""The ledger's bills: cost rows, shares of costs, pruning (a part of `Ledger`).
+
+The cost of a pool is borne by the works of its uses, detached calls and recorded shares, and for the rest by the work
+to which the pool belongs. The rest is what no call has held: start, idle and warm time, end, rounding. A pool to which
+its user has given a name belongs to nobody: its rest is a part of its own.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import date, datetime, timedelta
 from typing import Any, cast
 
@@ -61,7 +67,6 @@ from skyward_core.ledger.tables import (
     work_of,
     work_values,
 )
-from skyward_core.ledger.work_costs import Bearer, Recorded, divided, is_for, parts_of
 from skyward_core.providers.base import LAUNCH_TAG, RANK_TAG, TYPE_TAG
 from skyward_core.work import NO_WORK, Work, of_system
 
@@ -570,3 +575,76 @@ def _moved_to_calls(lines: Mapping[str, Sequence[int]], held: int) -> dict[str, 
             moved[key] = [-amount for amount in its]
             missing -= taken
     return moved
+
+
+# ── who bears what ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Bearer:
+    """Who bears a part of a cost: a work, in processes of `owner` (user@host), or with `pool` the pool of that name."""
+
+    work: Work = NO_WORK
+    owner: str = ""
+    pool: str = ""
+
+
+type Part = tuple[Bearer, int]
+"""A bearer and its micro-dollars."""
+
+
+@dataclass(slots=True)
+class Recorded:
+    """What is recorded of a pool, in micro-dollars: who bears the rest, shares, and what uses and detached calls have
+    held.
+    """
+
+    own: Bearer = Bearer()
+    shares: list[Part] = field(default_factory=list[Part])
+    held: list[Part] = field(default_factory=list[Part])
+
+
+def parts_of(recorded: Recorded) -> list[Part]:
+    """Return the parts of a pool's cost for others than its own bearer, who bears the rest.
+
+    A share within the work of a use, such as one of its tasks, is a part of that use's part.
+    """
+    held: defaultdict[Bearer, int] = defaultdict(int)
+    shared: defaultdict[Bearer, int] = defaultdict(int)
+    for bearer, micro_usd in recorded.held:
+        held[bearer] += micro_usd
+    for bearer, micro_usd in recorded.shares:
+        within = (user for user in held if user.work.labels() and is_for(bearer.work, user.work))
+        if (user := next(within, None)) is not None:
+            shared[user] += micro_usd
+    left = [(bearer, part - shared[bearer]) for bearer, part in held.items() if bearer != recorded.own]
+    return [*recorded.shares, *((bearer, part) for bearer, part in left if part > 0 or not shared[bearer])]
+
+
+def divided(rest: int, costs: Sequence[int]) -> list[int]:
+    """Divide what belongs to nobody among users, in proportion to their costs; equally if all are zero."""
+    return split_exactly(rest, costs if any(costs) else [1] * len(costs))
+
+
+def is_for(work: Work, wanted: Work) -> bool:
+    """Return whether a work has the same text in each field that is not empty in `wanted`."""
+    return wanted.labels().items() <= work.labels().items()
+
+
+def split_exactly(amount: int, weights: Sequence[int]) -> list[int]:
+    """Split a whole number of units in proportion to whole weights (largest remainder); the parts add up to `amount`.
+
+    No part differs from its exact share by a unit or more. Of equal remainders the earlier one is rounded up. Without
+    any weight all parts are 0: then the caller has to name another bearer. Raises ValueError for a negative number.
+    """
+    if amount < 0 or any(weight < 0 for weight in weights):
+        raise ValueError(f"an amount and weights are zero or more; given {amount} and {list(weights)}")
+    total = sum(weights)
+    if not total:
+        return [0] * len(weights)
+    parts = [amount * weight // total for weight in weights]
+    remainders = [amount * weight % total for weight in weights]
+    by_remainder = sorted(range(len(weights)), key=lambda place: -remainders[place])
+    for place in by_remainder[: amount - sum(parts)]:
+        parts[place] += 1
+    return parts

@@ -11,13 +11,11 @@ from typing import Any, cast
 from sqlalchemy import BigInteger, ColumnElement, Connection, extract, false, func, select, update
 from sqlalchemy import cast as cast_to
 
-from skyward_core.ledger.checkpoints import Checkpoints
 from skyward_core.ledger.lease_clock import LeaseClock, read_clock
 from skyward_core.ledger.schema import migrate, newest_version, schema_version
-from skyward_core.ledger.shared_engines import SHARED
-from skyward_core.ledger.sql_engine import ledger_errors, open_engine, parse_url
+from skyward_core.ledger.sql_engine import SHARED, ledger_errors, open_engine, parse_url
+from skyward_core.ledger.sqlite_writers import Checkpoints, WriterQueue
 from skyward_core.ledger.tables import ATTEMPTS, CALLS, POOLS, RESERVATIONS, RESOURCES, stamp
-from skyward_core.ledger.turns import Turns
 
 NUMBERS_PER_STATEMENT = 1000
 """The most values in one `IN`. SQLite allows 32,766 in a statement, PostgreSQL twice as many."""
@@ -48,7 +46,7 @@ class Database:
         self._is_closed = False
         self._engine = open_engine(self.url, busy_timeout_seconds)
         self._writing = self._engine.execution_options(skyward_writes=True)
-        self._turns = Turns(self.url)
+        self._writers = WriterQueue(self.url)
         self._checkpoints = Checkpoints(self.url, busy_timeout_seconds)
         try:
             self._migrate()
@@ -118,7 +116,7 @@ class Database:
     @contextmanager
     def write(self) -> Generator[Connection]:
         """Open a transaction that writes. It is committed at the end, or rolled back after an exception."""
-        with ledger_errors(self.url), self._turns.turn(), self._pooled():
+        with ledger_errors(self.url), self._writers.turn(), self._pooled():
             with self._writing.begin() as connection:
                 yield connection
             self._checkpoints.after_commit(self._engine)
@@ -148,7 +146,7 @@ class Database:
 
 @contextmanager
 def _at_leisure(connection: Connection) -> Generator[None]:
-    """Let statements to PostgreSQL take as long as they need (`answers.py`)."""
+    """Let statements to PostgreSQL take as long as they need (`bounded_answers.py`)."""
     if connection.dialect.name != "postgresql":
         yield
         return

@@ -11,12 +11,12 @@ from sqlalchemy import Connection, RowMapping, Select, bindparam, insert, select
 
 from skyward_core.errors import BadRequest, LedgerConflict
 from skyward_core.ledger.database import NUMBERS_PER_STATEMENT, Database
+from skyward_core.ledger.names import must_be_steward
 from skyward_core.ledger.pools import known_pool, must_live
 from skyward_core.ledger.rows import Bucket, Intent, Rented, ResourceRequest, UnreadableRow, micro_usd
 from skyward_core.ledger.sql_engine import shown
-from skyward_core.ledger.stewards import must_be_steward
 from skyward_core.ledger.tables import IS_OPEN, RESOURCES, Values, intent_of, milliseconds_of, read_rows, stamp
-from skyward_core.ledger.warm_time import closing_values, unnoted_milliseconds, warm_since, with_warm
+from skyward_core.ledger.uses import closing_values, unnoted_milliseconds, warm_since, with_warm
 
 
 class Intents:

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 
 from skyward_core.errors import ZERO_USD, LeaseLost, LedgerConflict, LedgerError, Refusal, SkywardError
 from skyward_core.events.events import InstanceStopping, SkywardEvent
-from skyward_core.ledger.adopted_time import metered_of
 from skyward_core.ledger.budgets import Commitment
-from skyward_core.ledger.metering import Meter
+from skyward_core.ledger.metering import Meter, metered_of
 from skyward_core.ledger.rows import Attempt, Bucket, Intent, Price, Rented, ResourceKind, ResourceRequest
 from skyward_core.machines.instances import Instance
 from skyward_core.machines.offers import Extra, Offer

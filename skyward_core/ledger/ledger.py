@@ -5,7 +5,7 @@ closed with the evidence that the resource is gone. A crash in between leaves an
 resource: kind, provider, region, name, token, tags.
 
 `rows.py` has the values, `tables.py` the tables, `schema.py` and `migrations` their versions. `database.py` owns the
-connections and transactions; `sql_engine.py` opens SQLite and PostgreSQL. `pools.py`, `calls.py`, `intents.py`,
+connections and transactions; `sql_engine.py` opens SQLite and PostgreSQL. `pools.py`, `intents.py`, `uses.py`,
 `bills.py` and `accounts.py` each read and write one group of tables. `Ledger` is all of them on one database, and the
 one class that other packages use.
 """
@@ -23,14 +23,12 @@ from typing import Self
 from skyward_core.errors import LedgerError
 from skyward_core.ledger.accounts import Accounts
 from skyward_core.ledger.bills import Bills
-from skyward_core.ledger.calls import Calls
 from skyward_core.ledger.database import Database
 from skyward_core.ledger.intents import Intents
 from skyward_core.ledger.lease_clock import awake_seconds
-from skyward_core.ledger.names import Names
+from skyward_core.ledger.names import Names, Stewards
 from skyward_core.ledger.pools import Pools
-from skyward_core.ledger.stewards import Stewards
-from skyward_core.ledger.uses import Uses
+from skyward_core.ledger.uses import Calls, Uses
 from skyward_core.paths import first_private, state_places
 from skyward_core.worker.private_folders import NotPrivate
 

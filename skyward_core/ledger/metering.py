@@ -2,6 +2,7 @@
 
 Time is counted in whole milliseconds and money in whole micro-dollars, with the ledger's own arithmetic (`rows.Price`).
 The ledger gets what `buckets` returns, so the bill is the sum of the ledger's rows.
+`metered_of` goes on from what an earlier process has counted. `Projection` is what a pool will have cost.
 """
 
 from __future__ import annotations
@@ -10,11 +11,22 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from decimal import Decimal
+from typing import TYPE_CHECKING
 
 from skyward_core.errors import ZERO_USD
 from skyward_core.events.events import CostFinal, CostUpdate
-from skyward_core.ledger.rows import BILLING_ROUNDING, MICRO_USD, SECONDS_PER_HOUR, Bucket, Price, micro_usd
+from skyward_core.ledger.rows import (
+    BILLING_ROUNDING,
+    MICRO_USD,
+    SECONDS_PER_HOUR,
+    Bucket,
+    CostBy,
+    Intent,
+    Price,
+    micro_usd,
+)
 from skyward_core.machines.instances import Instance
 
 PHASES = (Bucket.LAUNCHING, Bucket.BOOTSTRAPPING, Bucket.IDLE, Bucket.LOST, Bucket.TERMINATING)
@@ -22,6 +34,9 @@ PHASES = (Bucket.LAUNCHING, Bucket.BOOTSTRAPPING, Bucket.IDLE, Bucket.LOST, Buck
 
 A node that is ready is `IDLE`; the time of its calls is subtracted.
 """
+
+if TYPE_CHECKING:
+    from skyward_core.ledger.ledger import Ledger
 
 
 @dataclass(slots=True)
@@ -298,3 +313,68 @@ def _usd_per_second(price: Price) -> float:
 
 def _rate(all_metered: Iterable[MeteredInstance]) -> float:
     return float(sum((metered.price.per_hour for metered in all_metered), ZERO_USD))
+
+
+def metered_of(intent: Intent, now: datetime, at: float, slots: int) -> MeteredInstance:
+    """Return the time of a machine as it would be if this process had counted it from its request on.
+
+    Args:
+        intent: the entry, with the seconds that were recorded.
+        now: the time of day.
+        at: the same time on the meter's clock.
+        slots: how many calls run at once on the machine.
+
+    The time after the last record belongs to the phase that was recorded last. A machine that is gone has its recorded
+    time only. The time is never shorter than the recorded one, which the ledger would refuse.
+    """
+    spent = {bucket: round(intent.seconds.get(bucket, 0.0) * 1000) for bucket in Bucket}
+    recorded = sum(spent.values())
+    lived = recorded
+    if intent.gone_at is None:
+        lived = max(recorded, round((now - intent.intended_at).total_seconds() * 1000))
+    busy = spent[Bucket.RUNNING_CALLS]
+    marks = [(Bucket.LAUNCHING, 0)]
+    reached = spent[Bucket.LAUNCHING]
+    for phase, length in (
+        (Bucket.BOOTSTRAPPING, spent[Bucket.BOOTSTRAPPING]),
+        (Bucket.IDLE, spent[Bucket.IDLE] + spent[Bucket.WARM] + busy),  # the ledger takes warm time out again
+        (Bucket.LOST, spent[Bucket.LOST]),
+        (Bucket.TERMINATING, spent[Bucket.TERMINATING]),
+    ):
+        if length:
+            marks.append((phase, reached))
+            reached += length
+    return MeteredInstance(
+        intent.cloud_id or "",
+        intent.price,
+        float(intent.price.per_hour) / SECONDS_PER_HOUR / max(1, slots),
+        at - lived / 1000,
+        None if intent.gone_at is None else at,
+        max(1, slots),
+        busy * max(1, slots) / 1000,
+        marks=marks,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """The cost of the machines that are gone, in USD, and price and request of those that live."""
+
+    gone_usd: Decimal
+    living: tuple[tuple[Price, datetime], ...]
+
+    def at(self, until: datetime) -> Decimal:
+        """Return the cost in USD if all machines that live now do so up to that time."""
+        return self.gone_usd + sum(
+            (price.cost(max(0.0, (until - since).total_seconds())) for price, since in self.living), ZERO_USD
+        )
+
+
+def projection_of(ledger: Ledger, pool_id: str) -> Projection:
+    """Return the projection of a pool, by its entries in the ledger. Raises LedgerError."""
+    recorded = {row.key: row.cost_usd for row in ledger.cost_rows(CostBy.RESOURCE, pool_id=pool_id)}
+    intents = ledger.intents(pool_id=pool_id)
+    return Projection(
+        sum((recorded.get(str(one.id), ZERO_USD) for one in intents if one.gone_at is not None), ZERO_USD),
+        tuple((one.price, one.intended_at) for one in intents if one.gone_at is None),
+    )

@@ -3,6 +3,15 @@
 Each method is one transaction. It locks the row of the name first, then that of the pool (docs/decisions/0028, 0007).
 The rules of its decisions are in `names_policy.py`. Times are those of the PostgreSQL server, or of the one machine of
 SQLite.
+
+A named pool has one steward: the client that replaces nodes and keeps the money.
+
+    no steward ──`take`──▶ client a, epoch n ──`resign`, or `Names.leave`──▶ no steward
+                             ├──`close`──▶ a ends the pool: a process that comes waits
+                             └──a is dead, or does not renew its row: `take` of another client──▶ client b, epoch n + 1
+
+Writes that only the steward may make name its epoch. The same transaction refuses them when another client has become
+the steward (`must_be_steward`).
 """
 
 from __future__ import annotations
@@ -17,7 +26,6 @@ from typing import Any
 from sqlalchemy import Connection, case, func, insert, select, update
 
 from skyward_core.errors import LeaseLost
-from skyward_core.ledger import warm_time
 from skyward_core.ledger.database import Database
 from skyward_core.ledger.lease_clock import NO_CLOCK, LeaseClock
 from skyward_core.ledger.names_policy import (
@@ -30,8 +38,10 @@ from skyward_core.ledger.names_policy import (
     NamedPool,
     NameFacts,
     NameState,
+    NotSteward,
     Rent,
     Silent,
+    Standing,
     Usage,
     decide_claim,
     ended_by,
@@ -39,6 +49,7 @@ from skyward_core.ledger.names_policy import (
     may_be_condemned,
     may_be_kept_warm,
     may_come_back,
+    standing,
     warm_end,
 )
 from skyward_core.ledger.rows import PoolEntry, UnreadableRow
@@ -51,13 +62,15 @@ from skyward_core.ledger.tables import (
     client_seen,
     insert_new,
     later_lease,
+    name_of,
     name_seen,
+    pool_of,
     pool_seen,
     read_rows,
     stamp,
     work_values,
 )
-from skyward_core.ledger.uses import UseCount, note_uses, settle_uses
+from skyward_core.ledger.uses import UseCount, begin_warm_time, end_warm_time, note_uses, settle_uses
 from skyward_core.machines.owner import Owner
 from skyward_core.work import NO_WORK, Work
 
@@ -112,7 +125,7 @@ class Names:
                     later = later_lease(lease_end, self._database.lease_clock())
                     connection.execute(update(POOLS).where(POOLS.c.id == claim.row.pool_id).values(later))
                 self._set(connection, name, state=NameState.IN_USE.value, warm_until_microseconds=None)
-                warm_time.end(connection, claim.row.pool_id, stamp(self._database.now(connection)))
+                end_warm_time(connection, claim.row.pool_id, stamp(self._database.now(connection)))
             return claim
 
     def opened(self, name: str, epoch: int) -> None:
@@ -270,7 +283,7 @@ class Names:
                 until = warm_end(facts, warm_seconds)
                 self._set_warm(connection, name, until)
                 self._end_lease(connection, row.pool_id, until - facts.now)
-                warm_time.begin(connection, row.pool_id, stamp(facts.now))
+                begin_warm_time(connection, row.pool_id, stamp(facts.now))
                 return NameState.WARM
             # the client stays until the pool has ended: its life shows that the pool is being closed
             self._set(connection, name, state=NameState.CLOSING.value, steward=client_id)
@@ -442,3 +455,87 @@ def _clients(connection: Connection, pool_id: str, clock: LeaseClock) -> list[Cl
 def _insert_name(connection: Connection, name: str) -> None:
     """Make the row of a name, unless there is one: only a row can be locked."""
     connection.execute(insert_new(connection, NAMES).values(name=name))
+
+
+# ── stewards ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Stewards:
+    """The stewards of named pools. Each method is one transaction."""
+
+    def __init__(self, database: Database) -> None:
+        """Use this database."""
+        self._database = database
+
+    def look(self, name: str, client_id: str) -> tuple[Standing, int]:
+        """Return what a client is to the steward of its pool, and the steward's epoch. It may change at once."""
+        with self._database.read() as connection:
+            facts = self._facts(connection, name, client_id)
+        return standing(facts, client_id), 0 if facts is None else facts.row.epoch
+
+    def take(self, name: str, client_id: str) -> int | None:
+        """Make a client the steward, if the pool has none that lives; return its epoch. None: it is not the steward.
+
+        For a client that is the steward already nothing changes.
+        """
+        with self._database.write() as connection:
+            facts = self._facts(connection, name, client_id, is_locked=True)
+            found = standing(facts, client_id)
+            if facts is None or found not in {Standing.HELD, Standing.VACANT}:
+                return None
+            if found is Standing.HELD:
+                return facts.row.epoch
+            epoch = facts.row.epoch + 1
+            connection.execute(update(NAMES).where(NAMES.c.name == name).values(steward=client_id, epoch=epoch))
+            return epoch
+
+    def close(self, name: str, client_id: str, epoch: int) -> None:
+        """Record that the steward of this epoch ends the pool. Processes that open it wait for the end, and then rent
+        new machines.
+
+        Raises NotSteward, and changes nothing, if this client is not that steward any more.
+        """
+        is_its = (NAMES.c.name == name) & (NAMES.c.steward == client_id) & (NAMES.c.epoch == epoch)
+        with self._database.write() as connection:
+            ending = update(NAMES).where(is_its).values(state=NameState.CLOSING.value)
+            if connection.execute(ending).rowcount == 0:
+                raise NotSteward(f"another process keeps the pool {name!r} now, and decides about its end")
+
+    def resign(self, name: str, client_id: str, epoch: int) -> None:
+        """Let another client become the steward. Changes nothing if this one is not the steward of this epoch."""
+        is_its = (NAMES.c.name == name) & (NAMES.c.steward == client_id) & (NAMES.c.epoch == epoch)
+        with self._database.write() as connection:
+            connection.execute(update(NAMES).where(is_its).values(steward=""))
+
+    def _facts(self, connection: Connection, name: str, client_id: str, *, is_locked: bool = False) -> NameFacts | None:
+        """Return what is known of a name, with this client and the steward only; None if the name has no pool.
+
+        The steward's row is locked too: a steward that renews it at this moment waits, and then sees its successor.
+        """
+        wanted = select(NAMES).where(NAMES.c.name == name)
+        row = connection.execute(wanted.with_for_update() if is_locked else wanted).mappings().first()
+        if row is None or not row["pool_id"]:
+            return None
+        named = name_of(row)
+        pool = connection.execute(select(POOLS).where(POOLS.c.id == named.pool_id)).mappings().first()
+        both = select(CLIENTS).where(CLIENTS.c.id.in_([client_id, named.steward])).order_by(CLIENTS.c.id)
+        rows = connection.execute(both.with_for_update() if is_locked else both).mappings()
+        clock = self._database.lease_clock()
+        clients = [client_seen(client, clock) for client in rows]
+        states = {client.owner: client.owner.state() for client in clients}
+        now = self._database.now(connection)
+        return NameFacts(named, None if pool is None else pool_of(pool), clients, now, states)
+
+
+def must_be_steward(connection: Connection, pool_id: str, epoch: int | None) -> None:
+    """Raise NotSteward if the pool has had another steward after this epoch. None: the pool has no name."""
+    if epoch is None:
+        return
+    now = connection.execute(
+        select(NAMES.c.epoch).where(NAMES.c.pool_id == pool_id).with_for_update(read=True)
+    ).scalar()
+    if now != epoch:
+        raise NotSteward(
+            f"another process keeps pool {pool_id!r} now: this one was silent for too long. Its calls go on, but it"
+            " rents nothing more for the pool"
+        )

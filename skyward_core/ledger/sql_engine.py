@@ -1,4 +1,13 @@
-"""Opens the database of a ledger, SQLite or PostgreSQL, and turns its errors into LedgerError."""
+"""Opens the database of a ledger, SQLite or PostgreSQL, and turns its errors into LedgerError.
+
+Ledgers of one process on the same PostgreSQL server share an engine: one for each URL and its settings.
+
+    not known ──first ledger──▶ in use ──the last one is closed──▶ idle, without connections ──next ledger──▶ in use
+
+SQLAlchemy keeps some two hundred objects of each engine for a server, also after its end. A process that opens pools
+with a name again and again, as an orchestrator does, would grow without end. An engine is never forgotten: there are as
+many as URLs. A fork makes its own, and leaves those of its parent alone.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +15,10 @@ import functools
 import importlib
 import logging
 import os
+import threading
 import time
-from collections.abc import Generator
+from collections import Counter
+from collections.abc import Callable, Generator, Hashable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from stat import S_IMODE, S_ISREG
@@ -20,8 +31,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModu
 from sqlalchemy.pool import PoolProxiedConnection
 
 from skyward_core.errors import LedgerConflict, LedgerError
-from skyward_core.ledger import turns
-from skyward_core.ledger.shared_engines import SHARED
+from skyward_core.ledger import sqlite_writers
 from skyward_core.urls import HIDDEN, shown_unread, without_logins
 from skyward_core.worker.private_folders import NotPrivate, kept_path, make_file, other_writers
 
@@ -32,7 +42,7 @@ IDLE_SECONDS = 8.0
 """How long a process may do nothing inside a transaction. Then the server ends its connection: the process is stopped,
 and holds locks. Those who open a pool by name wait for a lock a little longer (`named_use.LEDGER_BUSY_SECONDS`).
 """
-BESIDE = ("-wal", "-shm", "-journal", turns.ENDING)
+BESIDE = ("-wal", "-shm", "-journal", sqlite_writers.QUEUE_ENDING)
 """Endings of the files beside a database: those of SQLite, which makes them with the mode of that one
 (sqlite.org/wal.html), and the queue of its writers.
 """
@@ -89,7 +99,7 @@ def open_engine(url: URL, busy_timeout_seconds: float) -> Engine:
 def _open_server(url: URL, settings: dict[str, Any], answer_seconds: float) -> Engine:
     # without a limit of connections: each of many ledgers had its own before, and none may wait for those of another
     engine = create_engine(url, pool_pre_ping=True, max_overflow=-1, connect_args=settings)
-    connect = importlib.import_module("skyward_core.ledger.answers").connector(answer_seconds)
+    connect = importlib.import_module("skyward_core.ledger.bounded_answers").connector(answer_seconds)
     event.listen(engine, "do_connect", lambda _, __, args, settings: connect(*args, **settings))
     return engine
 
@@ -279,3 +289,45 @@ def _cause(error: DBAPIError, url: URL) -> str:
     """Return the words of the driver, which may repeat what it was given."""
     text = " ".join(str(error.orig).split())
     return text.replace(str(url.password), HIDDEN) if url.password else text
+
+
+class SharedEngines:
+    """The engines of this process, and how many ledgers use each. Safe to use from threads."""
+
+    def __init__(self) -> None:
+        self._engines: dict[Hashable, Engine] = {}
+        self._users: Counter[Engine] = Counter()
+        self._lock = threading.Lock()
+        """Held while an engine is made, which connects to nothing."""
+        os.register_at_fork(after_in_child=self._forget_lock)
+
+    def _forget_lock(self) -> None:
+        self._lock = threading.Lock()  # another thread of the parent may have held it
+
+    def take(self, key: Hashable, make: Callable[[], Engine]) -> Engine:
+        """Return the engine of this key for one more ledger, which calls `leave` at its end."""
+        with self._lock:
+            of_this_process = (os.getpid(), key)
+            if (engine := self._engines.get(of_this_process)) is None:
+                engine = self._engines[of_this_process] = make()
+            self._users[engine] += 1
+            return engine
+
+    def leave(self, engine: Engine) -> None:
+        """A ledger does not use the engine any more: the last one closes its connections, and so does the only user of
+        an engine that is not shared.
+        """
+        with self._lock:
+            self._users[engine] -= 1
+            if self._users[engine] <= 0:
+                del self._users[engine]
+            is_over = engine not in self._users
+        if is_over:
+            engine.dispose()
+
+    def is_used(self, engine: Engine) -> bool:
+        """Return whether a ledger uses the engine."""
+        return engine in self._users
+
+
+SHARED = SharedEngines()

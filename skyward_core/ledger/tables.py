@@ -104,12 +104,12 @@ POOLS = Table(
     Column("ended_microseconds", BigInteger),
     Column("provider_account", String(255), nullable=False, server_default=""),
     *_work_columns(),
-    # set while no process uses a pool with a name (`warm_time.py`)
+    # set while no process uses a pool with a name (`uses.py`)
     Column("warm_since_microseconds", BigInteger),
-    # the account of the run, on which the pool draws beside `account` (`run_accounts.py`)
+    # the account of the run, on which the pool draws beside `account` (`pools.py`)
     Column("run_account", String(255)),
     *_clock_columns("lease"),
-    # a pool with a name and without a work belongs to nobody: its rest is its own (`work_costs.py`)
+    # a pool with a name and without a work belongs to nobody: its rest is its own (`bills.py`)
     Column("name", String(NAME_CHARACTERS), nullable=False, server_default=""),
 )
 Index("skyward_pools_by_run", POOLS.c.work_run)

@@ -6,15 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from decimal import Decimal
+from typing import TYPE_CHECKING
 
 from skyward_core.errors import ZERO_USD
+from skyward_core.ledger.bills import divided
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.names_policy import Client
 from skyward_core.ledger.rows import MICRO_USD, CallEntry, CostBy, UnreadableRow
 from skyward_core.ledger.uses import UseEntry
-from skyward_core.ledger.work_costs import divided
 from skyward_core.machines.owner import Owner, OwnerState
 from skyward_core.work import Work
+
+if TYPE_CHECKING:
+    from skyward_core.ledger.ledger import Ledger
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,27 +6,43 @@
 The bill of a use is the price of the slots that its calls have held, for as long as they held them. Its process notes
 that, and what the slots that are held at that moment cost per hour. The process that settles the use of a dead one adds
 the time until its calls have ended. Figures only grow; an end stays.
+
+Warm time begins when the last process leaves a pool with a name. It ends when another one joins, or when the pool ends.
+`skyward_pools.warm_since_microseconds` is set while a pool is warm. No process counts its time then. The transaction in
+which another process joins adds the time to the machines' bucket WARM, and so does the one that records their end. A
+kill at any line leaves the pool as it was: warm, with the time since then still to be counted.
+
+Detached calls belong to no use: each has a row of its own, with what it has cost (`Calls`, a part of `Ledger`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from decimal import Decimal
+from decimal import ROUND_CEILING, Decimal
 from typing import Any
 
-from sqlalchemy import BigInteger, Connection, bindparam, case, literal, select, update
+from sqlalchemy import BigInteger, Connection, bindparam, case, insert, literal, select, update
 
+from skyward_core.errors import LedgerConflict
 from skyward_core.ledger.database import Database
-from skyward_core.ledger.rows import SECONDS_PER_HOUR
+from skyward_core.ledger.rows import SECONDS_PER_HOUR, Bucket, CallEntry, CallState, UnreadableRow
 from skyward_core.ledger.tables import (
+    CALLS,
+    IS_OPEN,
+    POOLS,
+    RESOURCES,
     USES,
+    WORK_COLUMNS,
     Values,
+    call_of,
     in_usd,
     insert_new,
+    milliseconds_of,
     moment,
     moment_or_none,
+    read_rows,
     stamp,
     work_of,
     work_values,
@@ -191,3 +207,182 @@ def settle_uses(connection: Connection, which: Any, until: int) -> None:
 def _micro(usd: float) -> int:
     """Return the nearest micro-dollars, as all who show a use's cost round it."""
     return round(usd * 1_000_000)
+
+
+# ── warm time ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+_WARM = milliseconds_of(Bucket.WARM)
+
+
+def begin_warm_time(connection: Connection, pool_id: str, now: int) -> None:
+    """Record that no process uses a pool from now on, in microseconds since 1970."""
+    connection.execute(update(POOLS).where(POOLS.c.id == pool_id).values(warm_since_microseconds=now))
+
+
+def end_warm_time(connection: Connection, pool_id: str, now: int) -> None:
+    """Record that a process uses a pool again: its machines have the time until now in their bucket WARM."""
+    since = warm_since(connection, [pool_id]).get(pool_id)
+    if since is None:
+        return
+    wanted = select(RESOURCES).where(
+        RESOURCES.c.pool_id == pool_id, RESOURCES.c.bound_microseconds.is_not(None), IS_OPEN
+    )
+    for row in connection.execute(wanted.order_by(RESOURCES.c.id).with_for_update()).mappings().all():
+        warm = row[_WARM] + warm_milliseconds(row, since, now)
+        connection.execute(update(RESOURCES).where(RESOURCES.c.id == row["id"]).values({_WARM: warm}))
+    connection.execute(update(POOLS).where(POOLS.c.id == pool_id).values(warm_since_microseconds=None))
+
+
+def warm_since(connection: Connection, pool_ids: Iterable[str]) -> dict[str, int]:
+    """Return since when pools are warm, in microseconds since 1970; those that are not are absent."""
+    wanted = select(POOLS.c.id, POOLS.c.warm_since_microseconds).where(
+        POOLS.c.id.in_(sorted(set(pool_ids))), POOLS.c.warm_since_microseconds.is_not(None)
+    )
+    return {row.id: row.warm_since_microseconds for row in connection.execute(wanted)}
+
+
+def warm_milliseconds(row: Values, since: int, until: int) -> int:
+    """Return how many milliseconds of a machine were warm and are in no bucket yet.
+
+    Args:
+        row: its row of RESOURCES.
+        since: when its pool became warm, in microseconds since 1970.
+        until: the end of the warm time, or of the machine.
+    """
+    ending = row[milliseconds_of(Bucket.TERMINATING)]  # its end was requested while the pool was warm
+    return max(0, min(unnoted_milliseconds(row, until), (until - since) // 1000 - ending))
+
+
+def unnoted_milliseconds(row: Values, until: int) -> int:
+    """Return how many milliseconds of a machine before `until` are in no bucket."""
+    return max(
+        0, (until - row["intended_microseconds"]) // 1000 - sum(row[milliseconds_of(bucket)] for bucket in Bucket)
+    )
+
+
+def with_warm(known: Mapping[Bucket, int], totals: Mapping[Bucket, int]) -> dict[Bucket, int]:
+    """Return new totals of a machine with its warm time, which is not idle.
+
+    A process that counts its time counts its whole life, and takes warm time for idle time.
+    """
+    warm = known[Bucket.WARM]
+    if not warm or totals.get(Bucket.WARM) or Bucket.IDLE not in totals:
+        return {**known, **totals}
+    return {**known, **totals, Bucket.WARM: warm, Bucket.IDLE: max(0, totals[Bucket.IDLE] - warm)}
+
+
+def closing_values(row: Values, since: int | None, until: int) -> dict[str, Any]:
+    """Return the changed columns of a machine that ends, for the part of its life for which its pool was warm."""
+    warm = 0 if since is None else warm_milliseconds(row, since, until)
+    return {_WARM: row[_WARM] + warm} if warm else {}
+
+
+# ── detached calls ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+_ORDER = {"waiting": 0, "running": 1}
+"""Of two states of one attempt the later one is kept. All other states are later than these."""
+_MOST_NAME_CHARACTERS = 255
+
+
+class Calls:
+    """The rows of detached calls."""
+
+    _database: Database
+
+    def note_calls(self, pool_id: str, calls: Sequence[CallState]) -> None:
+        """Record the states of detached calls. Idempotent: a later attempt and a later state win, an end stays.
+
+        Raises LedgerConflict if the pool is unknown.
+        """
+        with self._database.write() as connection:
+            # one client at a time: of two that see a new call, one inserts it and the other one updates it
+            pool = connection.execute(
+                select(*(POOLS.c[name] for name in WORK_COLUMNS)).where(POOLS.c.id == pool_id).with_for_update()
+            ).one_or_none()
+            if pool is None:
+                raise LedgerConflict(f"There is no pool {pool_id!r} in the ledger.")
+            prices = _prices(connection, pool_id)
+            for call in calls:
+                work = call.work if call.work.labels() else work_of(pool._mapping)  # pyright: ignore
+                owner = call.owner or str(work)[: CALLS.c.owner.type.length]  # pyright: ignore
+                _write(connection, pool_id, call, _values(call, owner, prices) | work_values(work))
+
+    def calls(
+        self,
+        *,
+        pool_id: str | None = None,
+        owner: str | None = None,
+        since: datetime | None = None,
+        unreadable: list[UnreadableRow] | None = None,
+    ) -> list[CallEntry]:
+        """Return detached calls, oldest first: of one pool, of owners that contain this text, started since a time."""
+        statement = (
+            select(CALLS, POOLS.c.ended_microseconds.label("pool_ended"))
+            .join(POOLS, POOLS.c.id == CALLS.c.pool_id)
+            .order_by(CALLS.c.started_microseconds, CALLS.c.pool_id, CALLS.c.call_id)
+        )
+        if pool_id is not None:
+            statement = statement.where(CALLS.c.pool_id == pool_id)
+        if owner is not None:
+            statement = statement.where(CALLS.c.owner.contains(owner, autoescape=True))
+        if since is not None:
+            statement = statement.where(CALLS.c.started_microseconds >= stamp(since))
+        with self._database.read() as connection:
+            rows = connection.execute(statement).mappings().all()
+        return read_rows(rows, call_of, unreadable)
+
+
+def _prices(connection: Connection, pool_id: str) -> dict[str, int]:
+    """Return the micro-dollars per hour of a pool's resources, by their ids at the provider."""
+    r = RESOURCES.c
+    rows = connection.execute(
+        select(r.cloud_id, r.price_micro_usd_per_hour).where(r.pool_id == pool_id, r.cloud_id.is_not(None))
+    )
+    return {str(cloud_id): int(price) for cloud_id, price in rows}
+
+
+def _values(call: CallState, owner: str, prices: Mapping[str, int]) -> dict[str, Any]:
+    return {
+        "name": call.name[:_MOST_NAME_CHARACTERS],
+        "owner": owner,
+        "generation": call.generation,
+        "state": call.state,
+        "started_microseconds": stamp(call.started_at),
+        "ended_microseconds": None if call.ended_at is None else stamp(call.ended_at),
+        "milliseconds": round(sum(use.seconds for use in call.used) * 1000),
+        "micro_usd": _cost(call, prices),
+    }
+
+
+def _cost(call: CallState, prices: Mapping[str, int]) -> int:
+    """Return micro-dollars, rounded up once. An instance that the ledger does not know counts as nothing."""
+    cost = sum(
+        (
+            Decimal(prices.get(use.instance_id, 0)) * Decimal(repr(use.seconds)) / (SECONDS_PER_HOUR * use.slots)
+            for use in call.used
+        ),
+        Decimal(0),
+    )
+    return int(cost.to_integral_value(ROUND_CEILING))
+
+
+def _write(connection: Connection, pool_id: str, call: CallState, values: dict[str, Any]) -> None:
+    c = CALLS.c
+    is_it = (c.pool_id == pool_id) & (c.call_id == call.call_id)
+    known = connection.execute(select(c.generation, c.state, c.ended_microseconds).where(is_it)).one_or_none()
+    if known is None:
+        connection.execute(insert(CALLS).values(pool_id=pool_id, call_id=call.call_id, **values))
+    elif known.ended_microseconds is None and (known.generation, _order(known.state)) <= (
+        call.generation,
+        _order(call.state),
+    ):
+        kept = {"owner", "started_microseconds", *WORK_COLUMNS}  # of the first one that wrote
+        connection.execute(
+            update(CALLS).where(is_it).values({name: value for name, value in values.items() if name not in kept})
+        )
+
+
+def _order(state: str) -> int:
+    return _ORDER.get(state, len(_ORDER))

@@ -25,8 +25,7 @@ from skyward_core.ledger.budgets import SpendingLimit
 from skyward_core.ledger.journal import Journal
 from skyward_core.ledger.metering import Meter
 from skyward_core.ledger.rows import SECONDS_PER_HOUR, ResourceKind
-from skyward_core.ledger.run_limit import RunLimit
-from skyward_core.ledger.steward_limit import StewardAccounts, StewardLimit
+from skyward_core.ledger.shared_limits import RunLimit, StewardAccounts, StewardLimit
 from skyward_core.providers.base import Provider
 from skyward_core.session.steward_guard import StewardGuard
 from skyward_core.spec import PoolSpec

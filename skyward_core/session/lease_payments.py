@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, cast
 from skyward_core.errors import BudgetExceeded
 from skyward_core.events.events import BudgetWarning, SkywardEvent
 from skyward_core.ledger.budgets import LONGEST_SECONDS, RENEW_LEASES, last_covered
-from skyward_core.ledger.projection import Projection, projection_of
+from skyward_core.ledger.metering import Projection, projection_of
 from skyward_core.ledger.rows import PoolEntry
 from skyward_core.providers.base import load
 from skyward_core.spec import PoolSpec

@@ -29,7 +29,7 @@ from skyward_core.engine.recovery import Recovery
 from skyward_core.errors import InstancesLeft, NodeLost, SkywardError
 from skyward_core.events.events import InstancesUnconfirmed, PoolStopping
 from skyward_core.ledger.rows import Intent, PoolEntry
-from skyward_core.ledger.steward_limit import StewardLimit
+from skyward_core.ledger.shared_limits import StewardLimit
 from skyward_core.machines.instances import Lease
 from skyward_core.providers.base import EXPIRES_TAG, Provider, load
 from skyward_core.provisioning.detach import disown

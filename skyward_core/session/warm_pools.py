@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import ZERO_USD, BadRequest, BudgetExceeded, CommandFailed, NodeLost, SkywardError
+from skyward_core.ledger.metering import projection_of
 from skyward_core.ledger.names_policy import NamedPool, NameState
-from skyward_core.ledger.projection import projection_of
 from skyward_core.ledger.rows import PoolEntry
 from skyward_core.machines.instances import Lease, Node
 from skyward_core.providers.base import Provider

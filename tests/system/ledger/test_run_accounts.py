@@ -12,8 +12,8 @@ import pytest
 from skyward_core.cleanup.pool_record import end_entries
 from skyward_core.errors import BadRequest, BudgetExceeded, LedgerError
 from skyward_core.ledger.ledger import Ledger
+from skyward_core.ledger.pools import account_of_run
 from skyward_core.ledger.rows import Account, Period, PoolEntry
-from skyward_core.ledger.run_accounts import account_of_run
 from skyward_core.work import Work
 from tests.ledger import fixtures
 from tests.ledger.fixtures import USD, Clock

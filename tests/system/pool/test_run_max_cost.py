@@ -6,8 +6,8 @@ from pathlib import Path
 
 import skyward_core as sky
 from skyward_core.ledger.ledger import Ledger, default_url
+from skyward_core.ledger.pools import account_of_run
 from skyward_core.ledger.rows import CostBy
-from skyward_core.ledger.run_accounts import account_of_run
 from tests.waiting import wait_until
 
 KILLED = """

@@ -10,8 +10,7 @@ from math import ceil
 import pytest
 
 from skyward_core import CostFinal
-from skyward_core.ledger.adopted_time import metered_of
-from skyward_core.ledger.metering import PHASES, Meter
+from skyward_core.ledger.metering import PHASES, Meter, metered_of
 from skyward_core.ledger.rows import Bucket, Intent, Price, ResourceKind
 from skyward_core.machines.offers import by_month
 from skyward_core.worker.streams import ReportedOutcomes

@@ -14,10 +14,9 @@ from skyward_core.ledger.budgets import Commitment, Fill
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.metering import Meter
 from skyward_core.ledger.names_policy import NotSteward
+from skyward_core.ledger.pools import account_of_run
 from skyward_core.ledger.rows import Account, Period, Price
-from skyward_core.ledger.run_accounts import account_of_run
-from skyward_core.ledger.run_limit import RunLimit
-from skyward_core.ledger.steward_limit import StewardAccounts, StewardLimit
+from skyward_core.ledger.shared_limits import RunLimit, StewardAccounts, StewardLimit
 from skyward_core.work import Work
 from tests.ledger.fixtures import LEASE_SECONDS, NOON, MeterClock, claim, machine, open_pool
 from tests.ledger.fixtures import opened as opened_by_name

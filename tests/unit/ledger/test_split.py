@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyward_core.ledger.split import split_exactly
+from skyward_core.ledger.bills import split_exactly
 
 AMOUNTS = st.integers(0, 10**15)
 WEIGHTS = st.lists(st.integers(0, 10**12), max_size=20)

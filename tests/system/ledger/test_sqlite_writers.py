@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy import make_url
 
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.ledger.turns import STUCK_SECONDS, Turns
+from skyward_core.ledger.sqlite_writers import STUCK_SECONDS, WriterQueue
 from tests.ledger.fixtures import LATER, NOON, Clock, open_pool
 from tests.unit.ledger.test_checkpoints import SMALL_BYTES, clock, path, wal_bytes, write  # noqa: F401 - fixtures
 from tests.waiting import wait_until
@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[3]
 WAITS = """
 import sys
 from sqlalchemy import make_url
-from skyward_core.ledger.turns import Turns
-with Turns(make_url(sys.argv[1])).turn():
+from skyward_core.ledger.sqlite_writers import WriterQueue
+with WriterQueue(make_url(sys.argv[1])).turn():
     print("mine", flush=True)
     sys.stdin.read()
 """
@@ -37,22 +37,22 @@ def queue(tmp_path: Path) -> str:
 
 
 def test_writers_get_their_turns_in_the_order_in_which_they_came(queue: str) -> None:
-    turns = Turns(make_url(queue))
+    writers = WriterQueue(make_url(queue))
     order: list[int] = []
 
     def write(number: int) -> None:
-        with turns.turn():
+        with writers.turn():
             order.append(number)
 
     threads = [threading.Thread(target=write, args=(number,)) for number in range(12)]
-    with turns.turn():
+    with writers.turn():
         for number, thread in enumerate(threads, 2):
             thread.start()
-            wait_until(lambda: turns.waiting() == number, "the writer to be in the queue")
+            wait_until(lambda: writers.waiting() == number, "the writer to be in the queue")
     for thread in threads:
         thread.join()
     assert order == list(range(12))
-    assert turns.waiting() == 0
+    assert writers.waiting() == 0
 
 
 def test_a_process_that_writes_without_a_pause_lets_the_others_write(queue: str) -> None:
@@ -72,14 +72,14 @@ def test_a_process_that_writes_without_a_pause_lets_the_others_write(queue: str)
                 at_first_pause.append(len(written))
             time.sleep(seconds)
 
-        turns = Turns(make_url(queue), pause=pause)
+        writers = WriterQueue(make_url(queue), pause=pause)
         writer = threading.Thread(target=write)
         writer.start()
         try:
             rounds = 0
             while rounds < 20:
                 at_first_pause.clear()
-                with turns.turn():
+                with writers.turn():
                     now = len(written)
                 if at_first_pause:
                     rounds += 1
@@ -104,29 +104,29 @@ def test_a_stopped_process_delays_the_others_by_a_second_and_a_killed_one_not_at
             if now[0] > 10:
                 first.close()
 
-        turns = Turns(make_url(queue), clock=lambda: now[0], pause=pause)
+        writers = WriterQueue(make_url(queue), clock=lambda: now[0], pause=pause)
         with contextlib.ExitStack() as first:
-            first.enter_context(turns.turn())
+            first.enter_context(writers.turn())
             assert STUCK_SECONDS < now[0] < STUCK_SECONDS + 0.2
             now[0] = 10.0
-            with turns.turn():
+            with writers.turn():
                 assert now[0] < 10.2
         holder.kill()
-    with Turns(make_url(queue), pause=_never).turn():
+    with WriterQueue(make_url(queue), pause=_never).turn():
         pass
 
 
 def test_a_fork_does_not_keep_the_place_of_its_parent(queue: str) -> None:
-    turns = Turns(make_url(queue))
+    writers = WriterQueue(make_url(queue))
     ours, theirs = os.pipe()
-    with turns.turn():
+    with writers.turn():
         pid = os.fork()
         if pid == 0:
             os.close(theirs)
             os.read(ours, 1)
             os._exit(0)
     try:
-        assert turns.waiting() == 0
+        assert writers.waiting() == 0
     finally:
         os.close(theirs)
         os.close(ours)
@@ -136,12 +136,12 @@ def test_a_fork_does_not_keep_the_place_of_its_parent(queue: str) -> None:
 def test_which_ledgers_have_a_queue(queue: str, tmp_path: Path) -> None:
     """A link leads to the same one. There is none in PostgreSQL, nor in a folder that does not exist."""
     (tmp_path / "link.db").symlink_to(tmp_path / "ledger.db")
-    with Turns(make_url(f"sqlite:///{tmp_path}/link.db")).turn():
-        assert Turns(make_url(queue)).waiting() == 1
+    with WriterQueue(make_url(f"sqlite:///{tmp_path}/link.db")).turn():
+        assert WriterQueue(make_url(queue)).waiting() == 1
     for url in ("postgresql+psycopg://host/ledger", f"sqlite:///{tmp_path}/missing/ledger.db"):
-        turns = Turns(make_url(url), pause=_never)
-        with turns.turn(), turns.turn():
-            assert turns.waiting() == 0
+        writers = WriterQueue(make_url(url), pause=_never)
+        with writers.turn(), writers.turn():
+            assert writers.waiting() == 0
 
 
 def _never(seconds: float) -> None:
