@@ -10,21 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from skyward_core.ledger import checkpoints
+from skyward_core.ledger import sqlite_writers
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Account, Period
 from tests.ledger.fixtures import Clock
 from tests.system.ledger.test_prune import use
-from tests.unit.ledger.test_checkpoints import path, wal_bytes, write  # noqa: F401 - fixtures
+from tests.unit.ledger.test_sqlite_writers import path, wal_bytes, write  # noqa: F401 - fixtures
 
 WRITES = """
 import sys
 from decimal import Decimal
-from skyward_core.ledger import checkpoints
+from skyward_core.ledger import sqlite_writers
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Account, Period
 
-checkpoints.LARGEST_BYTES = 20_000
+sqlite_writers.LARGEST_BYTES = 20_000
 for number in range(15):
     with Ledger(sys.argv[1]) as ledger:
         for part in range(3):
@@ -34,7 +34,7 @@ for number in range(15):
 
 def test_sqlite_makes_no_checkpoint_beside_commits(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own one begins at 1,000 pages, that is 4 MB."""
-    monkeypatch.setattr(checkpoints, "LARGEST_BYTES", 1 << 40)
+    monkeypatch.setattr(sqlite_writers, "LARGEST_BYTES", 1 << 40)
     with Ledger(f"sqlite:///{path}") as ledger:
         while wal_bytes(path) < 5 << 20:
             write(ledger, 50)

@@ -6,8 +6,8 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.ledger.ledger import Ledger, default_url
+from skyward_core.ledger.metering import projection_of
 from skyward_core.ledger.rows import Account, Period
-from skyward_core.ledger.users import projection_of
 from tests.conftest import RecordedEvents
 from tests.waiting import wait_until
 

@@ -17,7 +17,7 @@ from sqlalchemy import make_url
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.sqlite_writers import STUCK_SECONDS, WriterQueue
 from tests.ledger.fixtures import LATER, NOON, Clock, open_pool
-from tests.unit.ledger.test_checkpoints import SMALL_BYTES, clock, path, wal_bytes, write  # noqa: F401 - fixtures
+from tests.unit.ledger.test_sqlite_writers import SMALL_BYTES, clock, path, wal_bytes, write  # noqa: F401 - fixtures
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]

@@ -12,9 +12,9 @@ import pytest
 from skyward_core.errors import BadRequest, BudgetExceeded, NodeLost
 from skyward_core.events.events import BudgetWarning
 from skyward_core.ledger.ledger import Ledger
+from skyward_core.ledger.metering import projection_of
 from skyward_core.ledger.names_policy import Join, NameState
 from skyward_core.ledger.rows import Account, Bucket, Intent, Period, Price, ResourceKind, ResourceRequest
-from skyward_core.ledger.users import projection_of
 from skyward_core.machines.owner import Owner
 from skyward_core.session import warm_pools
 from skyward_core.session.lease_payments import LeasePayments, seconds_covered

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine, make_url
 
-from skyward_core.ledger import checkpoints
+from skyward_core.ledger import sqlite_writers
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Account, Period
 from tests.ledger.fixtures import MeterClock
@@ -19,15 +19,15 @@ SMALL_BYTES = 100_000
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(checkpoints, "LARGEST_BYTES", SMALL_BYTES)
-    monkeypatch.setattr(checkpoints, "WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(sqlite_writers, "LARGEST_BYTES", SMALL_BYTES)
+    monkeypatch.setattr(sqlite_writers, "WAIT_SECONDS", 0.01)
     return tmp_path / "ledger.db"
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> MeterClock:
     clock = MeterClock()
-    monkeypatch.setattr(checkpoints.Checkpoints.__init__, "__defaults__", (clock,))
+    monkeypatch.setattr(sqlite_writers.Checkpoints.__init__, "__defaults__", (clock,))
     return clock
 
 
@@ -52,7 +52,7 @@ def test_a_reader_delays_a_checkpoint_and_no_write_fails(path: Path, clock: Mete
         reader.rollback()
         write(ledger, 3)
         assert wal_bytes(path) > 2 * SMALL_BYTES
-        clock.go(checkpoints.AGAIN_SECONDS)
+        clock.go(sqlite_writers.AGAIN_SECONDS)
         write(ledger, 1)
         assert wal_bytes(path) == 0
 
@@ -69,9 +69,9 @@ def test_while_a_process_keeps_the_write_lock_there_is_no_checkpoint(path: Path)
             writer.execute("INSERT INTO filling VALUES (?)", ("x" * 4000,))
         size = path.stat().st_size
         writer.execute("BEGIN IMMEDIATE")
-        checkpoints.Checkpoints(make_url(f"sqlite:///{path}"), 0.01).after_commit(engine)
+        sqlite_writers.Checkpoints(make_url(f"sqlite:///{path}"), 0.01).after_commit(engine)
         assert path.stat().st_size == size
         writer.execute("ROLLBACK")
-        checkpoints.Checkpoints(make_url(f"sqlite:///{path}"), 0.01).after_commit(engine)
+        sqlite_writers.Checkpoints(make_url(f"sqlite:///{path}"), 0.01).after_commit(engine)
         assert (wal_bytes(path), path.stat().st_size > size) == (0, True)
     engine.dispose()
