@@ -11,7 +11,7 @@ from dagster_skyward.metadata import Usage
 from dagster_skyward.step_events import Listener
 
 UNSEEN_SECONDS = 3.0
-"""For how long calls have waited for slots before that is known (`skyward_core.session.use_book`)."""
+"""For how long calls have waited for slots before that is known (`skyward_core.session.pool_uses`)."""
 
 
 @dataclass(slots=True)

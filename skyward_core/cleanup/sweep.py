@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MIN_AGE_SECONDS = 600.0
 RENEWAL_SECONDS = 10.0
-"""In this time an owner that lives renews its lease, and one time may fail (`session.renewal.MOST_BEAT_SECONDS`)."""
+"""In this time an owner that lives renews its lease, and one time may fail (`session.clock.MOST_BEAT_SECONDS`)."""
 
 
 @dataclass(frozen=True, slots=True)

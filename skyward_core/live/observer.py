@@ -14,7 +14,7 @@ from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.errors import CommandFailed, NodeLost
 from skyward_core.live.pool_nodes import PoolNodes
 from skyward_core.machines.instances import Instance
-from skyward_core.session.keys_in_memory import KeysInMemory
+from skyward_core.session.sealed_lease import KeysInMemory
 from skyward_core.transport.transport import Transport, Transports
 from skyward_core.worker.pages import START, serve_pages
 

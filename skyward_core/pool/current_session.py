@@ -34,13 +34,11 @@ from skyward_core.pool.named_sessions import leave_named, open_named
 from skyward_core.pool.preparation import Prepared
 from skyward_core.providers.base import Provider
 from skyward_core.session.attached import Attached
-from skyward_core.session.call_ledger import CallLedger
+from skyward_core.session.detached_call import CallLedger
 from skyward_core.session.event_emitter import event_queue
-from skyward_core.session.named_use import NamedUse
-from skyward_core.session.pool_uses import PoolUses, UseGauges
-from skyward_core.session.sealed_lease import PoolKeys, find_lease
-from skyward_core.session.successor import Successor
-from skyward_core.session.use_book import UseBook
+from skyward_core.session.named_use import NamedUse, Successor
+from skyward_core.session.pool_uses import PoolUses, UseBook, UseGauges
+from skyward_core.session.sealed_lease import PoolKeys
 from skyward_core.session.warm_pools import per_hour
 from skyward_core.spec import PoolSpec
 from skyward_core.work import NO_WORK, Work
@@ -167,7 +165,9 @@ class CurrentSession:
             use.succession = _successor(opened, use, prepared, secrets)
             opened.on_given_up = use.let_go  # a pool that it cannot reach must not be kept for it
         else:
-            use.succession = _regaining(opened, use, prepared, secrets)
+            use.on_lost = opened.step_down
+            if opened.guard.is_lost:  # since the pool was opened; its renewal has not reported that to any object yet
+                opened.step_down()
         if self._finalizer is not None:
             self._finalizer.detach()
         self._finalizer = weakref.finalize(self, _left_named, opened, use, uses, self._process)
@@ -526,23 +526,6 @@ def _successor(attached: Attached, use: NamedUse, prepared: Prepared, secrets: S
         return Stewardship(attached, prepared.spec, prepared.providers, secrets, use, use.ledger)
 
     return Successor(use, new, attached.events.log)
-
-
-def _regaining(opened: NamedSession, use: NamedUse, prepared: Prepared, secrets: SecretValues) -> Successor:
-    """Return what makes the process that has rented the steward again, if it was not for some time."""
-    from skyward_core.session.regained import regaining
-    from skyward_core.session.stewardship import Stewardship
-
-    quiet, spec, pool_id = prepared.spec.with_(display="quiet"), prepared.spec, opened.pool_id
-
-    def attach() -> Attached:
-        lease, keys = find_lease(pool_id)
-        return _attach(lease, None, keys, quiet, None, ATTACH_SECONDS, log=use.log, work=prepared.work)
-
-    def new(attached: Attached, on_end: Callable[[str, SkywardError | None], object]) -> Stewardship:
-        return Stewardship(attached, spec, prepared.providers, secrets, use, use.ledger, on_end)
-
-    return regaining(opened, use, attach, new)
 
 
 def note_machines_left(error: BaseException, left: InstancesLeft) -> None:

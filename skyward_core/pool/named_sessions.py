@@ -174,7 +174,7 @@ def _mark(opened: NamedSession | Attached, use: NamedUse) -> None:
 
 
 def _leave_as_client(session: NamedSession, use: NamedUse) -> None:
-    """Leave a pool that another process keeps, or this one beside its session until now (`regained`)."""
+    """Leave a pool that another process keeps, or none."""
     _ = use.is_last  # after an outage of the ledger this waits, and the session renews the nodes
     _adopt_no_more(use)
     _mark(session, use)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import distributed
 
     from skyward_core.events.utilisation import Utilisation
-    from skyward_core.session.use_book import UseBook
+    from skyward_core.session.pool_uses import UseBook
 
 AHEAD = 16
 """How many items of a stream the node may be ahead of the program."""

@@ -31,7 +31,7 @@ from skyward_core.pool.pool import ComputePool
 from skyward_core.work import Work, paid_by
 
 if TYPE_CHECKING:
-    from skyward_core.session.use_book import UseBook
+    from skyward_core.session.pool_uses import UseBook
 
 
 @dataclass(frozen=True, slots=True)

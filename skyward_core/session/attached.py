@@ -40,9 +40,8 @@ from skyward_core.events.events import CostFinal, SkywardEvent
 from skyward_core.events.queue import EventQueue
 from skyward_core.machines.instances import Lease, Node
 from skyward_core.session.follower import LOOK_SECONDS, Follower
-from skyward_core.session.keys_in_memory import KeysInMemory
 from skyward_core.session.scheduler_search import SchedulerSearch
-from skyward_core.session.sealed_lease import PoolKeys, find_lease
+from skyward_core.session.sealed_lease import KeysInMemory, PoolKeys, find_lease
 from skyward_core.transport.transport import Transport, Transports
 from skyward_core.work import NO_WORK, Work
 from skyward_core.worker.private_folders import NotPrivate, check_private

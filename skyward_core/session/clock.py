@@ -1,6 +1,12 @@
-"""The clock of an open pool: the thread "skyward-clock", which repeats several small steps until the pool ends.
+"""What repeats in the process of an open pool, until the pool ends: steps, renewals of leases, and limits.
 
-It waits for no callback, and does not log to a terminal, because a terminal may block.
+`Clock` repeats several small steps in the thread "skyward-clock". `Renewal` renews leases, each in a separate thread,
+so that nothing else can delay it: "skyward-lease" renews the pool's lease in the ledger, "skyward-node-lease" those of
+nodes of this machine. None of them waits for a callback, or logs to a terminal, because a terminal may block.
+
+Money, lifetime and idle time are limits: a pool that exceeds one of them ends itself. `OpeningLimits` checks them while
+the pool opens, in the thread "skyward-opening". `Limits` checks them while it is open, in the clock's thread. Each is
+used by one thread only, and has no lock.
 """
 
 from __future__ import annotations
@@ -9,8 +15,20 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from skyward_core.errors import LeaseLost, SkywardError
+from skyward_core.concurrency.periodic import PeriodicThread
+from skyward_core.errors import BudgetExceeded, LeaseLost, SkywardError
+from skyward_core.events.events import BudgetWarning, SkywardEvent
+from skyward_core.ledger.budgets import Fill, SpendingLimit
+from skyward_core.ledger.journal import Journal
+from skyward_core.ledger.metering import Meter
+from skyward_core.spec import PoolSpec
+from skyward_core.transport.transport import Transports
+
+if TYPE_CHECKING:
+    from skyward_core.engine.cluster import Cluster
+
 
 CLOCK_SECONDS = 1.0
 SELDOM_SECONDS = 5.0
@@ -71,3 +89,190 @@ class Clock:
             if repr(error) != self._trouble:
                 self._trouble = repr(error)
                 self._log(logging.ERROR, "the clock of %s goes on", self._pool_id, error=error)
+
+
+MOST_BEAT_SECONDS = 5.0
+
+
+class Renewal:
+    """Owns the threads that renew leases, and the error that the pool's lease is lost."""
+
+    def __init__(self, pool_id: str, lease_seconds: float, log: Callable[..., object]) -> None:
+        self._pool_id = pool_id
+        self.beat_seconds = min(lease_seconds / 6, MOST_BEAT_SECONDS)
+        self._log = log
+        self._beats: list[PeriodicThread] = []
+        self._lost: LeaseLost | None = None
+
+    @property
+    def lost(self) -> LeaseLost | None:
+        """The error that the pool's lease is lost, because a sweep has condemned the pool; else None."""
+        return self._lost
+
+    def begin(self, name: str, step: Callable[[], object]) -> None:
+        """Start a thread that takes this step until the pool ends: six times in each lease, and at least every few
+        seconds.
+        """
+        troubles: set[str] = set()
+
+        def on_error(error: Exception) -> None:
+            if repr(error) not in troubles:  # an error that repeats with every renewal is logged once
+                troubles.add(repr(error))
+                self._log(logging.ERROR, "%s of %s goes on", name, self._pool_id, error=error)
+
+        beat = PeriodicThread(name, self.beat_seconds, step, on_error)
+        self._beats.append(beat)
+        beat.start()
+
+    def renew(self, journal: Journal) -> None:
+        """Extend the pool's lease in the ledger. If it is lost, the clock acts within a second."""
+        try:
+            journal.renew()
+        except LeaseLost as error:
+            self._lost = error
+
+    def raise_if_lost(self) -> None:
+        """Raise LeaseLost if the pool's lease is lost."""
+        if self._lost is not None:
+            raise self._lost
+
+    def end(self) -> None:
+        """Stop renewing. Does not wait for a renewal that runs."""
+        for beat in self._beats:
+            beat.end()
+
+    def join(self, timeout_seconds: float) -> None:
+        """Wait for renewals that run, at most this long for each."""
+        for beat in self._beats:
+            beat.join(timeout_seconds)
+
+
+ASK_SECONDS = 5.0
+
+
+class OpeningLimits:
+    """Checks the money and the lease while machines start, which may take half an hour.
+
+    `end` ends the thread, and waits for it.
+    """
+
+    def __init__(
+        self,
+        spending_limit: SpendingLimit,
+        renewal: Renewal,
+        give_up: Callable[[SkywardError], None],
+        log: Callable[..., object],
+    ) -> None:
+        self._spending_limit = spending_limit
+        self._renewal = renewal
+        self._give_up = give_up
+        self._log = log
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="skyward-opening", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def end(self) -> None:
+        """Stop checking. May be called twice."""
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._renewal.beat_seconds):
+            try:
+                fill, reason = self._spending_limit.check()
+            except Exception as error:  # any error ends the pool, because no other thread checks the money
+                self._log(
+                    logging.ERROR,
+                    "the money of a pool that opens could not be checked; it is checked again in a moment",
+                    error=error,
+                )
+                continue
+            if self._renewal.lost is not None:
+                self._give_up(self._renewal.lost)
+            elif fill >= Fill.USED_UP:
+                self._give_up(
+                    BudgetExceeded(f"{reason} before the pool was open: its machines end", self._spending_limit.account)
+                )
+            else:
+                continue
+            return
+
+
+class Limits:
+    """Warns, drains or stops an open pool. Times are of `time.monotonic`, in seconds."""
+
+    def __init__(
+        self,
+        spec: PoolSpec,
+        cluster: Cluster,
+        transports: Transports,
+        spending_limit: SpendingLimit,
+        meter: Meter,
+        *,
+        emit: Callable[[SkywardEvent], object],
+        stop: Stop,
+        log: Callable[..., object],
+        began: float,
+        busy_at: float = 0.0,
+    ) -> None:
+        self._spec = spec
+        self._cluster = cluster
+        self._transports = transports
+        self._spending_limit = spending_limit
+        self._meter = meter
+        self._emit = emit
+        self._stop = stop
+        self._log = log
+        self._began = began
+        self._fill = Fill.FULL
+        self._sent_at = time.monotonic()
+        self._is_busy = False
+        self._busy_at = busy_at
+        """When there was last work of another client."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any call of any client ran or waited when that was last looked at."""
+        return self._is_busy
+
+    def check_money(self) -> None:
+        """Warn, refuse new calls, or end the pool, depending on the money that is left."""
+        fill, reason = self._spending_limit.check()
+        account = self._spending_limit.account
+        before, self._fill = self._fill, fill
+        if fill >= Fill.WARNED > before:
+            self._emit(BudgetWarning(float(self._meter.total()), self._spec.max_cost, account or None, reason))
+        if fill >= Fill.USED_UP:
+            error = BudgetExceeded(f"{reason}: the pool has closed", account)
+            self._log(logging.WARNING, "%s", error)
+            self._stop(str(error), error)
+        elif fill >= Fill.DRAINED:
+            self._cluster.drain(BudgetExceeded(f"{reason}: running calls may end, and no others begin", account))
+        elif before >= Fill.DRAINED:
+            self._cluster.drain(None)
+
+    def check_work(self) -> None:
+        """Send the nodes whether there are calls; end the pool if it is too old, or was idle for too long.
+
+        `busy_at` is read after `is_idle`: only the cluster writes it, when work comes, and when the last call has
+        ended, before it is idle.
+        """
+        now = time.monotonic()
+        max_lifetime, timeout = self._spec.max_lifetime, self._spec.timeout
+        if now - self._sent_at >= ASK_SECONDS or self._cluster.is_idle == self._is_busy:
+            self._sent_at, self._is_busy = now, self._cluster.has_work()
+            self._transports.is_busy = self._is_busy
+        if max_lifetime is not None and now - self._began > max_lifetime:
+            self._log(logging.WARNING, "the pool has lived for %.0f s (max_lifetime) and ends itself", max_lifetime)
+            self._stop(
+                f"the pool has lived for {max_lifetime:.0f} s (ComputePool(max_lifetime=...)) and has ended itself",
+                None,
+            )
+        elif self._is_busy:
+            self._busy_at = now
+        elif now - max(self._busy_at, self._cluster.busy_at) > timeout:
+            self._log(logging.WARNING, "the pool was idle for %.0f s (timeout) and ends itself", timeout)
+            self._stop(f"the pool was idle for {timeout:.0f} s (ComputePool(timeout=...)) and has ended itself", None)

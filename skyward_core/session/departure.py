@@ -18,8 +18,8 @@ from skyward_core.machines.instances import Lease
 from skyward_core.provisioning.detach import detached_nodes, disown
 from skyward_core.provisioning.lifecycle import PoolMachines
 from skyward_core.session.bookkeeping import LEDGER_BUSY_SECONDS, Bookkeeping
+from skyward_core.session.clock import Renewal
 from skyward_core.session.event_emitter import EventEmitter
-from skyward_core.session.renewal import Renewal
 from skyward_core.session.sealed_lease import SharedLease
 from skyward_core.session.session_engine import SessionEngine
 from skyward_core.session.session_reaper import SessionReaper

@@ -19,11 +19,10 @@ from skyward_core.ledger.names_policy import NotSteward
 from skyward_core.machines.instances import Lease, Node
 from skyward_core.providers.base import Provider
 from skyward_core.provisioning.detach import disown
-from skyward_core.session.client_watcher import ClientWatcher
 from skyward_core.session.clock import Clock, Step
 from skyward_core.session.follower import Follower
-from skyward_core.session.keys_in_memory import KeysInMemory
-from skyward_core.session.sealed_lease import PoolKeys, find_lease
+from skyward_core.session.scheduler_search import ClientWatcher
+from skyward_core.session.sealed_lease import KeysInMemory, PoolKeys, find_lease
 from skyward_core.session.session import Session
 from skyward_core.session.state import SessionState
 from skyward_core.session.steward_guard import Keeper
@@ -54,9 +53,7 @@ class NamedSession(Session):
         super().__init__(spec, providers, on_event, work, secrets, pool_id, use.guard, belongs_to=belongs_to)
         self._use = use
         self.guard = use.guard
-        """Whether this session keeps the pool. Once lost, it stays lost, even if this process becomes the steward again
-        (`regained`).
-        """
+        """Whether this session keeps the pool. Once lost, it stays lost: its records are old then."""
         self._watcher: ClientWatcher | None = None
         """Set when another process keeps the pool."""
         self._client_lease: Lease | None = None
@@ -83,7 +80,7 @@ class NamedSession(Session):
     @override
     def _stop_at_limit(self, reason: str, error: SkywardError | None) -> None:
         try:
-            self.guard.check()  # the process may be the steward again, with newer records than this session has
+            self.guard.check()
             self._use.begin_to_end()
         except SkywardError as refusal:
             self.events.log(logging.WARNING, "%s is not ended here (%s): %s", self.pool_id, reason, refusal)

@@ -5,6 +5,10 @@
 
 `docs/decisions/0028` has the states of the name, and what a kill between two of these lines leaves. The thread
 "skyward-client" renews the row; "skyward-clear" ends what a dead pool of the name has left.
+
+`Successor` makes an attached process the steward of the pool when it has none. The renewal notices it
+(`NamedUse.on_vacant`). The thread "skyward-adopt" adopts the pool, because that may take long, and a renewal may not.
+It also ends a stewardship that was lost.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from skyward_core.concurrency.backoff import Backoff
 from skyward_core.concurrency.loading import load
@@ -39,9 +43,8 @@ from skyward_core.ledger.names_policy import (
 )
 from skyward_core.machines.owner import Owner
 from skyward_core.providers.base import Provider
-from skyward_core.session.ledger_contact import LedgerContact
-from skyward_core.session.steward_guard import StewardGuard
-from skyward_core.session.use_book import slot_prices, use_count
+from skyward_core.session.pool_uses import slot_prices, use_count
+from skyward_core.session.steward_guard import LedgerContact, StewardGuard
 from skyward_core.session.warm_pools import what_stays
 from skyward_core.spec import PoolSpec
 from skyward_core.work import Work
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
     from skyward_core.engine.cluster import Cluster
     from skyward_core.ledger.ledger import Ledger
     from skyward_core.session.pool_size import PoolSize
+    from skyward_core.session.stewardship import Stewardship
 
 LEDGER_BUSY_SECONDS = 10.0
 MOST_BEAT_SECONDS = 5.0
@@ -71,16 +75,6 @@ def terms_of(spec: PoolSpec, providers: Sequence[Provider]) -> dict[str, Any]:
     """Return the settings that all clients of a named pool must have in common, as JSON data without secrets."""
     terms = spec.model_dump(mode="json", exclude=set(EACH_ITS_OWN))
     return {**terms, "provider": [provider.to_json() for provider in providers]}
-
-
-class Succession(Protocol):
-    """The part of `successor.Successor` that a leaving process needs."""
-
-    @property
-    def size(self) -> PoolSize | None: ...
-    def keep_warm(self, seconds: float) -> float | None: ...
-    def note_cost(self) -> None: ...
-    def close(self) -> None: ...
 
 
 class NamedUse:
@@ -123,7 +117,7 @@ class NamedUse:
         """Called by the renewal when the pool has no living steward. Must not wait."""
         self.on_lost: Callable[[], object] = lambda: None
         """Called by the renewal when another process has become the steward after this one."""
-        self.succession: Succession | None = None
+        self.succession: Successor | None = None
         """What makes this process the steward, if it is attached."""
         module = load("skyward_core.ledger.ledger")
         url = module.default_url(must_last=spec.budget is not None)
@@ -505,3 +499,120 @@ def _refusal(name: str, pool_id: str, differences: Mapping[str, tuple[Any, Any]]
         f"the pool {name!r} ({pool_id}) was opened with other settings: {fields}. Use the same settings, or another"
         " name"
     )
+
+
+# ── the next steward ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+PAUSES = Backoff(5.0, 120.0)
+"""How long a process that could not adopt the pool leaves it to others."""
+ADOPT_SECONDS = 60.0
+"""How long a process that leaves waits for an adoption that has begun."""
+
+
+class Successor:
+    """Owns the present stewardship of one attached process, and the thread that begins and ends it."""
+
+    def __init__(self, use: NamedUse, new: Callable[[], Stewardship], log: Callable[..., object]) -> None:
+        self._use = use
+        self._new = new
+        self._log = log
+        self._changing = threading.Lock()
+        """Guards the next three fields."""
+        self._work: list[Callable[[], None]] = []
+        """What the thread does, and what it does then; empty if there is no thread."""
+        self._thread: threading.Thread | None = None
+        self._is_closing = False
+        self._try_at = 0.0
+        self._failures = 0
+        self.stewardship: Stewardship | None = None
+        """The present one; None while another process, or none, keeps the pool."""
+        use.on_vacant, use.on_lost = self.take, self.lose
+
+    def take(self) -> None:
+        """Adopt the pool in another thread, unless an adoption is running or has just failed. Does not wait."""
+        if time.monotonic() >= self._try_at:
+            self._in_thread(self._take, may_be_dropped=True)
+
+    def lose(self) -> None:
+        """Another process keeps the pool. Does not wait."""
+        self._in_thread(self._lose, may_be_dropped=False)
+
+    @property
+    def size(self) -> PoolSize | None:
+        """The number of the pool's nodes, if this process keeps it."""
+        return None if self.stewardship is None else self.stewardship.size
+
+    def keep_warm(self, seconds: float) -> float | None:
+        """Let the nodes live for so long, and pay for it, if this process keeps the pool; return for how many seconds
+        they are paid, and None if it does not keep the pool.
+
+        Raises what `Stewardship.keep_warm` raises.
+        """
+        return None if self.stewardship is None else self.stewardship.keep_warm(seconds)
+
+    def note_cost(self) -> None:
+        """Record the cost so far in the ledger, if this process keeps the pool."""
+        if (stewardship := self.stewardship) is not None:
+            stewardship.note_cost()
+
+    def close(self) -> None:
+        """Leave the pool to its next steward. Nothing is adopted after that."""
+        with self._changing:
+            self._is_closing = True
+            thread = self._thread
+        if thread is not None:
+            thread.join(ADOPT_SECONDS)
+        if self.stewardship is not None:
+            self.stewardship.leave()
+            self.stewardship = None
+        self._use.resign()
+
+    def _in_thread(self, work: Callable[[], None], *, may_be_dropped: bool) -> None:
+        with self._changing:
+            if self._is_closing or (self._work and may_be_dropped):
+                return
+            self._work.append(work)
+            if len(self._work) == 1:
+                self._thread = threading.Thread(target=self._run, name="skyward-adopt", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._work[0]()
+            except Exception as error:
+                self._log(
+                    logging.ERROR, "the pool %r could not be left to another process", self._use.name, error=error
+                )
+            with self._changing:
+                self._work.pop(0)
+                if not self._work:
+                    return
+
+    def _take(self) -> None:
+        try:
+            if not self._use.take_stewardship():
+                return
+            stewardship = self._new()
+            stewardship.start()
+            self._failures = 0
+            if self._use.guard.is_lost:  # meanwhile
+                stewardship.lose()
+            else:
+                self.stewardship = stewardship
+        except Exception as error:  # after any error another process must get its turn
+            self._use.resign()
+            self._failures += 1
+            self._try_at = time.monotonic() + PAUSES.seconds(self._failures)
+            self._log(
+                logging.WARNING,
+                "the pool %r has no process that replaces its nodes and pays for it, and this one cannot: %s",
+                self._use.name,
+                error,
+            )
+
+    def _lose(self) -> None:
+        stewardship, self.stewardship = self.stewardship, None
+        if stewardship is not None:
+            stewardship.lose()

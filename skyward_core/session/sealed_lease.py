@@ -7,6 +7,8 @@ can open: written by the owner's session, read by a process that attaches.
 The seal covers the pool's certificate with its key, and the SSH keys that the lease names, if they are files without a
 passphrase. The seal is bound to the pool's id and to the lease beside it. docs/decisions/0030 says what a kill between
 any two lines leaves.
+
+`KeysInMemory` has the texts of SSH keys as files in this process's memory: a kill leaves nothing of them on a disk.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -26,13 +29,14 @@ from typing import TYPE_CHECKING, Any, cast
 from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.errors import BadRequest, CredentialsError, LeaseLost, LeaseTampered, NodeLost, SkywardError
 from skyward_core.ledger.rows import SealedLease, UnreadableRow
-from skyward_core.machines.instances import Lease
+from skyward_core.machines.instances import Lease, Node
 from skyward_core.machines.sealing import CURE, KeyRing
 from skyward_core.worker.masking import SecretValues
 
 if TYPE_CHECKING:
     from skyward_core.ledger.ledger import Ledger
     from skyward_core.session.bookkeeping import Bookkeeping
+
 
 CLOCK_SKEW = timedelta(minutes=2)
 """How much the clocks of two clients may differ before a lease counts as run out."""
@@ -261,3 +265,38 @@ def _opened(row: SealedLease, pool_id: str) -> PoolKeys:
         raise type(error)(f"pool {pool_id} cannot be attached to by its entry in the ledger: {error}") from error
     found = cast("Mapping[str, Any]", json.loads(content))
     return PoolKeys(PoolCertificate(found["certificate"], found["key"]), SecretValues(found["ssh_keys"]))
+
+
+class KeysInMemory:
+    """Owns files without a name. Their paths are valid in this process, until `close`."""
+
+    def __init__(self) -> None:
+        self._files: list[int] = []
+        self._paths: dict[str, str] = {}
+
+    def path_of(self, key: str) -> str:
+        """Write a key, unless it was written before, and return its path."""
+        if key in self._paths:
+            return self._paths[key]
+        file = os.memfd_create("skyward-key")
+        self._files.append(file)
+        path = self._paths[key] = f"/proc/{os.getpid()}/fd/{file}"
+        Path(path).write_text(key.strip() + "\n")
+        return path
+
+    def with_keys(self, lease: Lease, ssh_keys: Mapping[str, str]) -> Lease:
+        """Return the lease with the paths of these keys, whose texts are given by the paths in the lease."""
+        paths = {path: self.path_of(text) for path, text in ssh_keys.items()}
+        return lease.model_copy(update={"nodes": tuple(_with_path(node, paths) for node in lease.nodes)})
+
+    def close(self) -> None:
+        """Remove the keys. May be called twice."""
+        self._paths.clear()
+        while self._files:
+            os.close(self._files.pop())
+
+
+def _with_path(node: Node, paths: Mapping[str, str]) -> Node:
+    endpoint = node.instance.endpoint
+    key = None if endpoint is None else endpoint.key
+    return node if key is None or key not in paths else node.with_key(paths[key])

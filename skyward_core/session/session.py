@@ -53,12 +53,10 @@ from skyward_core.machines.instances import Lease, new_pool_id
 from skyward_core.providers.base import Provider
 from skyward_core.provisioning import lifecycle
 from skyward_core.session.bookkeeping import Bookkeeping
-from skyward_core.session.clock import Clock, Step
+from skyward_core.session.clock import Clock, Limits, OpeningLimits, Renewal, Step
 from skyward_core.session.departure import Departure
 from skyward_core.session.event_emitter import EventEmitter
-from skyward_core.session.limits import Limits, OpeningLimits
 from skyward_core.session.pool_size import PoolSize
-from skyward_core.session.renewal import Renewal
 from skyward_core.session.sealed_lease import SharedLease
 from skyward_core.session.session_engine import SessionEngine
 from skyward_core.session.session_reaper import SessionReaper

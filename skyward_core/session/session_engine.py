@@ -20,7 +20,7 @@ from skyward_core.engine.user_client import UserClient, user_client
 from skyward_core.errors import PoolClosed
 from skyward_core.machines.instances import Lease
 from skyward_core.provisioning.lifecycle import PoolMachines
-from skyward_core.session.call_ledger import note_all
+from skyward_core.session.detached_call import note_all
 from skyward_core.session.event_emitter import EventEmitter
 from skyward_core.session.pool_size import SETTLE_SECONDS, PoolSize, policy_of
 from skyward_core.spec import PoolSpec

@@ -36,10 +36,9 @@ from skyward_core.provisioning.detach import disown
 from skyward_core.provisioning.lifecycle import PoolMachines
 from skyward_core.session.attached import Attached
 from skyward_core.session.bookkeeping import Bookkeeping
-from skyward_core.session.call_ledger import note_all
-from skyward_core.session.clock import Clock
+from skyward_core.session.clock import Clock, Limits
+from skyward_core.session.detached_call import note_all
 from skyward_core.session.event_emitter import EventEmitter
-from skyward_core.session.limits import Limits
 from skyward_core.session.pool_size import PoolSize, free_all, policy_of, ranks_of
 from skyward_core.session.sealed_lease import SharedLease, find_lease
 from skyward_core.session.steward_guard import Keeper
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from skyward_core.engine.cluster import Cluster
     from skyward_core.ledger.ledger import Ledger
     from skyward_core.worker.masking import SecretValues
+
 
 REACH_SECONDS = 20.0
 """For how long a new steward tries to reach nodes that it does not know yet."""

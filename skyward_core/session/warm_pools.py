@@ -27,8 +27,7 @@ from skyward_core.ledger.names_policy import NamedPool, NameState
 from skyward_core.ledger.rows import PoolEntry
 from skyward_core.machines.instances import Lease, Node
 from skyward_core.providers.base import Provider
-from skyward_core.session.keys_in_memory import KeysInMemory
-from skyward_core.session.sealed_lease import PoolKeys, find_lease
+from skyward_core.session.sealed_lease import KeysInMemory, PoolKeys, find_lease
 from skyward_core.transport.transport import Transport, Transports
 
 if TYPE_CHECKING:

@@ -26,9 +26,8 @@ from skyward_core.ledger.names_policy import Claim, NameState, Wait
 from skyward_core.ledger.rows import Account, Bucket, CostBy, Period
 from skyward_core.ledger.users import users_of
 from skyward_core.provisioning.lifecycle import PoolMachines
-from skyward_core.session import bookkeeping, limits, named_use, renewal
-from skyward_core.session.sealed_lease import find_lease
-from skyward_core.worker.watchdog import kill_instance, read_lease, read_paid, uptime
+from skyward_core.session import bookkeeping, clock, named_use
+from skyward_core.worker.watchdog import read_lease, read_paid, uptime
 from tests.conftest import signal_members
 from tests.pool.named import (  # noqa: F401 - fixtures
     Start,
@@ -99,7 +98,8 @@ def test_a_client_gives_the_pool_another_head_when_the_opener_was_killed(name: s
     assert_nothing_left(mine, ids)
 
 
-def test_a_frozen_opener_ends_nothing_and_keeps_the_pool_again_when_no_other_does(name: str, program: Start) -> None:
+def test_a_frozen_opener_ends_nothing_and_goes_on_as_a_client(name: str, program: Start) -> None:
+    """It does not keep the pool again, also when no other process does: the next one that opens the name does."""
     terms = {"price": 36, "max_cost": 100, "nodes": 2, "lease_seconds": LEASE_SECONDS}
     opener = program(name, **terms)
     opener.answer()
@@ -113,17 +113,13 @@ def test_a_frozen_opener_ends_nothing_and_keeps_the_pool_again_when_no_other_doe
         assert opener.call() == 44
         assert row_of(name).epoch == 2
         assert set(machine() @ mine) == machines_of(mine) <= ids
-    await_steward(name, 3)
-
-    def nodes() -> set[str]:
-        return {node.instance.id for node in find_lease(mine.id)[0].nodes}
-
-    (lost,) = [node.instance.id for node in find_lease(mine.id)[0].nodes if node.rank == 1]
-    assert lost in ids
-    kill_instance(lost)
-    wait_until(lambda: lost not in nodes() and len(nodes()) == 2, "another node")
-    ids |= nodes()
     assert opener.call() == 44
+    with pool_of(name, **terms) as next_one:
+        await_steward(name, 3)
+        assert next_one.id == mine.id
+        replaced(next_one, 1)
+        ids |= machines_of(next_one)
+        assert opener.call() == 44
     opener.leave()
     assert len(ids) == 4
     assert_nothing_left(mine, ids)
@@ -166,7 +162,7 @@ def test_a_node_that_is_put_in_place_has_a_lease_before_the_next_renewal(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it ends with its steward, if that leaves before the renewal."""
-    monkeypatch.setattr(renewal, "MOST_BEAT_SECONDS", 3600.0)
+    monkeypatch.setattr(clock, "MOST_BEAT_SECONDS", 3600.0)
     with pool_of(name, nodes=2, lease_seconds=21600) as pool:
         replaced(pool, 1)
         assert set(machine() @ pool) == machines_of(pool)
@@ -228,7 +224,7 @@ def test_a_process_that_comes_while_the_pool_ends_at_a_limit_opens_another_one(
     """It waits for the end, and does not attach to a pool that is dying."""
     settings = {"max_lifetime": 3600, "keep_warm": 3600}
     later, may_end, waited = 0.0, threading.Event(), threading.Event()
-    monkeypatch.setattr(limits, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + later))
+    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + later))
     release, claim = PoolMachines.release, Names.claim
 
     def release_late(machines: PoolMachines) -> None:

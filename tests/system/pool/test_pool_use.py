@@ -20,7 +20,7 @@ import skyward_core as sky
 from skyward_core.ledger import Ledger, default_url
 from skyward_core.ledger.rows import CostBy
 from skyward_core.ledger.uses import UseEntry, Uses
-from skyward_core.session.use_book import UseBook
+from skyward_core.session.pool_uses import UseBook
 from tests.pool.named import name, pool_of  # noqa: F401 - a fixture
 from tests.waiting import wait_until
 

@@ -11,8 +11,8 @@ import pytest
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import SlotUse
 from skyward_core.machines.owner import Owner
-from skyward_core.session import call_ledger
-from skyward_core.session.call_ledger import CallLedger, state_of
+from skyward_core.session import detached_call
+from skyward_core.session.detached_call import CallLedger, state_of
 from skyward_core.work import NO_WORK
 from skyward_core.worker.wire import OutcomeKind
 
@@ -65,7 +65,7 @@ def test_a_ledger_that_is_away_is_logged_once_and_tried_again(tmp_path: Path, mo
     """Nothing is raised. A ledger that does not know the pool is that of another machine, and gets nothing."""
     url = f"sqlite:///{tmp_path}/ledger.db"
     monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path}/a file/ledger.db")
-    monkeypatch.setattr(call_ledger, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(detached_call, "PAUSE_SECONDS", 0.0)
     (tmp_path / "a file").touch()
     logged = list[int]()
     calls = CallLedger("p", lambda _: 1, lambda level, *_: logged.append(level))

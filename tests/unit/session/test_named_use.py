@@ -18,8 +18,8 @@ from skyward_core.errors import LedgerError
 from skyward_core.ledger.names_policy import Join, NameState, NotSteward, Rent, Usage
 from skyward_core.machines.owner import Owner
 from skyward_core.session import named_use
-from skyward_core.session.ledger_contact import RENEW_SECONDS, Gap, LedgerContact
 from skyward_core.session.named_use import NamedUse
+from skyward_core.session.steward_guard import RENEW_SECONDS, Gap, LedgerContact
 from skyward_core.spec import PoolSpec
 from skyward_core.work import NO_WORK
 from skyward_core.worker.scheduler_messages import ENDING_SECONDS

@@ -10,14 +10,14 @@ import pytest
 import skyward_core as sky
 from skyward_core.errors import LedgerError, NodeLost, SkywardError
 from skyward_core.ledger.names_policy import NotSteward
+from skyward_core.session import named_use as named_use_module
 from skyward_core.session import stewardship as stewardship_module
-from skyward_core.session import successor as successor_module
 from skyward_core.session.named_session import NamedSession
+from skyward_core.session.named_use import Successor
 from skyward_core.session.pool_size import PoolSize
 from skyward_core.session.state import Claims, SessionState
 from skyward_core.session.steward_guard import StewardGuard
 from skyward_core.session.stewardship import Stewardship
-from skyward_core.session.successor import Successor
 from tests.session.threads import Threads
 
 LEASE_SECONDS = 10.0
@@ -138,8 +138,8 @@ class Client:
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> Client:
     client = Client()
-    monkeypatch.setattr(successor_module, "threading", client.threads)
-    monkeypatch.setattr(successor_module, "time", SimpleNamespace(monotonic=lambda: client.seconds))
+    monkeypatch.setattr(named_use_module, "threading", client.threads)
+    monkeypatch.setattr(named_use_module, "time", SimpleNamespace(monotonic=lambda: client.seconds))
     return client
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from skyward_core.session.use_book import UNSEEN_SECONDS, slots_held
+from skyward_core.session.pool_uses import UNSEEN_SECONDS, slots_held
 
 NOW = 1000.0
 LONG_AGO = NOW - UNSEEN_SECONDS - 0.1
