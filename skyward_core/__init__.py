@@ -149,7 +149,7 @@ if TYPE_CHECKING:
     from skyward_core.programs.calls import script_call as script_call
     from skyward_core.providers.aws.provider import AWS as AWS
     from skyward_core.providers.base import Provider as Provider
-    from skyward_core.providers.digitalocean.provider import DigitalOcean as DigitalOcean
+    from skyward_core.providers.digitalocean import DigitalOcean as DigitalOcean
     from skyward_core.providers.hosts import Hosts as Hosts
     from skyward_core.providers.local import Local as Local
     from skyward_core.providers.runpod.provider import RunPod as RunPod
@@ -227,7 +227,7 @@ _HOMES = {
     "programs.calls": "command_call script_call",
     "providers.aws.provider": "AWS",
     "providers.base": "Provider",
-    "providers.digitalocean.provider": "DigitalOcean",
+    "providers.digitalocean": "DigitalOcean",
     "providers.hosts": "Hosts",
     "providers.local": "Local",
     "providers.runpod.provider": "RunPod",

@@ -19,9 +19,8 @@ from skyward_core.providers.aws.launch import DEBIAN_ARCHITECTURES, NEURON_IMAGE
 from skyward_core.providers.aws.provider import AWS
 from skyward_core.providers.aws.quotas import ON_DEMAND, SPOT
 from skyward_core.providers.base import POOL_TAG
-from skyward_core.providers.digitalocean.offers import AMD_IMAGE, CPU_IMAGE, NVIDIA_8_IMAGE
-from skyward_core.providers.digitalocean.offers import NVIDIA_IMAGE as GPU_IMAGE
-from skyward_core.providers.digitalocean.provider import DigitalOcean
+from skyward_core.providers.digitalocean import AMD_IMAGE, CPU_IMAGE, NVIDIA_8_IMAGE, DigitalOcean
+from skyward_core.providers.digitalocean import NVIDIA_IMAGE as GPU_IMAGE
 from skyward_core.providers.runpod import provider as runpod
 from skyward_core.providers.vastai.provider import VastAI
 

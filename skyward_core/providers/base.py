@@ -335,7 +335,7 @@ def load_all(providers: object) -> tuple[Provider, ...]:
 
 BUILT_IN: Mapping[str, str] = {
     "aws": "aws.provider.AWS",
-    "digitalocean": "digitalocean.provider.DigitalOcean",
+    "digitalocean": "digitalocean.DigitalOcean",
     "hosts": "hosts.Hosts",
     "local": "local.Local",
     "runpod": "runpod.provider.RunPod",

@@ -13,7 +13,7 @@ from skyward_core.machines.offers import Requirements, rank
 from skyward_core.providers.aws import offers as aws_offers
 from skyward_core.providers.aws import prices
 from skyward_core.providers.base import BUILT_IN
-from skyward_core.providers.digitalocean.offers import to_offers
+from skyward_core.providers.digitalocean import to_offers
 from skyward_core.providers.runpod.offers import accelerator_of as chip_of_runpod
 from skyward_core.providers.vastai.names import GPU_NAMES
 from skyward_core.providers.vastai.names import accelerator_of as chip_of_vastai

@@ -20,7 +20,7 @@ import skyward_core as sky
 from skyward_core.errors import SkywardError
 from skyward_core.machines.offers import Offer, Requirements, rank
 from skyward_core.providers.aws.provider import AWS
-from skyward_core.providers.digitalocean.provider import DigitalOcean
+from skyward_core.providers.digitalocean import DigitalOcean
 from skyward_core.providers.runpod.provider import RunPod
 from skyward_core.providers.vastai.provider import VastAI
 from skyward_core.providers.verda.provider import Verda
