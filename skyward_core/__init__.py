@@ -152,9 +152,9 @@ if TYPE_CHECKING:
     from skyward_core.providers.digitalocean import DigitalOcean as DigitalOcean
     from skyward_core.providers.hosts import Hosts as Hosts
     from skyward_core.providers.local import Local as Local
-    from skyward_core.providers.runpod.provider import RunPod as RunPod
+    from skyward_core.providers.runpod import RunPod as RunPod
     from skyward_core.providers.vastai.provider import VastAI as VastAI
-    from skyward_core.providers.verda.provider import Verda as Verda
+    from skyward_core.providers.verda import Verda as Verda
     from skyward_core.provisioning.plan import Plan as Plan
     from skyward_core.provisioning.plan import PlannedTask as PlannedTask
     from skyward_core.provisioning.quote import Quote as Quote
@@ -230,9 +230,9 @@ _HOMES = {
     "providers.digitalocean": "DigitalOcean",
     "providers.hosts": "Hosts",
     "providers.local": "Local",
-    "providers.runpod.provider": "RunPod",
+    "providers.runpod": "RunPod",
     "providers.vastai.provider": "VastAI",
-    "providers.verda.provider": "Verda",
+    "providers.verda": "Verda",
     "provisioning.plan": "Plan PlannedTask",
     "provisioning.quote": "Quote",
     "secret": "Secret",

@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 import skyward_core as sky
 from skyward_core.errors import BadRequest, CredentialsError, ProviderFailed, SkywardError
+from skyward_core.providers import runpod
 from skyward_core.providers._http import Api
 from skyward_core.providers.aws.account import AwsAccount
 from skyward_core.providers.aws.launch import DEBIAN_ARCHITECTURES, NEURON_IMAGE, NVIDIA_IMAGE, UBUNTU_IMAGE
@@ -21,7 +22,6 @@ from skyward_core.providers.aws.quotas import ON_DEMAND, SPOT
 from skyward_core.providers.base import POOL_TAG
 from skyward_core.providers.digitalocean import AMD_IMAGE, CPU_IMAGE, NVIDIA_8_IMAGE, DigitalOcean
 from skyward_core.providers.digitalocean import NVIDIA_IMAGE as GPU_IMAGE
-from skyward_core.providers.runpod import provider as runpod
 from skyward_core.providers.vastai.provider import VastAI
 
 REGISTRY, REGISTRY_TOKENS = "https://registry-1.docker.io", "https://auth.docker.io"

@@ -338,8 +338,8 @@ BUILT_IN: Mapping[str, str] = {
     "digitalocean": "digitalocean.DigitalOcean",
     "hosts": "hosts.Hosts",
     "local": "local.Local",
-    "runpod": "runpod.provider.RunPod",
+    "runpod": "runpod.RunPod",
     "vastai": "vastai.provider.VastAI",
-    "verda": "verda.provider.Verda",
+    "verda": "verda.Verda",
 }
 """Name of a provider to its module in this package and its class there."""

@@ -17,7 +17,7 @@ from pydantic import SecretStr
 import skyward_core as sky
 from skyward_core.providers import userdata
 from skyward_core.providers.digitalocean import MACHINE_ID
-from skyward_core.providers.runpod.boot import END as RUNPOD_END
+from skyward_core.providers.runpod import END as RUNPOD_END
 from skyward_core.providers.vastai.boot import END as VAST_END
 from skyward_core.providers.vastai.boot import MAIN
 from tests.providers.contract import STARTUP, cheapest, tags

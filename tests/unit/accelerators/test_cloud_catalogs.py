@@ -14,10 +14,10 @@ from skyward_core.providers.aws import offers as aws_offers
 from skyward_core.providers.aws import prices
 from skyward_core.providers.base import BUILT_IN
 from skyward_core.providers.digitalocean import to_offers
-from skyward_core.providers.runpod.offers import accelerator_of as chip_of_runpod
+from skyward_core.providers.runpod import accelerator_of as chip_of_runpod
 from skyward_core.providers.vastai.names import GPU_NAMES
 from skyward_core.providers.vastai.names import accelerator_of as chip_of_vastai
-from skyward_core.providers.verda.offers import to_offer
+from skyward_core.providers.verda import to_offer
 from tests.offers import offer
 
 # fact sheet of 2026-11-20: the clouds' own names, sections 2.6, 3.6, 4.6 and 5.5; AWS's are in its own descriptions, of

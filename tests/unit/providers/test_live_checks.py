@@ -10,7 +10,7 @@ import pytest
 import skyward_core as sky
 from skyward_core.providers.aws.provider import AWS
 from skyward_core.providers.digitalocean import DigitalOcean
-from skyward_core.providers.runpod.provider import RunPod
+from skyward_core.providers.runpod import RunPod
 from skyward_core.providers.vastai.provider import VastAI
 from tests.live_checks import findings
 from tests.live_record import Recorder, cleaned, secrets_here
