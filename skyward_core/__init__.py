@@ -153,7 +153,7 @@ if TYPE_CHECKING:
     from skyward_core.providers.hosts import Hosts as Hosts
     from skyward_core.providers.local import Local as Local
     from skyward_core.providers.runpod import RunPod as RunPod
-    from skyward_core.providers.vastai.provider import VastAI as VastAI
+    from skyward_core.providers.vastai import VastAI as VastAI
     from skyward_core.providers.verda import Verda as Verda
     from skyward_core.provisioning.plan import Plan as Plan
     from skyward_core.provisioning.plan import PlannedTask as PlannedTask
@@ -231,7 +231,7 @@ _HOMES = {
     "providers.hosts": "Hosts",
     "providers.local": "Local",
     "providers.runpod": "RunPod",
-    "providers.vastai.provider": "VastAI",
+    "providers.vastai": "VastAI",
     "providers.verda": "Verda",
     "provisioning.plan": "Plan PlannedTask",
     "provisioning.quote": "Quote",

@@ -22,7 +22,7 @@ from skyward_core.providers.aws.quotas import ON_DEMAND, SPOT
 from skyward_core.providers.base import POOL_TAG
 from skyward_core.providers.digitalocean import AMD_IMAGE, CPU_IMAGE, NVIDIA_8_IMAGE, DigitalOcean
 from skyward_core.providers.digitalocean import NVIDIA_IMAGE as GPU_IMAGE
-from skyward_core.providers.vastai.provider import VastAI
+from skyward_core.providers.vastai import VastAI
 
 REGISTRY, REGISTRY_TOKENS = "https://registry-1.docker.io", "https://auth.docker.io"
 MANIFESTS = "application/vnd.oci.image.index.v1+json, application/vnd.docker.distribution.manifest.list.v2+json"

@@ -339,7 +339,7 @@ BUILT_IN: Mapping[str, str] = {
     "hosts": "hosts.Hosts",
     "local": "local.Local",
     "runpod": "runpod.RunPod",
-    "vastai": "vastai.provider.VastAI",
+    "vastai": "vastai.VastAI",
     "verda": "verda.Verda",
 }
 """Name of a provider to its module in this package and its class there."""

@@ -26,8 +26,8 @@ import pytest
 import skyward_core as sky
 from skyward_core import cli
 from skyward_core.ledger.ledger import default_url
-from skyward_core.providers.vastai import api as vastai_api
-from skyward_core.providers.vastai import boot as vastai_boot
+from skyward_core.providers.vastai import END as VAST_END
+from skyward_core.providers.vastai import URL as VAST_URL
 from tests.conftest import RecordedEvents
 from tests.providers.fake_aws import FakeAWS, Machine
 from tests.providers.fake_digitalocean import TOKEN, Droplet, FakeDigitalOcean
@@ -250,7 +250,7 @@ def vastai(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rented
         fake.sell(*(ask(number) for number in range(1, 9)))
         monkeypatch.setenv("VAST_API_KEY", KEY)
         monkeypatch.setenv("VAST_URL", fake.url)
-        monkeypatch.setattr("skyward_core.providers.vastai.boot.END", vastai_boot.END.replace(vastai_api.URL, fake.url))
+        monkeypatch.setattr("skyward_core.providers.vastai.END", VAST_END.replace(VAST_URL, fake.url))
         yield Rented(sky.VastAI(), hosting, fake.alive, fake.preempt, (KEY,))
 
 

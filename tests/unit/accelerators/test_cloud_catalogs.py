@@ -15,8 +15,8 @@ from skyward_core.providers.aws import prices
 from skyward_core.providers.base import BUILT_IN
 from skyward_core.providers.digitalocean import to_offers
 from skyward_core.providers.runpod import accelerator_of as chip_of_runpod
-from skyward_core.providers.vastai.names import GPU_NAMES
-from skyward_core.providers.vastai.names import accelerator_of as chip_of_vastai
+from skyward_core.providers.vastai_market import GPU_NAMES
+from skyward_core.providers.vastai_market import accelerator_of as chip_of_vastai
 from skyward_core.providers.verda import to_offer
 from tests.offers import offer
 
