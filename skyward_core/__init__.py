@@ -147,7 +147,7 @@ if TYPE_CHECKING:
     from skyward_core.pool.pool_use import UseBill as UseBill
     from skyward_core.programs.calls import command_call as command_call
     from skyward_core.programs.calls import script_call as script_call
-    from skyward_core.providers.aws.provider import AWS as AWS
+    from skyward_core.providers.aws import AWS as AWS
     from skyward_core.providers.base import Provider as Provider
     from skyward_core.providers.digitalocean import DigitalOcean as DigitalOcean
     from skyward_core.providers.hosts import Hosts as Hosts
@@ -225,7 +225,7 @@ _HOMES = {
     "pool.pool": "ComputePool",
     "pool.pool_use": "PoolUse UseBill",
     "programs.calls": "command_call script_call",
-    "providers.aws.provider": "AWS",
+    "providers.aws": "AWS",
     "providers.base": "Provider",
     "providers.digitalocean": "DigitalOcean",
     "providers.hosts": "Hosts",

@@ -334,7 +334,7 @@ def load_all(providers: object) -> tuple[Provider, ...]:
 
 
 BUILT_IN: Mapping[str, str] = {
-    "aws": "aws.provider.AWS",
+    "aws": "aws.AWS",
     "digitalocean": "digitalocean.DigitalOcean",
     "hosts": "hosts.Hosts",
     "local": "local.Local",

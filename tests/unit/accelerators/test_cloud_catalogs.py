@@ -10,8 +10,7 @@ from skyward_core.accelerators.catalog import CHIPS
 from skyward_core.accelerators.cloud_catalogs import CLOUDS, RENTED, advice, rented_by
 from skyward_core.errors import NoCapacity
 from skyward_core.machines.offers import Requirements, rank
-from skyward_core.providers.aws import offers as aws_offers
-from skyward_core.providers.aws import prices
+from skyward_core.providers import aws_offers
 from skyward_core.providers.base import BUILT_IN
 from skyward_core.providers.digitalocean import to_offers
 from skyward_core.providers.runpod import accelerator_of as chip_of_runpod
@@ -73,7 +72,7 @@ def of_aws() -> set[str | None]:
     from moto.ec2.models.instance_types import INSTANCE_TYPES
 
     machines = [aws_offers.machine_of(kind, "us-east-1") for kind in INSTANCE_TYPES.values()]
-    assert "g4ad.xlarge" in prices.PRICES  # of the Radeon Pro V520; newer copies of AWS's descriptions lack it
+    assert "g4ad.xlarge" in aws_offers.PRICES  # of the Radeon Pro V520; newer copies of AWS's descriptions lack it
     return {offer.accelerator for offer, _ in filter(None, machines) if offer.accelerator is not None} | {
         "Radeon Pro V520"
     }

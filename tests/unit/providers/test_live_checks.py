@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import skyward_core as sky
-from skyward_core.providers.aws.provider import AWS
+from skyward_core.providers.aws import AWS
 from skyward_core.providers.digitalocean import DigitalOcean
 from skyward_core.providers.runpod import RunPod
 from skyward_core.providers.vastai import VastAI

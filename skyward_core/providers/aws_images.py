@@ -26,7 +26,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from skyward_core.errors import BadRequest, CredentialsError, ProviderFailed, SkywardError
-from skyward_core.providers.aws.account import AwsAccount, collected, number
+from skyward_core.providers.aws_account import AwsAccount, collected, number
 from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, IMAGE_TAG, OWNER_TAG
 
 BASE_TAG = "skyward-image-base"

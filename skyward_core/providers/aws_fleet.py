@@ -47,9 +47,8 @@ from skyward_core.errors import (
     RateLimited,
     SkywardError,
 )
-from skyward_core.providers.aws import launch as aws_launch
-from skyward_core.providers.aws.account import COMING, AwsAccount, each, number, state_of, terminated
-from skyward_core.providers.aws.launch import PRICE_TAG, template_deleted
+from skyward_core.providers.aws_account import COMING, AwsAccount, each, number, state_of, terminated
+from skyward_core.providers.aws_launch import AGAIN_SECONDS, PRICE_TAG, template_deleted
 from skyward_core.providers.base import LAUNCH_TAG, Tags
 
 CALL_TAG = "skyward-call"
@@ -197,7 +196,7 @@ def _requested(
     The answer may report throttling. Then nothing was created, and the request is repeated.
     """
     count = parameters["TargetCapacitySpecification"]["TotalTargetCapacity"]
-    for turn, pause in enumerate((*aws_launch.AGAIN_SECONDS, None)):
+    for turn, pause in enumerate((*AGAIN_SECONDS, None)):
         answer = _answer(account, region, parameters, _digest([call, turn]))
         if answer is None:
             return _found(account, region, call, count), ""
@@ -219,7 +218,7 @@ def _requested(
 
 def _answer(account: AwsAccount, region: str, parameters: Mapping[str, Any], token: str) -> Mapping[str, Any] | None:
     """Send the creating call, again with its token while its outcome is unknown; return None if it stays unknown."""
-    for pause in (*aws_launch.AGAIN_SECONDS, None):
+    for pause in (*AGAIN_SECONDS, None):
         try:
             return account.ask(region, "ec2", "create_fleet", once=True, ClientToken=token, **parameters)
         except ProviderFailed as error:
