@@ -250,12 +250,7 @@ class Api:
             raise (_RepeatableError(failure) if may_repeat or isinstance(error, NEVER_SENT) else failure) from error
 
     def _content_of(
-        self,
-        method: str,
-        path: str,
-        answer: httpx.Response,
-        may_repeat: bool,
-        missing_is_none: bool,
+        self, method: str, path: str, answer: httpx.Response, may_repeat: bool, missing_is_none: bool
     ) -> Any:
         """Return the content of an answer, or raise what it means."""
         content = _content(answer)

@@ -87,6 +87,7 @@ from skyward_core.providers.base import (
     Provider,
     Sale,
     Tags,
+    chips,
 )
 from skyward_core.providers.ssh_keys import Key, host_key, our_key
 from skyward_core.providers.tagging import of_machine, rank_in
@@ -131,6 +132,11 @@ class AWS(Provider):
     """
 
     name: ClassVar[str] = "aws"
+    display_name: ClassVar[str] = "AWS"
+    rents: ClassVar[frozenset[str]] = chips(
+        "T4, T4g, L4, L40S, A10G, A100, H100, H200, B200, B300, V100, RTX PRO 4500, RTX PRO 6000, Radeon Pro V520, "
+        "Trainium1, Trainium2, Inferentia1, Inferentia2"
+    )
     end_command: ClassVar[str] = userdata.END_COMMAND
     notice_url: ClassVar[str] = "http://169.254.169.254"
     listing_lag_seconds: ClassVar[float] = 15.0
@@ -504,10 +510,7 @@ def _compatibility(kinds: Sequence[Mapping[str, Any]], nodes: int) -> dict[str, 
     All machines of a pool have EFA, or none has it: the pool chooses one network for all.
     """
     return {
-        kind["InstanceType"]: (
-            "arm64" in kind["ProcessorInfo"]["SupportedArchitectures"],
-            nodes > 1 and has_efa(kind),
-        )
+        kind["InstanceType"]: ("arm64" in kind["ProcessorInfo"]["SupportedArchitectures"], nodes > 1 and has_efa(kind))
         for kind in kinds
     }
 
@@ -562,10 +565,7 @@ class Launcher:
             return None
         try:
             found = aws_images.kept(
-                self.account,
-                region,
-                aws_images.wanted(tags[IMAGE_TAG], base, self.aws.disk_gb),
-                aws_images.AVAILABLE,
+                self.account, region, aws_images.wanted(tags[IMAGE_TAG], base, self.aws.disk_gb), aws_images.AVAILABLE
             )
         except SkywardError as error:
             log.warning("images in %s cannot be listed, so the packages are installed: %s", region, error)

@@ -40,7 +40,7 @@ from skyward_core.errors import (
 from skyward_core.machines.instances import Endpoint, Instance, InstanceState
 from skyward_core.machines.offers import Offer, Requirements, architecture_beside
 from skyward_core.providers._http import Advice, Api, Classify, Found, Row, field_of, nothing_in, number_of, rows_of
-from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Sale, Tags
+from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Sale, Tags, chips
 from skyward_core.providers.ssh_keys import Key, host_key, our_key
 from skyward_core.providers.tagging import from_codes, launch_word, of_machine, rank_in, to_codes
 from skyward_core.providers.userdata import END_COMMAND, boot_script, cloud_config, directory_of
@@ -63,6 +63,10 @@ class DigitalOcean(Provider):
     model_config = ConfigDict(hide_input_in_errors=True)
 
     name: ClassVar[str] = "digitalocean"
+    display_name: ClassVar[str] = "DigitalOcean"
+    rents: ClassVar[frozenset[str]] = chips(
+        "L40S, H100, H200, B300, RTX 4000 Ada, RTX 6000 Ada, MI300X, MI325X, MI350X, MI355X"
+    )
     end_command: ClassVar[str] = END_COMMAND
     gone_deadline_seconds: ClassVar[float] = 300.0
     """A droplet cannot be deleted while it is being created ("already has a pending event"), with GPUs for minutes."""

@@ -47,7 +47,7 @@ from skyward_core.machines.instances import Endpoint, Instance, InstanceState
 from skyward_core.machines.offers import Extra, Offer, Requirements, architecture_beside, by_month, total_of
 from skyward_core.providers import userdata
 from skyward_core.providers._http import Advice, Api, Classify, Found, Row, field_of, nothing_in, rows_of
-from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Sale, Tags
+from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Sale, Tags, chips
 from skyward_core.providers.ssh_keys import Key, host_key, our_key
 from skyward_core.providers.tagging import TagName, from_codes, of_machine, to_codes
 
@@ -67,6 +67,13 @@ class RunPod(Provider):
     model_config = ConfigDict(hide_input_in_errors=True)
 
     name: ClassVar[str] = "runpod"
+    display_name: ClassVar[str] = "RunPod"
+    rents: ClassVar[frozenset[str]] = chips(
+        "L4, L40, L40S, A30, A40, A100, H100, H200, B200, B300, V100, RTX 3070, RTX 3080, RTX 3080 Ti, RTX 3090, "
+        "RTX 3090 Ti, RTX 4070 Ti, RTX 4080, RTX 4080 SUPER, RTX 4090, RTX 5080, RTX 5090, RTX A2000, RTX A4000, "
+        "RTX A4500, RTX A5000, RTX A6000, RTX 2000 Ada, RTX 4000 Ada, RTX 5000 Ada, RTX 6000 Ada, RTX PRO 4500, "
+        "RTX PRO 6000, MI300X"
+    )
     refuses: ClassVar[Mapping[str, str]] = {
         "volume": (
             "its containers have neither FUSE nor the right to mount; read and write the bucket from your functions"

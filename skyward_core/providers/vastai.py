@@ -42,7 +42,7 @@ from skyward_core.machines.instances import Endpoint, Instance, InstanceState
 from skyward_core.machines.offers import Offer, Requirements, total_of
 from skyward_core.providers import userdata
 from skyward_core.providers._http import Advice, Api, Classify, Found, Row, field_of, number_of, rows_of
-from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags
+from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags, chips
 from skyward_core.providers.ssh_keys import Key, host_key, our_key
 from skyward_core.providers.tagging import MORE_TAGS, TagName, of_machine
 from skyward_core.providers.vastai_market import (
@@ -69,6 +69,14 @@ class VastAI(Provider):
     """Containers on the machines of a market."""
 
     name: ClassVar[str] = "vastai"
+    display_name: ClassVar[str] = "Vast.ai"
+    rents: ClassVar[frozenset[str]] = chips(
+        "T4, L4, L40, L40S, A10, A10G, A16, A30, A40, A100, H100, H200, B200, B300, GH200, V100, P100, RTX 3070, "
+        "RTX 3080, RTX 3080 Ti, RTX 3090, RTX 3090 Ti, RTX 4070 Ti, RTX 4080, RTX 4080 SUPER, RTX 4090, RTX 4090D, "
+        "RTX 5080, RTX 5090, RTX A2000, RTX A4000, RTX A4500, RTX A5000, RTX A6000, RTX 2000 Ada, RTX 4000 Ada, "
+        "RTX 5000 Ada, RTX 6000 Ada, RTX PRO 6000, Quadro RTX 6000, Quadro RTX 8000, MI50, MI100, MI210, MI250X, "
+        "MI300X"
+    )
     refuses: ClassVar[Mapping[str, str]] = {
         "volume": (
             "its containers have neither FUSE nor the right to mount; read and write the bucket from your functions"
@@ -112,9 +120,7 @@ class VastAI(Provider):
         description="Highest excess over the offer's price, as a share. Bills use the offer's price.",
     )
     traffic_down_gb_per_hour: float = Field(
-        default=5.0,
-        ge=0,
-        description="Estimated download of a machine in an hour: hosts bill traffic by the GB.",
+        default=5.0, ge=0, description="Estimated download of a machine in an hour: hosts bill traffic by the GB."
     )
     traffic_up_gb_per_hour: float = Field(default=1.0, ge=0, description="The same for upload.")
     verified_only: bool = Field(default=True, description="Only machines that Vast.ai has verified.")
@@ -295,10 +301,7 @@ class VastAI(Provider):
             "user": "root",
             "onstart": "/bin/sh",  # with "args", the entrypoint
             "args": ["-c", MAIN.format(UNPACKED)],
-            "env": {
-                "-p 22:22": "1",
-                **environment_of(packed_boot(startup, tags, LABELS.machine(tags), key), more),
-            },
+            "env": {"-p 22:22": "1", **environment_of(packed_boot(startup, tags, LABELS.machine(tags), key), more)},
             "target_state": "running",
             "cancel_unavail": True,
         }
@@ -425,11 +428,7 @@ def in_order(choices: Sequence[MarketOffer], count: int) -> deque[MarketOffer]:
 
 
 def rent(
-    api: Api,
-    choices: deque[MarketOffer],
-    machines: Sequence[Tags],
-    order: Callable[[Tags], Row],
-    record: LaunchRecord,
+    api: Api, choices: deque[MarketOffer], machines: Sequence[Tags], order: Callable[[Tags], Row], record: LaunchRecord
 ) -> tuple[dict[int, int], SkywardError | None]:
     """Rent one offer for each machine, one call after another.
 

@@ -323,7 +323,7 @@ GPU_NAMES = (
 )
 """Vast.ai's names of the catalogue's chips. A search accepts no other spelling, and finds nothing for one.
 
-`accelerators.cloud_catalogs` has the same chips by our names, because it may import no provider. A test compares both.
+`VastAI.rents` has the same chips by our names. A test compares both.
 """
 
 

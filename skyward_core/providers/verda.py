@@ -39,7 +39,17 @@ from skyward_core.errors import (
 from skyward_core.machines.instances import Endpoint, Instance, InstanceState
 from skyward_core.machines.offers import Extra, Offer, Requirements, architecture_beside, by_month
 from skyward_core.providers._http import Row, field_of, number_of, rows_in
-from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, POOL_TAG, RANK_TAG, WORK_TAG, Provider, Sale, Tags
+from skyward_core.providers.base import (
+    CREATED_TAG,
+    LAUNCH_TAG,
+    POOL_TAG,
+    RANK_TAG,
+    WORK_TAG,
+    Provider,
+    Sale,
+    Tags,
+    chips,
+)
 from skyward_core.providers.ssh_keys import Key, host_key, our_key
 from skyward_core.providers.tagging import launch_word, of_machine
 from skyward_core.providers.userdata import END_COMMAND, boot_script, directory_of, script
@@ -76,6 +86,10 @@ class Verda(Provider):
     """
 
     name: ClassVar[str] = "verda"
+    display_name: ClassVar[str] = "Verda"
+    rents: ClassVar[frozenset[str]] = chips(
+        "L40S, A100, H100, H200, B200, B300, GB300, V100, RTX A6000, RTX 6000 Ada, RTX PRO 6000"
+    )
     end_command: ClassVar[str] = END_COMMAND
     gone_deadline_seconds: ClassVar[float] = 300.0
     listing_lag_seconds: ClassVar[float] = 60.0

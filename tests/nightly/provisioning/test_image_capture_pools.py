@@ -17,8 +17,8 @@ from skyward_core.providers import aws_images
 from skyward_core.providers.base import STARTED_FROM_TAG
 from skyward_core.provisioning.bootstrap import IMAGE_ENV, REST
 from tests.conftest import RecordedEvents
+from tests.providers.fake_aws import AWS_SECRET, HostedAWS
 from tests.providers.hosted import Hosting
-from tests.system.providers.test_end_to_end import AWS_SECRET, HostedAWS
 from tests.testbed import Fleet, Host
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror
