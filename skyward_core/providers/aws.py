@@ -45,6 +45,7 @@ from skyward_core.providers.aws_account import (
     not_enabled,
     number,
     state_of,
+    tags_of,
     terminated,
     why_no_region,
 )
@@ -869,7 +870,7 @@ class InstanceReader:
         All machines of a creating call have the same tags. A rank is the first rank, which is a tag, plus the
         machine's place in the call.
         """
-        tags = {tag["Key"]: tag["Value"] for tag in machine.get("Tags", [])}
+        tags = tags_of(machine)
         rank = rank_in(tags.get(RANK_TAG, ""), machine["InstanceId"]) + int(machine.get("AmiLaunchIndex", 0))
         has_chips = machine["InstanceType"].startswith(CHIP_FAMILIES)
         return Instance(

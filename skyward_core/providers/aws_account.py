@@ -361,6 +361,14 @@ def terminated(account: AwsAccount, region: str, ids: Sequence[str]) -> tuple[se
         return set(), dict.fromkeys(ids, error)
 
 
+def pairs_of(tags: Mapping[str, str]) -> list[dict[str, str]]:
+    return [{"Key": name, "Value": value} for name, value in tags.items()]
+
+
+def tags_of(thing: Mapping[str, Any]) -> dict[str, str]:
+    return {tag["Key"]: tag["Value"] for tag in thing.get("Tags", [])}
+
+
 def number(text: object) -> float | None:
     try:
         found = float(str(text))

@@ -15,7 +15,17 @@ from typing import Any
 from skyward_core.accelerators.catalog import find
 from skyward_core.errors import BadRequest, CredentialsError, ProviderFailed, SkywardError
 from skyward_core.machines.offers import Offer
-from skyward_core.providers.aws_account import COMING, AwsAccount, collected, each, meaning, number, state_of
+from skyward_core.providers.aws_account import (
+    COMING,
+    AwsAccount,
+    collected,
+    each,
+    meaning,
+    number,
+    pairs_of,
+    state_of,
+    tags_of,
+)
 from skyward_core.providers.aws_offers import WITHOUT_IMAGE
 from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, POOL_TAG, Tags
 
@@ -69,7 +79,7 @@ def tagged(offer: Offer, tags: Tags, price: float) -> dict[str, Any]:
     prices = {PRICE_TAG: repr(price)}
     if (dear := offer.on_demand_price_per_hour) is not None:
         prices[ON_DEMAND_PRICE_TAG] = repr(dear)
-    pairs = [{"Key": name, "Value": value} for name, value in {"Name": tags[POOL_TAG], **tags, **prices}.items()]
+    pairs = pairs_of({"Name": tags[POOL_TAG], **tags, **prices})
     return {
         "TagSpecifications": [
             {"ResourceType": kind, "Tags": pairs} for kind in ("instance", "volume", "network-interface")
@@ -133,7 +143,7 @@ def group_of(account: AwsAccount, region: str, vpc_id: str, cidr: str | None) ->
                 GroupName=name,
                 VpcId=vpc_id,
                 Description=f"Machines of Skyward pools: {from_clients}, anything among themselves",
-                TagSpecifications=[{"ResourceType": "security-group", "Tags": [{"Key": "Name", "Value": name}]}],
+                TagSpecifications=[{"ResourceType": "security-group", "Tags": pairs_of({"Name": name})}],
             )
         except BadRequest as error:
             if error.code != "InvalidGroup.Duplicate":  # another client has created it meanwhile
@@ -192,10 +202,7 @@ def placement_groups(account: AwsAccount, region: str) -> dict[str, dict[str, st
     found = account.ask(
         region, "ec2", "describe_placement_groups", Filters=[{"Name": "tag-key", "Values": [POOL_TAG]}]
     )["PlacementGroups"]
-    return {
-        group["GroupName"]: {POOL_TAG: "", **{tag["Key"]: tag["Value"] for tag in group.get("Tags", [])}}
-        for group in found
-    }
+    return {group["GroupName"]: {POOL_TAG: "", **tags_of(group)} for group in found}
 
 
 def placement_group_deleted(account: AwsAccount, region: str, name: str) -> bool:
@@ -241,7 +248,7 @@ def prune_launches(account: AwsAccount, region: str, now: datetime, *, is_dry_ru
         log.info("launch templates and placement groups in %s cannot be listed: %s", region, error)
         return []
     for template in templates:
-        name, tags = template["LaunchTemplateName"], {tag["Key"]: tag["Value"] for tag in template.get("Tags", [])}
+        name, tags = template["LaunchTemplateName"], tags_of(template)
         if created_at(tags) < oldest_kept:
             with collected(failures):
                 if not is_dry_run:
@@ -414,7 +421,6 @@ class ClusterNetwork:
 
     def _create_group(self, zone: str) -> str | None:
         name = f"skyward-{re.sub(r'[^A-Za-z0-9._-]', '_', self._tags[POOL_TAG])}-{zone}"
-        pairs = [{"Key": key, "Value": value} for key, value in {"Name": name, **self._tags}.items()]
         try:
             self._account.ask(
                 self._region,
@@ -422,7 +428,7 @@ class ClusterNetwork:
                 "create_placement_group",
                 GroupName=name,
                 Strategy="cluster",
-                TagSpecifications=[{"ResourceType": "placement-group", "Tags": pairs}],
+                TagSpecifications=[{"ResourceType": "placement-group", "Tags": pairs_of({"Name": name, **self._tags})}],
             )
         except CredentialsError as error:
             log.warning("no placement group for the machines: %s", error)

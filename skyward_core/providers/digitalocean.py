@@ -34,14 +34,25 @@ from skyward_core.errors import (
     NoCapacity,
     ProviderFailed,
     QuotaExceeded,
-    RateLimited,
     SkywardError,
 )
-from skyward_core.machines.instances import Endpoint, Instance, InstanceState
+from skyward_core.machines.instances import Instance, InstanceState
 from skyward_core.machines.offers import Offer, Requirements, architecture_beside
-from skyward_core.providers._http import Advice, Api, Classify, Found, Row, field_of, nothing_in, number_of, rows_of
+from skyward_core.providers._http import (
+    Advice,
+    Api,
+    Classify,
+    Found,
+    Row,
+    field_of,
+    is_unsure,
+    nothing_in,
+    number_of,
+    rows_of,
+    tried,
+)
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Sale, Tags, chips
-from skyward_core.providers.ssh_keys import Key, host_key, our_key
+from skyward_core.providers.ssh_keys import Key, endpoint_of, host_key, our_key
 from skyward_core.providers.tagging import from_codes, launch_word, of_machine, rank_in, to_codes
 from skyward_core.providers.userdata import END_COMMAND, boot_script, cloud_config, directory_of
 
@@ -354,7 +365,7 @@ def create_droplets(
         try:
             created += _created(creating, {**order, **({"name": chunk[0]} if len(chunk) == 1 else {"names": chunk})})
         except SkywardError as error:
-            if isinstance(error, ProviderFailed) and not isinstance(error, RateLimited):
+            if is_unsure(error):
                 created += [row for row in droplets(api, is_gpu=is_gpu) if row["name"] in chunk]
             if not created:
                 raise
@@ -468,18 +479,7 @@ def to_instance(row: Row, tags: Mapping[str, str], key: Key) -> Instance:
         private_ip=_address(row, "private"),
         tags=dict(tags),
         directory=directory_of(str(row["id"])),
-        endpoint=(
-            Endpoint(
-                host=ip,
-                port=22,
-                user="root",
-                key=str(key.path),
-                host_key=host_key(launch, key).public,
-                known_hosts=os.devnull,
-            )
-            if ip and launch
-            else None
-        ),
+        endpoint=endpoint_of(ip, 22, launch, key) if ip and launch else None,
     )
 
 
@@ -576,23 +576,16 @@ def destroy_droplets(api: Api, ids: Sequence[str]) -> None:
     # after the first failure the others are tried once each, so that the whole takes a limited time
     troubled: list[str] = []
 
-    def destroy(machine_id: str) -> SkywardError | None:
+    def destroy(machine_id: str) -> None:
+        path = f"/v2/droplets/{machine_id}"
         try:
-            path = f"/v2/droplets/{machine_id}"
-            nothing_in(
-                api.request("DELETE", path, missing_is_none=True, is_repeatable=not troubled),
-                f"DigitalOcean answered DELETE {path}",
-            )
-        except SkywardError as error:
+            answer = api.request("DELETE", path, missing_is_none=True, is_repeatable=not troubled)
+            nothing_in(answer, f"DigitalOcean answered DELETE {path}")
+        except SkywardError:
             troubled.append(machine_id)
-            return error
-        return None
+            raise
 
-    failures = {
-        machine_id: error
-        for machine_id, error in zip(ids, side_by_side(destroy, ids, "skyward-digitalocean"), strict=True)
-        if error
-    }
+    _, failures = tried(destroy, ids, "skyward-digitalocean")
     if not failures:
         return
     cause = next(iter(failures.values()))

@@ -32,7 +32,6 @@ from pydantic import ConfigDict, Field, SecretStr, model_validator
 from skyward_core.accelerators import Accelerator, is_nvidia, parse
 from skyward_core.accelerators.cuda import cuda_of
 from skyward_core.concurrency.backoff import Backoff
-from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import (
     BadRequest,
     CredentialsError,
@@ -40,15 +39,25 @@ from skyward_core.errors import (
     NoCapacity,
     ProviderFailed,
     QuotaExceeded,
-    RateLimited,
     SkywardError,
 )
-from skyward_core.machines.instances import Endpoint, Instance, InstanceState
+from skyward_core.machines.instances import Instance, InstanceState
 from skyward_core.machines.offers import Extra, Offer, Requirements, architecture_beside, by_month, total_of
 from skyward_core.providers import userdata
-from skyward_core.providers._http import Advice, Api, Classify, Found, Row, field_of, nothing_in, rows_of
+from skyward_core.providers._http import (
+    Advice,
+    Api,
+    Classify,
+    Found,
+    Row,
+    field_of,
+    is_unsure,
+    nothing_in,
+    rows_of,
+    tried,
+)
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Sale, Tags, chips
-from skyward_core.providers.ssh_keys import Key, host_key, our_key
+from skyward_core.providers.ssh_keys import Key, endpoint_of, host_key, our_key
 from skyward_core.providers.tagging import TagName, from_codes, of_machine, to_codes
 
 log = logging.getLogger(__name__)
@@ -234,7 +243,7 @@ class RunPod(Provider):
         `startSsh` is left out: it only passes the account's keys to images with an sshd of their own, whose host keys
         are not known beforehand.
         """
-        boot = userdata.boot_script(startup, tags, MACHINE_ID, self._end_script(), is_container=True) + TOOLS
+        boot = userdata.boot_script(startup, tags, MACHINE_ID, self._end_script(), is_container=True)
         name, more = NAMES.pack(tags)
         # as JSON: it is not split into words, and it replaces the image's own entrypoint
         command = json.dumps({"entrypoint": ["/bin/sh", "-c"], "cmd": [userdata.UNPACKED]})
@@ -512,27 +521,21 @@ def create_pods(creating: Api, api: Api, orders: Mapping[int, Row]) -> dict[int,
     """
     is_over = threading.Event()
 
-    def create(order: Row) -> str | SkywardError | None:
+    def create(rank: int) -> str | None:
         if is_over.is_set():
             return None
         try:
-            answer = creating.request("POST", "/v2/pods", body=order)
+            answer = creating.request("POST", "/v2/pods", body=orders[rank])
             if isinstance(answer, dict) and (pod := cast("Row", answer).get("id")):
                 return str(pod)
-            error: SkywardError = ProviderFailed("RunPod does not say what it has created")
-        except SkywardError as caught:
-            error = caught
-        is_over.set()
-        return error
+            raise ProviderFailed("RunPod does not say what it has created")
+        except SkywardError:
+            is_over.set()
+            raise
 
-    outcomes = dict(zip(orders, side_by_side(create, list(orders.values()), "skyward-runpod"), strict=True))
-    created = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, str)}
-    failures = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, SkywardError)}
-    unsure = {
-        rank: error
-        for rank, error in failures.items()
-        if isinstance(error, ProviderFailed) and not isinstance(error, RateLimited)
-    }
+    outcomes, failures = tried(create, list(orders), "skyward-runpod")
+    created = {rank: pod for rank, pod in outcomes.items() if pod is not None}
+    unsure = {rank: error for rank, error in failures.items() if is_unsure(error)}
     found = _look_up(api, {rank: str(orders[rank]["name"]) for rank in unsure})
     for rank in failures.keys() - found.keys():
         log.info("RunPod did not create the pod of rank %d: %s", rank, failures[rank])
@@ -651,7 +654,7 @@ def to_instance(row: Row, key: Key) -> Instance | None:
         private_ip=private_ip_of(row),
         tags=tags,
         directory=userdata.directory_of(str(row["id"])),
-        endpoint=None if address is None else _endpoint(*address, tags[LAUNCH_TAG], key),
+        endpoint=None if address is None else endpoint_of(*address, tags[LAUNCH_TAG], key, config=os.devnull),
     )
 
 
@@ -670,18 +673,6 @@ def prices_of(row: Row) -> tuple[float, tuple[Extra, ...]]:
     except ValueError:
         return cost, extras
     return (cost - disk if abs(cost - price - disk) < abs(cost - price) else cost), extras
-
-
-def _endpoint(host: str, port: int, launch: str, key: Key) -> Endpoint:
-    return Endpoint(
-        host=host,
-        port=port,
-        user="root",
-        key=str(key.path),
-        host_key=host_key(launch, key).public,
-        known_hosts="/dev/null",
-        config="/dev/null",
-    )
 
 
 def state_of(row: Row) -> InstanceState:
@@ -735,17 +726,10 @@ NAMES = TagName(".", NAME_CHARACTERS, "a name of RunPod", _escaped, from_codes)
 def delete_all(api: Api, pods: Sequence[str]) -> dict[str, SkywardError]:
     """Delete pods; return the error of each that was not deleted. One that is gone is no error."""
 
-    def end(pod: str) -> SkywardError | None:
-        try:
-            nothing_in(
-                api.request("DELETE", path_of(pod), missing_is_none=True), f"RunPod answered DELETE {path_of(pod)}"
-            )
-        except SkywardError as error:
-            return error
-        return None
+    def end(pod: str) -> None:
+        nothing_in(api.request("DELETE", path_of(pod), missing_is_none=True), f"RunPod answered DELETE {path_of(pod)}")
 
-    outcomes = zip(pods, side_by_side(end, pods, "skyward-runpod"), strict=True)
-    return {pod: error for pod, error in outcomes if error is not None}
+    return tried(end, pods, "skyward-runpod")[1]
 
 
 def delete_failed(api: Api, pods: Sequence[str]) -> None:
@@ -881,11 +865,6 @@ def networked_data_centers(api: Api) -> set[str]:
 # ── shell text in a pod ──────────────────────────────────────────────────────────────────────────────────────────────
 
 MACHINE_ID = 'printf %s "$RUNPOD_POD_ID"'
-TOOLS = """\
-command -v curl >/dev/null || { apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends curl ca-certificates; } \\
-  </dev/null >/dev/null 2>&1 &
-"""  # noqa: E501
-"""Installs what END needs and small images lack. It runs early, because the network may be down later."""
 END = """\
 variable() {{ tr '\\0' '\\n' </proc/1/environ | sed -n "s/^$1=//p"; }} # processes over SSH do not inherit the container's variables
 request() {{ # method, address, body: succeeds if it was accepted

@@ -38,12 +38,12 @@ from skyward_core.errors import (
     RateLimited,
     SkywardError,
 )
-from skyward_core.machines.instances import Endpoint, Instance, InstanceState
+from skyward_core.machines.instances import Instance, InstanceState
 from skyward_core.machines.offers import Offer, Requirements, total_of
 from skyward_core.providers import userdata
-from skyward_core.providers._http import Advice, Api, Classify, Found, Row, field_of, number_of, rows_of
+from skyward_core.providers._http import Advice, Api, Classify, Found, Row, field_of, is_unsure, number_of, rows_of
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags, chips
-from skyward_core.providers.ssh_keys import Key, host_key, our_key
+from skyward_core.providers.ssh_keys import Key, endpoint_of, host_key, our_key
 from skyward_core.providers.tagging import MORE_TAGS, TagName, of_machine
 from skyward_core.providers.vastai_market import (
     TYPE,
@@ -456,7 +456,7 @@ def rent(
             if type(refusal) is NoCapacity:
                 continue
             # the outcome is unknown: it may have created a container
-            if isinstance(refusal, ProviderFailed) and not isinstance(refusal, RateLimited):
+            if is_unsure(refusal):
                 found = _look_up(api, tags, record.known)
                 if found is not None:
                     created[int(tags[RANK_TAG])] = found
@@ -553,19 +553,7 @@ def to_instance(row: Row, key: Key) -> Instance | None:
         ip=None if address is None else address[0],
         tags=tags,
         directory=userdata.directory_of(LABELS.machine(tags)),
-        endpoint=None if address is None else _endpoint(*address, tags[LAUNCH_TAG], key),
-    )
-
-
-def _endpoint(host: str, port: int, launch: str, key: Key) -> Endpoint:
-    return Endpoint(
-        host=host,
-        port=port,
-        user="root",
-        key=str(key.path),
-        host_key=host_key(launch, key).public,
-        known_hosts="/dev/null",
-        config="/dev/null",
+        endpoint=None if address is None else endpoint_of(*address, tags[LAUNCH_TAG], key, config=os.devnull),
     )
 
 
@@ -791,11 +779,6 @@ MAIN = """trap 'exit 0' TERM; while :; do ({}) & wait "$!"; sleep 5 & wait "$!";
 
 If its only child is killed, it runs the child again, and that finds that the container was restarted.
 """
-TOOLS = """\
-command -v curl >/dev/null || { apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends curl ca-certificates; } \\
-  </dev/null >/dev/null 2>&1 &
-"""  # noqa: E501
-"""Installs what END needs and small images lack. It runs early, because the network may be down later."""
 END = f"""\
 variable() {{ tr '\\0' '\\n' </proc/1/environ | sed -n "s/^$1=//p"; }} # processes over SSH do not inherit the container's variables
 request() {{ # method, path, body: succeeds if it was accepted
@@ -852,5 +835,5 @@ def environment_of(boot: str, more: Mapping[str, str]) -> dict[str, str]:
 
 def packed_boot(startup: str, tags: Tags, machine_id: str, key: Key) -> str:
     """Return the container's script, packed for its environment."""
-    boot = userdata.boot_script(startup, tags, f"printf %s {shlex.quote(machine_id)}", END, is_container=True) + TOOLS
+    boot = userdata.boot_script(startup, tags, f"printf %s {shlex.quote(machine_id)}", END, is_container=True)
     return userdata.packed(userdata.container_script(boot, key, host_key(tags[LAUNCH_TAG], key)))

@@ -27,18 +27,10 @@ from pydantic import Field, SecretStr, model_validator
 from skyward_core.accelerators.catalog import find
 from skyward_core.concurrency.backoff import Backoff
 from skyward_core.concurrency.threads import side_by_side
-from skyward_core.errors import (
-    BadRequest,
-    CredentialsError,
-    InstancesLeft,
-    NoCapacity,
-    ProviderFailed,
-    RateLimited,
-    SkywardError,
-)
-from skyward_core.machines.instances import Endpoint, Instance, InstanceState
+from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, SkywardError
+from skyward_core.machines.instances import Instance, InstanceState
 from skyward_core.machines.offers import Extra, Offer, Requirements, architecture_beside, by_month
-from skyward_core.providers._http import Row, field_of, number_of, rows_in
+from skyward_core.providers._http import Row, field_of, is_unsure, number_of, rows_in, tried
 from skyward_core.providers.base import (
     CREATED_TAG,
     LAUNCH_TAG,
@@ -50,8 +42,8 @@ from skyward_core.providers.base import (
     Tags,
     chips,
 )
-from skyward_core.providers.ssh_keys import Key, host_key, our_key
-from skyward_core.providers.tagging import launch_word, of_machine
+from skyward_core.providers.ssh_keys import Key, endpoint_of, host_key, our_key
+from skyward_core.providers.tagging import from_codes, launch_word, of_machine, to_codes
 from skyward_core.providers.userdata import END_COMMAND, boot_script, directory_of, script
 from skyward_core.providers.verda_api import (
     CAPACITY,
@@ -456,21 +448,12 @@ def create_machines(api: VerdaApi, orders: Mapping[int, Json]) -> dict[int, str]
     A call with unknown outcome is not repeated: its machine is looked up by name. Raises the error if there is no
     machine.
     """
-
-    def create(order: Json) -> str | SkywardError:
-        try:
-            return id_in(api.request("POST", "/instances", body=order), "/instances")
-        except SkywardError as error:
-            return error
-
-    outcomes = dict(zip(orders, side_by_side(create, list(orders.values()), "skyward-verda"), strict=True))
-    created = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, str)}
-    failures = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, SkywardError)}
-    unsure = {
-        rank: error
-        for rank, error in failures.items()
-        if isinstance(error, ProviderFailed) and not isinstance(error, RateLimited)
-    }
+    created, failures = tried(
+        lambda rank: id_in(api.request("POST", "/instances", body=orders[rank]), "/instances"),
+        list(orders),
+        "skyward-verda",
+    )
+    unsure = {rank: error for rank, error in failures.items() if is_unsure(error)}
     if unsure:
         by_name = {machine["hostname"]: machine["id"] for machine in api.list("/instances")}
         created |= {rank: by_name[name] for rank in unsure if (name := orders[rank]["hostname"]) in by_name}
@@ -571,15 +554,7 @@ def to_instance(
     is_spot = bool(machine.get("is_spot"))
     endpoint = None
     if ip and key is not None and launch is not None:
-        endpoint = Endpoint(
-            host=ip,
-            port=22,
-            user="root",
-            key=str(key.path),
-            host_key=host_key(launch, key).public,
-            known_hosts="/dev/null",
-            host_key_grace_seconds=HOST_KEY_SECONDS,
-        )
+        endpoint = endpoint_of(ip, 22, launch, key, host_key_grace_seconds=HOST_KEY_SECONDS)
     return Instance(
         id=machine["id"],
         provider="verda",
@@ -606,7 +581,7 @@ def state_of(machine: Json) -> InstanceState:
 
 # ── names and tags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-TAG_CHARACTERS, MOST_TAGS = 127, 10
+TAG_CHARACTERS, MOST_TAGS, TAG_PLAIN = 127, 10, "A-Za-z0-9.-"
 NAME = re.compile(r"(?P<pool>.+)-(?P<rank>\d+)-(?P<launch>[a-z0-9]{1,8})")
 SCRIPT_NAME = re.compile(r"skyward-(?P<pool>.+)-(?P<launch>[a-z0-9]{1,8})-(?P<made>\d+)")
 
@@ -616,7 +591,7 @@ def tags_of(machine: Json) -> dict[str, str] | None:
 
     A machine that Verda has not tagged is recognised by name and description together.
     """
-    tags = {str(tag["key"]): _read(str(tag.get("value") or "")) for tag in machine.get("tags") or ()}
+    tags = {str(tag["key"]): from_codes(str(tag.get("value") or "")) for tag in machine.get("tags") or ()}
     if POOL_TAG in tags and tags.get(RANK_TAG, "").isdecimal():
         return tags
     match = NAME.fullmatch(machine["hostname"])
@@ -630,9 +605,7 @@ def to_tags(tags: Tags) -> list[Json]:
 
     Values have only letters, digits, "." and "-", because Verda documents no other characters.
     """
-    words = {
-        key: re.sub(r"[^A-Za-z0-9.-]", _escaped, value) for key, value in tags.items() if not key.startswith(WORK_TAG)
-    }
+    words = {key: to_codes(value, TAG_PLAIN) for key, value in tags.items() if not key.startswith(WORK_TAG)}
     if len(words) < MOST_TAGS and (
         work := " ".join(
             f"{key.removeprefix(WORK_TAG)}:{value}" for key, value in tags.items() if key.startswith(WORK_TAG)
@@ -649,25 +622,15 @@ def to_tags(tags: Tags) -> list[Json]:
     return [{"key": key, "value": word} for key, word in words.items()]
 
 
-def _escaped(found: re.Match[str]) -> str:
-    return "".join(f"_{byte:02x}" for byte in found[0].encode())
-
-
 def _cut(text: str) -> str:
     """Return the longest beginning of a text that fits, without half a code."""
     word = ""
     for character in text:
-        code = re.sub(r"[^A-Za-z0-9.-]", _escaped, character)
+        code = to_codes(character, TAG_PLAIN)
         if len(word) + len(code) > TAG_CHARACTERS:
             break
         word += code
     return word
-
-
-def _read(word: str) -> str:
-    return re.sub(
-        r"(?:_[0-9a-f]{2})+", lambda found: bytes.fromhex(found[0].replace("_", "")).decode(errors="replace"), word
-    )
 
 
 def name_of(tags: Tags, rank: int) -> str:
