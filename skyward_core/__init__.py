@@ -129,7 +129,6 @@ if TYPE_CHECKING:
     from skyward_core.machines.instances import Node as Node
     from skyward_core.machines.offers import Offer as Offer
     from skyward_core.machines.offers import Requirements as Requirements
-    from skyward_core.machines.offers import select_instance as select_instance
     from skyward_core.machines.spot import Spot as Spot
     from skyward_core.machines.spot import SpotLike as SpotLike
     from skyward_core.operations import cost_of as cost_of
@@ -147,14 +146,15 @@ if TYPE_CHECKING:
     from skyward_core.pool.pool_use import UseBill as UseBill
     from skyward_core.programs.calls import command_call as command_call
     from skyward_core.programs.calls import script_call as script_call
-    from skyward_core.providers.aws.provider import AWS as AWS
+    from skyward_core.providers.aws import AWS as AWS
     from skyward_core.providers.base import Provider as Provider
-    from skyward_core.providers.digitalocean.provider import DigitalOcean as DigitalOcean
+    from skyward_core.providers.choice import select_instance as select_instance
+    from skyward_core.providers.digitalocean import DigitalOcean as DigitalOcean
     from skyward_core.providers.hosts import Hosts as Hosts
     from skyward_core.providers.local import Local as Local
-    from skyward_core.providers.runpod.provider import RunPod as RunPod
-    from skyward_core.providers.vastai.provider import VastAI as VastAI
-    from skyward_core.providers.verda.provider import Verda as Verda
+    from skyward_core.providers.runpod import RunPod as RunPod
+    from skyward_core.providers.vastai import VastAI as VastAI
+    from skyward_core.providers.verda import Verda as Verda
     from skyward_core.provisioning.plan import Plan as Plan
     from skyward_core.provisioning.plan import PlannedTask as PlannedTask
     from skyward_core.provisioning.quote import Quote as Quote
@@ -180,7 +180,10 @@ if TYPE_CHECKING:
 
 __version__: str  # that of the installed distribution, which has it from the git tag
 
+PROVIDERS = ("AWS", "DigitalOcean", "Verda", "VastAI", "RunPod", "Hosts", "Local")
+"""The built-in providers. Each is in the module of `providers` that has its name in small letters."""
 _HOMES = {
+    **{f"providers.{name.lower()}": name for name in PROVIDERS},
     "accelerators": "Accelerator NVIDIA is_nvidia is_trainium",
     "accelerators.alternative": "Alternative",
     "serialization.plain_arguments": "PlainObject PlainTypes",
@@ -218,21 +221,15 @@ _HOMES = {
     "events.series": "Series",
     "events.traces": "Traces",
     "events.utilisation": "Utilisation",
-    "machines.offers": "Offer Requirements select_instance",
+    "machines.offers": "Offer Requirements",
     "pool.aio": "AsyncCalls",
     "pool.executor": "PoolExecutor",
     "pool.multi_pool": "MultiPool",
     "pool.pool": "ComputePool",
     "pool.pool_use": "PoolUse UseBill",
     "programs.calls": "command_call script_call",
-    "providers.aws.provider": "AWS",
     "providers.base": "Provider",
-    "providers.digitalocean.provider": "DigitalOcean",
-    "providers.hosts": "Hosts",
-    "providers.local": "Local",
-    "providers.runpod.provider": "RunPod",
-    "providers.vastai.provider": "VastAI",
-    "providers.verda.provider": "Verda",
+    "providers.choice": "select_instance",
     "provisioning.plan": "Plan PlannedTask",
     "provisioning.quote": "Quote",
     "secret": "Secret",

@@ -13,17 +13,15 @@ from urllib.parse import quote
 
 import skyward_core as sky
 from skyward_core.errors import BadRequest, CredentialsError, ProviderFailed, SkywardError
+from skyward_core.providers import runpod
 from skyward_core.providers._http import Api
-from skyward_core.providers.aws.account import AwsAccount
-from skyward_core.providers.aws.launch import DEBIAN_ARCHITECTURES, NEURON_IMAGE, NVIDIA_IMAGE, UBUNTU_IMAGE
-from skyward_core.providers.aws.provider import AWS
-from skyward_core.providers.aws.quotas import ON_DEMAND, SPOT
+from skyward_core.providers.aws import AWS
+from skyward_core.providers.aws_account import ON_DEMAND, SPOT, AwsAccount
+from skyward_core.providers.aws_launch import DEBIAN_ARCHITECTURES, NEURON_IMAGE, NVIDIA_IMAGE, UBUNTU_IMAGE
 from skyward_core.providers.base import POOL_TAG
-from skyward_core.providers.digitalocean.offers import AMD_IMAGE, CPU_IMAGE, NVIDIA_8_IMAGE
-from skyward_core.providers.digitalocean.offers import NVIDIA_IMAGE as GPU_IMAGE
-from skyward_core.providers.digitalocean.provider import DigitalOcean
-from skyward_core.providers.runpod import provider as runpod
-from skyward_core.providers.vastai.provider import VastAI
+from skyward_core.providers.digitalocean import AMD_IMAGE, CPU_IMAGE, NVIDIA_8_IMAGE, DigitalOcean
+from skyward_core.providers.digitalocean import NVIDIA_IMAGE as GPU_IMAGE
+from skyward_core.providers.vastai import VastAI
 
 REGISTRY, REGISTRY_TOKENS = "https://registry-1.docker.io", "https://auth.docker.io"
 MANIFESTS = "application/vnd.oci.image.index.v1+json, application/vnd.docker.distribution.manifest.list.v2+json"

@@ -14,7 +14,7 @@ from unittest import mock
 import httpx
 
 from skyward_core.providers._http import SECRET_FIELD
-from skyward_core.providers.aws.account import AwsAccount
+from skyward_core.providers.aws_account import AwsAccount
 from skyward_core.worker.masking import spellings
 
 PRIVATE_FIELD = re.compile(

@@ -101,6 +101,17 @@ FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 # ── events of MkDocs ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put the page of each cloud behind the page of all clouds, with its own heading."""
+    folder = ROOT / "docs/clouds"
+    pages = sorted({*folder.glob("*.md")} - {folder / "index.md", folder / "another-cloud.md"})
+    headings = {page.name: page.read_text().partition("\n")[0].removeprefix("# ") for page in pages}
+    (machines,) = [entry["Machines"] for entry in config.nav or [] if "Machines" in entry]
+    here = machines.index({"Providers": "clouds/index.md"}) + 1
+    machines[here:here] = [{heading: f"clouds/{name}"} for name, heading in headings.items()]
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages."""
     for path, content in generated_pages().items():

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from skyward_core.accelerators import Accelerator, parse
-from skyward_core.accelerators.cloud_catalogs import advice, sizes_on_aws
-from skyward_core.errors import BadRequest, NoCapacity
+from skyward_core.accelerators import Accelerator
+from skyward_core.errors import BadRequest
 from skyward_core.events.narrator import usd
 
 MEMORY_TOLERANCE = 0.075
@@ -23,7 +22,6 @@ counts whole micro-dollars in 64 bits.
 MOST_MEMORY = 1e6
 """Of any unit: no machine has more, and a longer number is a mistake."""
 GB_PER_UNIT = {"mb": 1e-3, "gb": 1.0, "tb": 1e3, "mib": 2**20 / 1e9, "gib": 2**30 / 1e9, "tib": 2**40 / 1e9}
-MOST_REASONS = 20
 
 
 type Architecture = Annotated[
@@ -179,66 +177,6 @@ def _has_other_memory(offer: Offer, accelerator: Accelerator) -> bool:
     """
     reported = offer.accelerator_memory_gb
     return reported is not None and abs(reported - accelerator.memory_gb) > MEMORY_TOLERANCE * accelerator.memory_gb
-
-
-def rank(offers: Iterable[Offer], want: Requirements) -> list[Offer]:
-    """Return the offers that match, cheapest first, then the smallest.
-
-    Raises NoCapacity with the reasons if no offer matches.
-    """
-    offers = list(offers)
-    good = [offer for offer in offers if matches(offer, want) is None]
-    if not good:
-        raise NoCapacity(f"no provider offers {describe(want)}: {why_none(offers, want)}")
-    return sorted(good, key=lambda offer: (offer.total_per_hour, offer.vcpus, offer.memory_gb))
-
-
-def why_none(offers: Sequence[Offer], want: Requirements) -> str:
-    """Return why each of the first offers does not match, those with the right accelerator first.
-
-    If no offer has the accelerator, the text names the clouds that rent it.
-    """
-    wanted = want.accelerator.name if want.accelerator is not None else None
-    near = sorted(offers, key=lambda offer: (offer.accelerator != wanted, offer.total_per_hour))[:MOST_REASONS]
-    reasons = [f"{offer.name} {matches(offer, want)}" for offer in near]
-    more = [f"and {len(offers) - len(near)} others"] if len(offers) > len(near) else []
-    text = "; ".join([*reasons, *more]) or "there are no offers at all"
-    is_aws = any(offer.provider == "aws" for offer in offers)
-    if want.accelerator is not None and is_aws and (sizes := sizes_on_aws(want.accelerator)):
-        text += f". {sizes[0].upper()}{sizes[1:]}"
-    if want.accelerator is None or any(offer.accelerator == wanted for offer in offers):
-        return text
-    simulation = (
-        f'. Local(simulate="{want.accelerator.name}") simulates one here.'
-        if any(offer.provider == "local" for offer in offers)
-        else ""
-    )
-    return f"{text}. {advice(want.accelerator)}{simulation}"
-
-
-def select_instance(
-    available: Iterable[Offer],
-    accelerator: Accelerator | str | None = None,
-    cpu: int | None = None,
-    memory: str | None = None,
-    architecture: Architecture | None = None,
-) -> Offer:
-    """Return the smallest of these offers with the accelerator, CPU cores and memory ("128GB"); of equals the cheaper.
-
-    The smallest has the fewest accelerators, then CPUs, then memory. Raises NoCapacity with the reasons if none
-    matches.
-    """
-    wanted = parse(accelerator) if isinstance(accelerator, str) else accelerator
-    want = Requirements(
-        accelerator=wanted,
-        vcpus=cpu,
-        memory_gb=None if memory is None else memory_gb(memory),
-        architecture=architecture,
-    )
-    return min(
-        rank(available, want),
-        key=lambda offer: (offer.accelerators, offer.vcpus, offer.memory_gb, offer.total_per_hour),
-    )
 
 
 def memory_gb(text: str) -> float:

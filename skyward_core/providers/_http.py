@@ -22,6 +22,7 @@ import httpx
 from tenacity import RetryCallState, Retrying, retry_if_exception_type
 
 from skyward_core.concurrency.backoff import Backoff
+from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import (
     BadRequest,
     CredentialsError,
@@ -250,12 +251,7 @@ class Api:
             raise (_RepeatableError(failure) if may_repeat or isinstance(error, NEVER_SENT) else failure) from error
 
     def _content_of(
-        self,
-        method: str,
-        path: str,
-        answer: httpx.Response,
-        may_repeat: bool,
-        missing_is_none: bool,
+        self, method: str, path: str, answer: httpx.Response, may_repeat: bool, missing_is_none: bool
     ) -> Any:
         """Return the content of an answer, or raise what it means."""
         content = _content(answer)
@@ -347,6 +343,25 @@ def nothing_in(answer: object, who: str) -> None:
     """Raise ProviderFailed for an answer with content, where the cloud answers success with nothing."""
     if answer is not None:
         raise ProviderFailed(f"{who} with content, where it sends none")
+
+
+def tried[K, R](work: Callable[[K], R], things: Sequence[K], name: str) -> tuple[dict[K, R], dict[K, SkywardError]]:
+    """Work on each thing, side by side. Return the results and the errors of ours."""
+
+    def answer(thing: K) -> tuple[R | None, SkywardError | None]:
+        try:
+            return work(thing), None
+        except SkywardError as error:
+            return None, error
+
+    answers = dict(zip(things, side_by_side(answer, things, name), strict=True))
+    errors = {thing: error for thing, (_, error) in answers.items() if error is not None}
+    return {thing: cast("R", found) for thing, (found, _) in answers.items() if thing not in errors}, errors
+
+
+def is_unsure(error: SkywardError) -> bool:
+    """Return whether a creating call with this error may have created something."""
+    return isinstance(error, ProviderFailed) and not isinstance(error, RateLimited)
 
 
 def _wait_seconds(state: RetryCallState, pause_seconds: float) -> float:

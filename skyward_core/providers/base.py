@@ -83,6 +83,11 @@ class Sale(list[Offer]):
         )
 
 
+def chips(names: str) -> frozenset[str]:
+    """Return chips of `accelerators.catalog` by their names: "L40S, RTX 4000 Ada"."""
+    return frozenset(names.split(", "))
+
+
 class Provider(Frozen):
     """A source of machines that are rented.
 
@@ -90,6 +95,13 @@ class Provider(Frozen):
     """
 
     name: ClassVar[str]
+    display_name: ClassVar[str] = ""
+    """The cloud's name in messages. Empty where nothing is rented."""
+    rents: ClassVar[frozenset[str]] = frozenset()
+    """The chips in the cloud's catalogue. Only its API reports whether one is free, and its price.
+
+    Those of the built-in clouds are as of 2026-11-20 (fact sheet, sections 1.11, 2.6, 3.6, 4.6 and 5.5).
+    """
     refuses: ClassVar[Mapping[str, str]] = {}
     """What the provider can never do ("apt", "shell", "volume", "mig"), each with the reason and an alternative.
 
@@ -295,8 +307,7 @@ def kind_of(name: str) -> type[Provider]:
     """Return the class of a provider. Raises BadRequest for a name that no provider has."""
     key = plain_name(name)
     if key in BUILT_IN:
-        module, _, class_name = BUILT_IN[key].rpartition(".")
-        return cast("type[Provider]", getattr(importlib.import_module(f"skyward_core.providers.{module}"), class_name))
+        return cast("type[Provider]", getattr(importlib.import_module(f"skyward_core.providers.{key}"), BUILT_IN[key]))
     if name in (found := _entry_points(tuple(sys.path))):
         return cast("type[Provider]", found[name].load())
     known = sorted({*BUILT_IN, *found})
@@ -334,12 +345,9 @@ def load_all(providers: object) -> tuple[Provider, ...]:
 
 
 BUILT_IN: Mapping[str, str] = {
-    "aws": "aws.provider.AWS",
-    "digitalocean": "digitalocean.provider.DigitalOcean",
-    "hosts": "hosts.Hosts",
-    "local": "local.Local",
-    "runpod": "runpod.provider.RunPod",
-    "vastai": "vastai.provider.VastAI",
-    "verda": "verda.provider.Verda",
+    name.lower(): name for name in cast("tuple[str, ...]", importlib.import_module("skyward_core").PROVIDERS)
 }
-"""Name of a provider to its module in this package and its class there."""
+"""Name of a provider, which is that of its module in this package, to its class there.
+
+The list is that of the public names, which cannot import this package: it is large.
+"""

@@ -11,6 +11,7 @@ import base64
 import hashlib
 import hmac
 import importlib
+import os
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 from platformdirs import user_state_path
 
 from skyward_core.errors import BadRequest
+from skyward_core.machines.instances import Endpoint
 from skyward_core.worker.private_folders import make_file
 
 PURPOSE = b"skyward host key of launch "
@@ -80,6 +82,14 @@ def host_key(launch: str, key: Key) -> HostKey:
     seed = hmac.new(secret, PURPOSE + launch.encode(), hashlib.sha256).digest()
     private = ed25519.Ed25519PrivateKey.from_private_bytes(seed)
     return HostKey(_fixed_text(seed, private.public_key().public_bytes_raw()), _public(private))
+
+
+def endpoint_of(host: str, port: int, launch: str, key: Key, **more: Any) -> Endpoint:
+    """Return where and with which keys root logs in on a machine of a launch."""
+    public = host_key(launch, key).public
+    return Endpoint(
+        host=host, port=port, user="root", key=str(key.path), host_key=public, known_hosts=os.devnull, **more
+    )
 
 
 def _create_key(file: Path) -> None:

@@ -192,6 +192,12 @@ Images without sshd are small, so curl and certificates, which a container needs
 process may be installing packages at the same time, so this is tried again.
 """
 
+TOOLS = """\
+command -v curl >/dev/null || { apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends curl ca-certificates; } \\
+  </dev/null >/dev/null 2>&1 &
+"""  # noqa: E501
+"""Installs what a container needs to end itself and small images lack. It runs early: the network may be down later."""
+
 START_SSHD = """\
 sshds() {
   for process in /proc/[0-9]*; do
@@ -311,7 +317,7 @@ def container_script(boot: str, key: Key, host: HostKey) -> str:
 
     The guard starts before packages are installed, which may take long or fail. `boot` was made with `is_container`.
     """
-    return "#!/bin/sh\n" + OBEY + boot + _login(key, host) + START_SSHD + WATCH
+    return "#!/bin/sh\n" + OBEY + boot + TOOLS + _login(key, host) + START_SSHD + WATCH
 
 
 def packed(text: str) -> str:

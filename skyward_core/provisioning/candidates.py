@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from heapq import nsmallest
 
-from skyward_core.accelerators.cloud_catalogs import RENTED
 from skyward_core.concurrency.backoff import Backoff
 from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import (
@@ -33,8 +32,9 @@ from skyward_core.errors import (
 from skyward_core.events.narrator import usd
 from skyward_core.ledger.rows import Attempt
 from skyward_core.machines import spot
-from skyward_core.machines.offers import Offer, Requirements, describe, matches, why_none
+from skyward_core.machines.offers import Offer, Requirements, describe, matches
 from skyward_core.providers.base import Provider, Sale
+from skyward_core.providers.choice import why_none
 from skyward_core.spec import PoolSpec
 
 MOST_CANDIDATES = 200
@@ -222,7 +222,7 @@ def _elsewhere(one: ProviderOffers, want: Requirements) -> str:
     if not regions:
         chip = None if want.accelerator is None else want.accelerator.name
         is_missing = all(offer.accelerator != chip for offer in one.offers)
-        may_be = chip in RENTED.get(one.provider.name, ()) and is_missing and getattr(one.provider, "region", None)
+        may_be = chip in one.provider.rents and is_missing and getattr(one.provider, "region", None)
         return f". Other regions of {one.provider.name} may sell it: name several as region=" if may_be else ""
     more = f" and {len(regions) - MOST_SHOWN} others" if len(regions) > MOST_SHOWN else ""
     return (

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-import skyward_core.providers.aws.provider
+import skyward_core.providers.aws
 from skyward_core.accelerators import parse
 from skyward_core.machines.offers import Offer, Requirements
-from skyward_core.providers.aws.provider import AWS
+from skyward_core.providers.aws import AWS
 from tests.providers.fake_aws import FakeAWS
 from tests.providers.in_process import Install
 

@@ -139,6 +139,7 @@ class ProviderContract:
             assert (offer.accelerator is None) == (offer.accelerators == 0) == (offer.accelerator_memory_gb is None)
             if offer.accelerator is not None:
                 assert sky.accelerators.parse(offer.accelerator).name == offer.accelerator
+                assert offer.accelerator in provider.rents
             if offer.is_spot:
                 assert offer.on_demand_price_per_hour is None or offer.price_per_hour <= offer.on_demand_price_per_hour
         assert len(

@@ -9,6 +9,7 @@ that there are tests with a server (tests/system/providers/test_aws.py).
 
 from __future__ import annotations
 
+import base64
 import fnmatch
 import functools
 import gzip
@@ -16,18 +17,22 @@ import importlib.util
 import itertools
 import json
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 from unittest import mock
 
+import pytest
 from botocore import session as botocore_session
 from botocore.awsrequest import AWSResponse
 from botocore.exceptions import ConnectionClosedError, NoCredentialsError
 from botocore.stub import Stubber
 
+import skyward_core as sky
+from tests.providers.hosted import Hosting, Rented, cloud_init
 from tests.providers.http_fake import FakeCloud, Reply, Request, route
 
 ACCOUNT = "123456789012"
@@ -823,3 +828,48 @@ def _product(name: str, price: float, place: str) -> str:
             "terms": {"OnDemand": {"x.JRTCKXETXF": {"priceDimensions": {"x.JRTCKXETXF.6YS6EN2CT7": dimension}}}},
         }
     )
+
+
+# ── machines that are hosts of the test bed ──────────────────────────────────────────────────────────────────────────
+
+
+AWS_SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
+
+
+class HostedAWS(FakeAWS):
+    """Instances that are hosts."""
+
+    def __init__(self, hosting: Hosting) -> None:
+        super().__init__()
+        self._hosting = hosting
+
+    def _machine(self, call: Mapping[str, Any], *where: Any) -> Machine:
+        machine = super()._machine(call, *where)
+        machine.pending = 10**6
+        data = base64.b64decode(call["UserData"])
+        text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
+        self._hosting.rent(machine.id, lambda host: cloud_init(host, machine.id, text))
+        return machine
+
+    def _DescribeInstances(self, words: Any, region: str) -> dict[str, Any]:
+        for machine in self.machines.values():
+            if (ip := self._hosting.ip(machine.id)) is not None:
+                machine.public_ip, machine.private_ip, machine.pending = ip, ip, 0
+            if self._hosting.is_off(machine.id) and not machine.is_ended:
+                self.put(machine.id, "terminated", "Client.InstanceInitiatedShutdown")
+        return super()._DescribeInstances(words, region)
+
+    def put(self, machine_id: str, state: str, code: str = "", message: str = "") -> None:
+        super().put(machine_id, state, code, message)
+        if state == "terminated":
+            self._hosting.end(machine_id)
+
+
+@contextmanager
+def hosted(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rented]:
+    """Rent out hosts of the test bed."""
+    with HostedAWS(hosting) as fake:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", AWS_SECRET)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", fake.url)
+        yield Rented(sky.AWS(ssh_cidr="203.0.113.0/24"), hosting, fake.alive, fake.preempt, (AWS_SECRET,))

@@ -10,10 +10,15 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
+import skyward_core as sky
+from tests.providers.hosted import Hosting, Rented, cloud_init
 from tests.providers.http_fake import FakeCloud, Reply, Request, route
 
 TOKEN = "dop_v1_4f6c0ffee4f6c0ffee4f6c0ffee4f6c0ffee"
@@ -415,3 +420,48 @@ def boot_of(order: dict[str, Any]) -> str:
     head, _, text = order["user_data"].partition("\n")
     assert head == "#cloud-config"
     return json.loads(text)["runcmd"][0][2]
+
+
+# ── machines that are hosts of the test bed ──────────────────────────────────────────────────────────────────────────
+
+
+class HostedDigitalOcean(FakeDigitalOcean):
+    """Droplets that are hosts."""
+
+    def __init__(self, hosting: Hosting) -> None:
+        super().__init__()
+        self._hosting = hosting
+
+    def add(self, name: str, found: dict[str, Any] | None, order: dict[str, Any]) -> Droplet:
+        droplet = super().add(name, found, order)
+        droplet.ip = ""
+        self._hosting.rent(str(droplet.id), lambda host: cloud_init(host, str(droplet.id), order["user_data"]))
+        return droplet
+
+    def _reply(self, request: Any) -> Any:
+        for droplet in self.droplets.values():
+            droplet.ip = self._hosting.ip(str(droplet.id)) or ""
+            droplet.status = "off" if self._hosting.is_off(str(droplet.id)) else None
+        before = set(self.droplets)
+        reply = super()._reply(request)
+        for machine_id in before - set(self.droplets):
+            self._hosting.end(str(machine_id))
+        return reply
+
+    def preempt(self, machine_id: str) -> None:
+        super().preempt(machine_id)
+        self._hosting.end(machine_id)
+
+
+@contextmanager
+def hosted(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rented]:
+    """Rent out hosts of the test bed."""
+    with HostedDigitalOcean(hosting) as fake:
+        monkeypatch.setenv("DIGITALOCEAN_TOKEN", TOKEN)
+        yield Rented(
+            sky.DigitalOcean(endpoint_url=fake.url),
+            hosting,
+            fake.alive,
+            fake.preempt,
+            (TOKEN,),
+        )

@@ -7,13 +7,19 @@ listing advances the start of the pods by one step.
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import jsonschema
+import pytest
 
+import skyward_core as sky
+from tests.providers.hosted import Hosting, Rented, container
 from tests.providers.http_fake import FakeCloud, Reply, Request, route
 
 KEY = "rpa_KEY0123456789abcdefOFRUNPOD"
@@ -390,3 +396,59 @@ def _in_cloud(row: dict[str, Any], request: Request) -> dict[str, Any]:
         {"availability": "NONE"} if sold_out else {}
     )
     return {**listed, "dataCenters": []} if request.query.get("cloud") == "COMMUNITY" else listed
+
+
+# ── machines that are hosts of the test bed ──────────────────────────────────────────────────────────────────────────
+
+
+class HostedRunPod(FakeRunPod):
+    """Pods that are hosts. Each can delete itself with its own key."""
+
+    def __init__(self, hosting: Hosting, address: str) -> None:
+        self.address = address
+        super().__init__()
+        self._hosting = hosting
+
+    def refuse(self, request: Request) -> Reply | None:
+        own = re.fullmatch(r"/v2/pods/(\w+)", request.path)
+        if own and request.method == "DELETE" and request.headers.get("authorization") == f"Bearer key-of-{own[1]}":
+            return None
+        return super().refuse(request)
+
+    def _make(self, body: dict[str, Any]) -> str:
+        pod = super()._make(body)
+        command = json.loads(body["args"])
+        variables = {**body["env"], "RUNPOD_POD_ID": pod, "RUNPOD_API_KEY": f"key-of-{pod}"}
+        self._hosting.rent(pod, lambda host: container(host, variables, [*command["entrypoint"], *command["cmd"]]))
+        return pod
+
+    def _reply(self, request: Request) -> Reply:
+        for pod, row in self.pods.items():
+            if row["status"] == "RUNNING" and self._hosting.is_off(pod):
+                self.halt(pod)
+        reply = super()._reply(request)
+        for row in self.pods.values():
+            direct = row["ssh"]["direct"]
+            if direct is not None:
+                is_up = self._hosting.ip(row["id"]) is not None
+                row["ssh"]["direct"] = {**direct, "host": self._hosting.ip(row["id"]), "port": 22} if is_up else None
+        return reply
+
+    def halt(self, pod: str, status: str = "EXITED") -> None:
+        super().halt(pod, status)
+        self._hosting.end(pod)
+
+
+@contextmanager
+def hosted(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rented]:
+    """Rent out hosts of the test bed."""
+    with HostedRunPod(hosting, hosting.gateway) as fake:
+        fake.sell(cpu("cpu3c", 2, 0.03))
+        monkeypatch.setenv("RUNPOD_API_KEY", KEY)
+        yield Rented(
+            sky.RunPod(endpoint_url=fake.url),
+            hosting,
+            fake.alive,
+            fake.preempt,
+            (KEY,),
+        )

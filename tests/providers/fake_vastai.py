@@ -8,8 +8,17 @@ from __future__ import annotations
 
 import base64
 import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
+import skyward_core as sky
+from skyward_core.providers.vastai import END as VAST_END
+from skyward_core.providers.vastai import URL as VAST_URL
+from tests.providers.hosted import Hosting, Rented, container
 from tests.providers.http_fake import FakeCloud, Reply, Request, route
 
 KEY = "vast-key-0123456789abcdef"
@@ -358,3 +367,61 @@ class FakeVast(FakeCloud):
         return Reply(
             200, {"id": 4711, "username": "jo", "email": "jo@example.org", "api_key": KEY, "credit": 12.5, "balance": 0}
         )
+
+
+# ── machines that are hosts of the test bed ──────────────────────────────────────────────────────────────────────────
+
+
+class HostedVast(FakeVast):
+    """Containers that are hosts. Each can destroy itself with its own key."""
+
+    def __init__(self, hosting: Hosting, address: str) -> None:
+        self.address = address
+        super().__init__()
+        self._hosting = hosting
+
+    def refuse(self, request: Request) -> Reply | None:
+        own = re.fullmatch(r"/api/v0/instances/([0-9]+)/", request.path)
+        if own and request.method == "DELETE" and request.headers.get("authorization") == f"Bearer key-of-{own[1]}":
+            return None
+        return super().refuse(request)
+
+    def _contract(self, row: dict[str, Any], body: dict[str, Any]) -> int:
+        contract = super()._contract(row, body)
+        variables = {name: value for name, value in body["env"].items() if not name.startswith("-")}
+        variables |= {"CONTAINER_ID": str(contract), "CONTAINER_API_KEY": f"key-of-{contract}"}
+        self._hosting.rent(str(contract), lambda host: container(host, variables, [body["onstart"], *body["args"]]))
+        return contract
+
+    def _go_on(self) -> None:
+        for contract, row in self.containers.items():
+            if self._hosting.is_off(str(contract)) and row["actual_status"] == "running":
+                self.halt(contract)
+            elif self.steps[contract] < len(STEPS) and self._hosting.ip(str(contract)) is None:
+                self.steps[contract] = min(self.steps[contract], len(STEPS) - 3)
+        super()._go_on()
+        for contract, row in self.containers.items():
+            if row["ports"] is not None:
+                row |= {
+                    "public_ipaddr": self._hosting.ip(str(contract)),
+                    "ports": {"22/tcp": [{"HostIp": "0.0.0.0", "HostPort": "22"}]},
+                }
+
+    def _destroy(self, contract: int) -> None:
+        super()._destroy(contract)
+        self._hosting.end(str(contract))
+
+    def preempt(self, machine_id: str) -> None:
+        super().preempt(machine_id)
+        self._hosting.end(machine_id)
+
+
+@contextmanager
+def hosted(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rented]:
+    """Rent out hosts of the test bed."""
+    with HostedVast(hosting, hosting.gateway) as fake:
+        fake.sell(*(ask(number) for number in range(1, 9)))
+        monkeypatch.setenv("VAST_API_KEY", KEY)
+        monkeypatch.setenv("VAST_URL", fake.url)
+        monkeypatch.setattr("skyward_core.providers.vastai.END", VAST_END.replace(VAST_URL, fake.url))
+        yield Rented(sky.VastAI(), hosting, fake.alive, fake.preempt, (KEY,))

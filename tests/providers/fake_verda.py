@@ -8,9 +8,15 @@ from __future__ import annotations
 import re
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
+import pytest
+
+import skyward_core as sky
+from tests.providers.hosted import Hosting, Rented, boot_script
 from tests.providers.http_fake import FakeCloud, Reply, Request, route
 
 CLIENT_ID = "Fk7clientidofverda01"
@@ -434,3 +440,48 @@ class FakeVerda(FakeCloud):
 
     def _detach(self, volume: dict[str, Any]) -> None:
         volume.update(instance_id=None, instances=[], status="detached")
+
+
+# ── machines that are hosts of the test bed ──────────────────────────────────────────────────────────────────────────
+
+
+class HostedVerda(FakeVerda):
+    """Machines that are hosts. A machine runs when its host has started."""
+
+    def __init__(self, hosting: Hosting) -> None:
+        super().__init__()
+        self._hosting = hosting
+
+    def _add(self, body: dict[str, Any], gb: int) -> dict[str, Any]:
+        machine = super()._add(body, gb)
+        text = self.scripts[body["startup_script_id"]]["script"]
+        self._hosting.rent(machine["id"], lambda host: boot_script(host, body["hostname"], text))
+        return machine
+
+    def _step(self, machine: dict[str, Any]) -> None:
+        if machine["status"] == "running" and self._hosting.is_off(machine["id"]):
+            machine["status"] = "offline"
+        if self.path_of[machine["id"]] == ["running"] and self._hosting.ip(machine["id"]) is None:
+            return
+        super()._step(machine)
+        if machine["ip"] is not None:
+            machine["ip"] = machine["private_ip"] = self._hosting.ip(machine["id"])
+
+    def _delete(self, machine_id: str, body: dict[str, Any]) -> dict[str, Any]:
+        answer = super()._delete(machine_id, body)
+        if answer["status"] == "success":
+            self._hosting.end(machine_id)
+        return answer
+
+    def preempt(self, machine_id: str) -> None:
+        super().preempt(machine_id)
+        self._hosting.end(machine_id)
+
+
+@contextmanager
+def hosted(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rented]:
+    """Rent out hosts of the test bed."""
+    with HostedVerda(hosting) as fake:
+        monkeypatch.setenv("VERDA_CLIENT_ID", CLIENT_ID)
+        monkeypatch.setenv("VERDA_CLIENT_SECRET", CLIENT_SECRET)
+        yield Rented(sky.Verda(endpoint_url=fake.url + "/v1"), hosting, fake.alive, fake.preempt, (CLIENT_SECRET,))

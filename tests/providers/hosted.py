@@ -11,13 +11,26 @@ import shlex
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import skyward_core as sky
 from tests.testbed import Fleet, Host
 from tests.waiting import wait_until
 
 RESTART = "#!/bin/sh\nexec kill -HUP 1\n"
 """Replaces systemctl and pkill on hosts, because their first process is sshd. It makes sshd read its keys again."""
+
+
+@dataclass(frozen=True)
+class Rented:
+    """A cloud with hosts as machines, and a method to preempt one."""
+
+    provider: sky.Provider
+    hosting: Hosting
+    alive: Callable[[], set[str]]
+    preempt: Callable[[str], None]
+    secrets: tuple[str, ...]
 
 
 class Hosting:

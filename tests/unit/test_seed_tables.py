@@ -16,7 +16,7 @@ import skyward_core as sky
 from skyward_core.accelerators.mig import TABLES
 from skyward_core.machines.offers import matches
 from skyward_core.machines.spot import Strategy, parse, split
-from skyward_core.providers.aws import offers as aws_offers
+from skyward_core.providers import aws_offers
 
 NAMES: dict[str, Any] = {
     "sky": sky,

@@ -48,7 +48,7 @@ def notes(entry: PoolEntry, attempts: Sequence[Attempt]) -> list[str]:
     """Return what the table does not say of the accelerators that the pool wanted."""
     from pydantic import ValidationError
 
-    from skyward_core.accelerators.cloud_catalogs import sizes_on_aws
+    from skyward_core.providers.choice import sizes_on_aws
     from skyward_core.spec import PoolSpec
 
     if all(attempt.provider != "aws" for attempt in attempts):

@@ -18,6 +18,7 @@ from skyward_core.machines.instances import Endpoint
 from skyward_core.transport.ssh_connection import SSHConnection
 from tests.conftest import RecordedEvents
 from tests.providers.aws import SECRET, as_us
+from tests.providers.fake_aws import HostedAWS
 from tests.providers.hosted import Hosting
 from tests.providers.http_fake import Reply, Request, route
 from tests.system.providers.test_aws_ssm import (  # noqa: F401 - fixtures
@@ -31,7 +32,7 @@ from tests.system.providers.test_aws_ssm import (  # noqa: F401 - fixtures
     plugin,
     processes,
 )
-from tests.system.providers.test_end_to_end import HostedAWS, square, where
+from tests.system.providers.test_end_to_end import square, where
 from tests.system.transport.test_ssh_connection import Echo, Server, echo, key, own_home, say, server  # noqa: F401 - fixtures
 from tests.testbed import Fleet
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures

@@ -14,9 +14,10 @@ from skyward_core.provisioning.guard import guard_script
 from tests.conftest import RecordedEvents
 from tests.providers import fake_metadata
 from tests.providers.contract import cheapest, tags
+from tests.providers.fake_aws import HostedAWS
 from tests.providers.fake_metadata import instance_action
-from tests.providers.hosted import Hosting
-from tests.system.providers.test_end_to_end import HostedAWS, Rented, rented  # noqa: F401 - a fixture
+from tests.providers.hosted import Hosting, Rented
+from tests.system.providers.test_end_to_end import rented  # noqa: F401 - a fixture
 from tests.testbed import Fleet, Host
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror

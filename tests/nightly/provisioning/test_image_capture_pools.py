@@ -13,12 +13,12 @@ from typing import cast
 import pytest
 
 import skyward_core as sky
-from skyward_core.providers.aws import images
+from skyward_core.providers import aws_images
 from skyward_core.providers.base import STARTED_FROM_TAG
 from skyward_core.provisioning.bootstrap import IMAGE_ENV, REST
 from tests.conftest import RecordedEvents
+from tests.providers.fake_aws import AWS_SECRET, HostedAWS
 from tests.providers.hosted import Hosting
-from tests.system.providers.test_end_to_end import AWS_SECRET, HostedAWS
 from tests.testbed import Fleet, Host
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror
@@ -114,7 +114,7 @@ def test_the_second_pool_starts_from_the_image_of_the_first(
 
     A user who could log in to the first machine cannot log in to the second.
     """
-    monkeypatch.setattr(images, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(aws_images, "LOOK_SECONDS", 0.05)
     first = RecordedEvents()
     with pool(first) as running:
         assert tuple(value() @ running) == ((IMAGE_SECRET, POOL_SECRET),)

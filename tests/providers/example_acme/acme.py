@@ -24,7 +24,7 @@ from skyward_core.errors import (
 from skyward_core.machines.instances import Endpoint, Instance, InstanceState
 from skyward_core.machines.offers import Offer, Requirements
 from skyward_core.providers._http import Api
-from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags
+from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags, chips
 from skyward_core.providers.ssh_keys import Key, host_key, our_key
 from skyward_core.providers.tagging import launch_word, of_machine
 from skyward_core.providers.userdata import END_COMMAND, boot_script, cloud_config, directory_of
@@ -47,6 +47,8 @@ class Acme(Provider):
     """Rent machines of Acme."""
 
     name: ClassVar[str] = "acme"
+    display_name: ClassVar[str] = "Acme"
+    rents: ClassVar[frozenset[str]] = chips("H100")
     end_command: ClassVar[str] = END_COMMAND
 
     region: str | None = None

@@ -12,7 +12,7 @@ from moto.server import ThreadedMotoServer
 import skyward_core as sky
 from skyward_core.cli import main
 from skyward_core.errors import CredentialsError, ProviderFailed
-from skyward_core.providers.aws.account import AwsAccount
+from skyward_core.providers.aws_account import AwsAccount
 from skyward_core.providers.base import EXPIRES_TAG, IMAGE_TAG
 from tests.providers.aws import OFFER, as_us
 from tests.providers.contract import POOL, STARTUP, tags

@@ -21,7 +21,7 @@ import pytest
 import skyward_core as sky
 from skyward_core.errors import BadRequest, ConnectionLost, CredentialsError, Unreachable
 from skyward_core.machines.instances import Endpoint, InstanceState
-from skyward_core.providers.aws import session_manager
+from skyward_core.providers import aws_session_manager
 from skyward_core.providers.base import LAUNCH_TAG, load
 from skyward_core.providers.ssh_keys import host_key, our_key
 from skyward_core.transport.proxy_command import PYTHON, Proxy
@@ -79,10 +79,10 @@ class Plugin:
         part = self._folder / "part"
         part.write_text(PLUGIN.format(python=sys.executable, version=version))
         part.chmod(0o755)
-        part.rename(self._folder / session_manager.PLUGIN)
+        part.rename(self._folder / aws_session_manager.PLUGIN)
 
     def remove(self) -> None:
-        (self._folder / session_manager.PLUGIN).unlink()
+        (self._folder / aws_session_manager.PLUGIN).unlink()
 
     @property
     def notes(self) -> dict[int, dict[str, Any]]:
@@ -99,7 +99,7 @@ class Plugin:
             pid
             for pid in processes()
             if b"i-" in (parameters := arguments(pid))
-            and (b"aws.session_manager" in parameters or str(self._folder).encode() in parameters)
+            and (b"aws_session_manager" in parameters or str(self._folder).encode() in parameters)
         }
 
 
@@ -164,7 +164,7 @@ def cloud(monkeypatch: pytest.MonkeyPatch, plugin: Plugin) -> Iterator[FakeSsm]:
 def endpoint(server: Server, key: str, cloud: FakeSsm) -> Endpoint:
     """Return the server as a machine with a registered agent."""
     cloud.agents["i-0a"] = f"wss://127.0.0.1:{server.port}"
-    return reached_by(server, key, session_manager.command("i-0a", "us-east-1", None, None))
+    return reached_by(server, key, aws_session_manager.command("i-0a", "us-east-1", None, None))
 
 
 def reached_by(server: Server, key: str, command: tuple[str, ...]) -> Endpoint:
@@ -197,7 +197,7 @@ def test_a_login_uses_the_id_of_the_machine(cloud: FakeSsm) -> None:
         host_key=host_key(requested[LAUNCH_TAG], ours).public,
         known_hosts="/dev/null",
         config="/dev/null",
-        proxy_command=("{python}", "-m", "skyward_core.providers.aws.session_manager", machine.id, "us-east-1"),
+        proxy_command=("{python}", "-m", "skyward_core.providers.aws_session_manager", machine.id, "us-east-1"),
     )
     assert SECRET not in machine.model_dump_json()
     assert Endpoint.model_validate_json(machine.endpoint.model_dump_json()) == machine.endpoint

@@ -16,10 +16,10 @@ from pydantic import SecretStr
 
 import skyward_core as sky
 from skyward_core.providers import userdata
-from skyward_core.providers.digitalocean.boot import MACHINE_ID
-from skyward_core.providers.runpod.boot import END as RUNPOD_END
-from skyward_core.providers.vastai.boot import END as VAST_END
-from skyward_core.providers.vastai.boot import MAIN
+from skyward_core.providers.digitalocean import MACHINE_ID
+from skyward_core.providers.runpod import END as RUNPOD_END
+from skyward_core.providers.vastai import END as VAST_END
+from skyward_core.providers.vastai import MAIN
 from tests.providers.contract import STARTUP, cheapest, tags
 from tests.providers.fake_verda import CLIENT_ID, CLIENT_SECRET, FakeVerda
 from tests.providers.in_process import Clock, clock  # noqa: F401 - a fixture

@@ -1,5 +1,9 @@
-"""Which clouds rent which chips, and the tables of docs/accelerators.md."""
+"""Which clouds rent which chips, and the tables of docs/accelerators.md.
 
+To write the table of chips anew: WRITE=1 .venv/bin/pytest -k tables_of_the_docs tests/unit/accelerators
+"""
+
+import os
 from pathlib import Path
 
 import pytest
@@ -7,17 +11,16 @@ import pytest
 from skyward_core import accelerators
 from skyward_core.accelerators import Accelerator, parse
 from skyward_core.accelerators.catalog import CHIPS
-from skyward_core.accelerators.cloud_catalogs import CLOUDS, RENTED, advice, rented_by
 from skyward_core.errors import NoCapacity
-from skyward_core.machines.offers import Requirements, rank
-from skyward_core.providers.aws import offers as aws_offers
-from skyward_core.providers.aws import prices
-from skyward_core.providers.base import BUILT_IN
-from skyward_core.providers.digitalocean.offers import to_offers
-from skyward_core.providers.runpod.offers import accelerator_of as chip_of_runpod
-from skyward_core.providers.vastai.names import GPU_NAMES
-from skyward_core.providers.vastai.names import accelerator_of as chip_of_vastai
-from skyward_core.providers.verda.offers import to_offer
+from skyward_core.machines.offers import Requirements
+from skyward_core.providers import aws_offers
+from skyward_core.providers.base import BUILT_IN, kind_of
+from skyward_core.providers.choice import advice, rank, rented_by
+from skyward_core.providers.digitalocean import to_offers
+from skyward_core.providers.runpod import accelerator_of as chip_of_runpod
+from skyward_core.providers.vastai_market import GPU_NAMES
+from skyward_core.providers.vastai_market import accelerator_of as chip_of_vastai
+from skyward_core.providers.verda import to_offer
 from tests.offers import offer
 
 # fact sheet of 2026-11-20: the clouds' own names, sections 2.6, 3.6, 4.6 and 5.5; AWS's are in its own descriptions, of
@@ -73,7 +76,7 @@ def of_aws() -> set[str | None]:
     from moto.ec2.models.instance_types import INSTANCE_TYPES
 
     machines = [aws_offers.machine_of(kind, "us-east-1") for kind in INSTANCE_TYPES.values()]
-    assert "g4ad.xlarge" in prices.PRICES  # of the Radeon Pro V520; newer copies of AWS's descriptions lack it
+    assert "g4ad.xlarge" in aws_offers.PRICES  # of the Radeon Pro V520; newer copies of AWS's descriptions lack it
     return {offer.accelerator for offer, _ in filter(None, machines) if offer.accelerator is not None} | {
         "Radeon Pro V520"
     }
@@ -91,13 +94,13 @@ def of_aws() -> set[str | None]:
 )
 def test_the_table_of_rented_chips_matches_the_clouds_names(cloud, sold):
     """It has exactly the chips that our providers read from the names in the cloud's catalogue."""
-    assert set(RENTED[cloud]) == sold()
-    assert len(set(RENTED[cloud])) == len(RENTED[cloud])
+    assert kind_of(cloud).rents == sold()
 
 
 def test_the_clouds_are_the_built_in_ones():
     """`Hosts` is not a cloud. Each name of Vast.ai's fact sheet can be used in a search there."""
-    assert set(RENTED) == set(CLOUDS) == set(BUILT_IN) - {"local", "hosts"}
+    clouds = {name for name in BUILT_IN if kind_of(name).rents and kind_of(name).display_name}
+    assert clouds == set(BUILT_IN) - {"local", "hosts"}
     assert set(VAST.split(", ")) <= set(GPU_NAMES)
 
 
@@ -148,9 +151,14 @@ def row_of(chip):
 
 def test_the_tables_of_the_docs_are_the_catalogue():
     """One row for each chip in the catalogue's order, and one for each chip with NeuronCores."""
-    page = (Path(accelerators.__file__).parents[2] / "docs/accelerators.md").read_text()
+    place = Path(accelerators.__file__).parents[2] / "docs/accelerators.md"
+    page = place.read_text()
     head = "| name | by | GB | CUDA ² | form factors | MIG | rented by |\n| --- | --- | --- | --- | --- | --- | --- |\n"
-    assert head + "\n".join(row_of(chip) for chip in CHIPS) + "\n\n" in page
+    table = head + "\n".join(row_of(chip) for chip in CHIPS) + "\n\n"
+    if os.environ.get("WRITE"):
+        before, _, after = page.partition(head)
+        place.write_text(page := before + table + after.partition("\n\n")[2])
+    assert table in page
     for chip in CHIPS:
         cores = f"| {chip.name} | {chip.neuron_cores} | {chip.neuron_cores // chip.neuron_cores_in_one}"
         assert (cores in page) == bool(chip.neuron_cores)

@@ -13,7 +13,6 @@ from skyward_core.accelerators import Accelerator
 from skyward_core.errors import NoCapacity
 from skyward_core.image.image import runtime_pins
 from skyward_core.machines.offers import (
-    MOST_REASONS,
     Extra,
     Offer,
     Requirements,
@@ -21,11 +20,9 @@ from skyward_core.machines.offers import (
     by_month,
     describe,
     matches,
-    rank,
-    select_instance,
     total_of,
-    why_none,
 )
+from skyward_core.providers.choice import MOST_REASONS, rank, select_instance, why_none
 from skyward_core.provisioning.candidates import ProviderOffers, candidates
 from tests.offers import offer
 

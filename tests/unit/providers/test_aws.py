@@ -33,8 +33,7 @@ from skyward_core.errors import (
 )
 from skyward_core.machines.instances import InstanceState
 from skyward_core.machines.offers import Requirements, matches
-from skyward_core.providers.aws import account, offers, prices, quotas, region_offers
-from skyward_core.providers.aws import launch as aws_launch
+from skyward_core.providers import aws, aws_account, aws_launch, aws_offers
 from skyward_core.providers.base import LAUNCH_TAG, RANK_TAG, Sale, load
 from skyward_core.providers.ssh_keys import host_key, our_key
 from tests.providers.aws import KEY_ID, OFFER, SECRET, SPOT, T4, cloud, make_aws, of_type  # noqa: F401 - a fixture
@@ -107,7 +106,7 @@ def cidrs(cloud: FakeAWS) -> set[str]:
     ],
 )
 def test_a_chip_has_its_catalogue_name_and_memory(name: str, chips: tuple[Any, ...]) -> None:
-    machine = offers.machine_of(every_type()[name], "us-east-1")
+    machine = aws_offers.machine_of(every_type()[name], "us-east-1")
     assert machine is not None
     offer = machine[0]
     assert (offer.accelerators, offer.accelerator, offer.accelerator_memory_gb, offer.form_factor) == chips
@@ -116,7 +115,7 @@ def test_a_chip_has_its_catalogue_name_and_memory(name: str, chips: tuple[Any, .
 @pytest.mark.parametrize("name", ["g6f.xlarge", "gr6f.4xlarge", "dl2q.24xlarge", "vt1.3xlarge", "f2.6xlarge"])
 def test_parts_of_a_chip_and_unknown_chips_are_not_offered(name: str) -> None:
     """If it were offered, it would count as a machine without chips."""
-    assert offers.machine_of(every_type()[name], "us-east-1") is None
+    assert aws_offers.machine_of(every_type()[name], "us-east-1") is None
 
 
 def test_requirements_for_a_chip_match_each_type_that_has_it() -> None:
@@ -124,14 +123,14 @@ def test_requirements_for_a_chip_match_each_type_that_has_it() -> None:
     found = 0
     for kind in every_type().values():
         if kind.get("GpuInfo") or kind.get("NeuronInfo"):
-            machine = offers.machine_of(kind, "us-east-1")
+            machine = aws_offers.machine_of(kind, "us-east-1")
             if machine is None:
                 assert kind["InstanceType"].split(".")[0] in ("g6f", "gr6f")
                 continue
             offer = machine[0]
             requested = parse(f"{offer.accelerators}x{offer.accelerator}-{offer.accelerator_memory_gb:g}GB")
             assert matches(offer, Requirements(accelerator=requested)) is None
-            assert any(kind["InstanceType"].startswith(family.rstrip("*")) for family in region_offers.ACCELERATED)
+            assert any(kind["InstanceType"].startswith(family.rstrip("*")) for family in aws.ACCELERATED)
             found += 1
     assert found > 60
 
@@ -165,7 +164,7 @@ def test_prices_come_from_the_price_list(cloud: FakeAWS) -> None:
 def test_without_the_right_to_read_the_price_list_our_table_is_used(cloud: FakeAWS) -> None:
     """It has prices of us-east-1, which are an estimate elsewhere. A type that it lacks is not sold on demand."""
     cloud.list_prices = None
-    assert sold(T4) == sold(T4, region="eu-west-1") == {"g4dn.xlarge": prices.PRICES["g4dn.xlarge"]}
+    assert sold(T4) == sold(T4, region="eu-west-1") == {"g4dn.xlarge": aws_offers.PRICES["g4dn.xlarge"]}
     assert sold(Requirements(instance_type="r7i.large")) == {}
 
 
@@ -662,7 +661,7 @@ def test_a_recent_machine_that_aws_does_not_know_is_not_gone(cloud: FakeAWS, clo
 )
 def test_an_error_code_determines_the_error(code: str, status: int, kind: type[SkywardError]) -> None:
     """The HTTP status does not matter: no capacity is a 500."""
-    assert account.meaning(code, status) is kind
+    assert aws_account.meaning(code, status) is kind
 
 
 @pytest.mark.parametrize(
@@ -683,9 +682,9 @@ def test_an_error_code_determines_the_error(code: str, status: int, kind: type[S
 )
 def test_a_type_counts_against_a_quota(instance_type: str, is_spot: bool, code: str) -> None:
     """The codes are those of Service Quotas (fact sheet, 1.10). Each type with chips has one on demand."""
-    assert quotas.quota_of(instance_type, is_spot=is_spot)[0] == code
+    assert aws_account.quota_of(instance_type, is_spot=is_spot)[0] == code
     chips = [name for name, kind in every_type().items() if kind.get("GpuInfo") or kind.get("NeuronInfo")]
-    assert [name for name in chips if not quotas.quota_of(name, is_spot=False)[0]] == []
+    assert [name for name in chips if not aws_account.quota_of(name, is_spot=False)[0]] == []
 
 
 def test_a_quota_error_names_the_quota_and_the_page_of_the_console(cloud: FakeAWS) -> None:
@@ -755,7 +754,7 @@ def called() -> set[str]:
     """Return the actions that the code of the provider calls, as IAM names them."""
     session = botocore.session.get_session()
     found: set[str] = set()
-    for file in Path(account.__file__).parent.glob("*.py"):
+    for file in Path(aws.__file__).parent.glob("aws*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             name = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
             if name not in ("ask", "pages") or not isinstance(node, ast.Call):

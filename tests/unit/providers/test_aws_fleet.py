@@ -16,9 +16,8 @@ from skyward_core.accelerators import parse
 from skyward_core.errors import CredentialsError, NoCapacity, ProviderFailed, QuotaExceeded, SkywardError
 from skyward_core.machines.instances import Instance
 from skyward_core.machines.offers import Offer, Requirements
-from skyward_core.providers.aws import cluster, offers
-from skyward_core.providers.aws import launch as aws_launch
-from skyward_core.providers.aws.account import AwsAccount
+from skyward_core.providers import aws_launch, aws_offers
+from skyward_core.providers.aws_account import AwsAccount
 from skyward_core.providers.base import CREATED_TAG, POOL_TAG
 from tests.providers.aws import OFFER, SPOT, T4, cloud, make_aws, of_type  # noqa: F401 - a fixture
 from tests.providers.contract import POOL, STARTUP, tags
@@ -74,7 +73,7 @@ def zones_of(cloud: FakeAWS, launched: Sequence[Instance]) -> set[str]:
 )
 def test_similar_spot_prices_become_one_price(prices: list[float], share: float, sold: list[float]) -> None:
     """The price is the highest of them, so the cost never exceeds the offer."""
-    assert offers.spread(prices, share) == sold
+    assert aws_offers.spread(prices, share) == sold
 
 
 def test_an_offer_lists_equivalent_types(cloud: FakeAWS) -> None:
@@ -109,7 +108,7 @@ def test_an_offer_lists_equivalent_types(cloud: FakeAWS) -> None:
 def test_an_offer_lists_only_the_cheapest_equivalent_types() -> None:
     """The fleet names each of them in each zone."""
     sold = [of_type(f"c{n}.xlarge", is_spot=True, price_per_hour=1.0) for n in range(20)]
-    found = offers.with_others(sold, {offer.instance_type: {1.0 - n / 100} for n, offer in enumerate(sold)}, {})
+    found = aws_offers.with_others(sold, {offer.instance_type: {1.0 - n / 100} for n, offer in enumerate(sold)}, {})
     assert found[0].or_types == tuple(f"c{n}.xlarge" for n in range(19, 11, -1))
     assert found[19].or_types == tuple(f"c{n}.xlarge" for n in range(18, 10, -1))
 
@@ -541,7 +540,7 @@ def test_an_outage_is_not_reported_as_nothing_to_delete(cloud: FakeAWS, account:
 def test_a_launch_deletes_old_groups_of_earlier_pools(cloud: FakeAWS) -> None:
     """It makes one listing and deletes a few at a time; a failure does not stop the launch."""
     leave(cloud, YOUNG, "young")
-    for n in range(cluster.MOST_TIDIED + 2):
+    for n in range(aws_launch.MOST_TIDIED + 2):
         leave(cloud, OLD, f"old{n}")
     launch(TOGETHER, 2)
     assert len(cloud.parameters("DescribePlacementGroups")) == 1

@@ -16,7 +16,7 @@ import skyward_core as sky
 from skyward_core.errors import CredentialsError, ProviderFailed
 from skyward_core.machines.instances import Instance
 from skyward_core.machines.offers import Offer
-from skyward_core.providers.aws import images
+from skyward_core.providers import aws_images
 from skyward_core.providers.base import EXPIRES_TAG, IMAGE_TAG, STARTED_FROM_TAG
 from skyward_core.providers.userdata import FORGET
 from tests.providers.aws import cloud, make_aws  # noqa: F401 - a fixture
@@ -28,7 +28,7 @@ UBUNTU = "ami-0b0700000000000x8"
 CPU = Offer(
     provider="aws", instance_type="c7i.xlarge", region="us-east-1", price_per_hour=0.1785, vcpus=4, memory_gb=8.6
 )
-OURS = {IMAGE_TAG: HASH, images.BASE_TAG: UBUNTU}
+OURS = {IMAGE_TAG: HASH, aws_images.BASE_TAG: UBUNTU}
 
 
 def make(**fields: Any) -> sky.AWS:
@@ -74,7 +74,7 @@ def test_an_image_of_a_machine_is_created_and_the_next_machine_starts_from_it(cl
     ("different", "state", "gb", "region"),
     [
         ({IMAGE_TAG: "ba9876543210"}, "available", 100, "us-east-1"),
-        ({images.BASE_TAG: "ami-0b0700000000000a4"}, "available", 100, "us-east-1"),
+        ({aws_images.BASE_TAG: "ami-0b0700000000000a4"}, "available", 100, "us-east-1"),
         ({}, "pending", 100, "us-east-1"),
         ({}, "failed", 100, "us-east-1"),
         ({}, "available", 500, "us-east-1"),
@@ -115,7 +115,7 @@ def test_an_image_made_from_a_users_ami_is_only_for_that_ami(cloud: FakeAWS) -> 
     mine = cloud.images.add({}, gb=30)
     cloud.images.add(OURS)
     launch(make(ami=mine.id))
-    kept = cloud.images.add(OURS | {images.BASE_TAG: mine.id})
+    kept = cloud.images.add(OURS | {aws_images.BASE_TAG: mine.id})
     launch(make(ami=mine.id), token="L1")
     assert started_from(cloud) == [mine.id, kept.id]
 
@@ -159,7 +159,7 @@ def test_a_failed_search_for_images_does_not_fail_the_launch(cloud: FakeAWS, cap
     assert "UnauthorizedOperation" in caplog.text
 
 
-@pytest.mark.parametrize("code", images.GONE)
+@pytest.mark.parametrize("code", aws_images.GONE)
 def test_an_image_deleted_during_a_launch_does_not_fail_it(cloud: FakeAWS, code: str) -> None:
     """The machine starts from the base image, with another token."""
     kept = cloud.images.add(OURS)
@@ -243,7 +243,7 @@ def test_useless_images_are_deleted_with_their_snapshots(cloud: FakeAWS) -> None
     stay = [
         newer,
         cloud.images.add(until(9), state="pending"),
-        cloud.images.add(until(9) | {images.BASE_TAG: "ami-other"}, at=NOW - timedelta(days=3)),
+        cloud.images.add(until(9) | {aws_images.BASE_TAG: "ami-other"}, at=NOW - timedelta(days=3)),
         cloud.images.add(until(9), gb=500, at=NOW - timedelta(days=3)),
         cloud.images.add(OURS | {IMAGE_TAG: "young"}, at=NOW - timedelta(days=13)),
         cloud.images.add({"Name": "golden"}, at=NOW - timedelta(days=900)),

@@ -37,11 +37,15 @@ from skyward_core.providers.base import (
     RANK_TAG,
     load,
 )
-from skyward_core.providers.digitalocean.api import doctl_token
-from skyward_core.providers.digitalocean.instances import state_of
-from skyward_core.providers.digitalocean.offers import image_of, to_offers
-from skyward_core.providers.digitalocean.provider import DigitalOcean
-from skyward_core.providers.digitalocean.tags import name_of, to_tags
+from skyward_core.providers.digitalocean import (
+    DigitalOcean,
+    doctl_token,
+    image_of,
+    name_of,
+    state_of,
+    to_offers,
+    to_tags,
+)
 from skyward_core.providers.ssh_keys import host_key, our_key
 from skyward_core.providers.tagging import launch_word
 from skyward_core.provisioning.candidates import ask, candidates

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import skyward_core as sky
-from skyward_core.providers.aws.provider import AWS
-from skyward_core.providers.digitalocean.provider import DigitalOcean
-from skyward_core.providers.runpod.provider import RunPod
-from skyward_core.providers.vastai.provider import VastAI
+from skyward_core.providers.aws import AWS
+from skyward_core.providers.digitalocean import DigitalOcean
+from skyward_core.providers.runpod import RunPod
+from skyward_core.providers.vastai import VastAI
 from tests.live_checks import findings
 from tests.live_record import Recorder, cleaned, secrets_here
 from tests.providers import fake_digitalocean, fake_runpod, fake_vastai

@@ -18,12 +18,13 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.errors import SkywardError
-from skyward_core.machines.offers import Offer, Requirements, rank
-from skyward_core.providers.aws.provider import AWS
-from skyward_core.providers.digitalocean.provider import DigitalOcean
-from skyward_core.providers.runpod.provider import RunPod
-from skyward_core.providers.vastai.provider import VastAI
-from skyward_core.providers.verda.provider import Verda
+from skyward_core.machines.offers import Offer, Requirements
+from skyward_core.providers.aws import AWS
+from skyward_core.providers.choice import rank
+from skyward_core.providers.digitalocean import DigitalOcean
+from skyward_core.providers.runpod import RunPod
+from skyward_core.providers.vastai import VastAI
+from skyward_core.providers.verda import Verda
 from skyward_core.provisioning.candidates import ask, candidates
 from tests.providers import fake_digitalocean, fake_runpod, fake_vastai, fake_verda
 from tests.providers.aws import OFFER, SECRET, as_us

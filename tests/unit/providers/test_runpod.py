@@ -18,8 +18,7 @@ from skyward_core.machines.instances import InstanceState
 from skyward_core.machines.offers import Offer, Requirements, matches, total_of
 from skyward_core.providers import ssh_keys, userdata
 from skyward_core.providers.base import LAUNCH_TAG, RANK_TAG, load
-from skyward_core.providers.runpod.instances import STATES
-from skyward_core.providers.runpod.provider import RunPod
+from skyward_core.providers.runpod import STATES, RunPod
 from skyward_core.provisioning.candidates import ask, candidates
 from tests.providers.contract import POOL, STARTUP, Make, RestContract, tags
 from tests.providers.contract import cheapest as cheapest_of

@@ -16,12 +16,10 @@ import skyward_core as sky
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, RateLimited
 from skyward_core.machines.instances import InstanceState
 from skyward_core.machines.offers import Offer, Requirements
-from skyward_core.providers import ssh_keys
+from skyward_core.providers import ssh_keys, vastai
 from skyward_core.providers.base import LAUNCH_TAG, load
 from skyward_core.providers.tagging import MORE_TAGS
-from skyward_core.providers.vastai import launch
-from skyward_core.providers.vastai.boot import MAIN, UNPACKED, environment_of, joined
-from skyward_core.providers.vastai.provider import VastAI
+from skyward_core.providers.vastai import MAIN, UNPACKED, VastAI, environment_of, joined
 from tests.providers.contract import POOL, STARTUP, Make, RestContract, tags
 from tests.providers.contract import cheapest as cheapest_of
 from tests.providers.fake_vastai import GONE, KEY, SPENT, FakeVast, ask, refusal
@@ -412,15 +410,15 @@ def test_a_container_of_a_refused_call_is_destroyed(fake: FakeVast, status: int)
 def test_creating_calls_have_a_minimum_distance(fake: FakeVast, clock: Clock) -> None:
     """Vast.ai refuses calls that come sooner."""
     VastAI().launch(cheapest(), 3, tags(), STARTUP)
-    assert clock.pauses[:3] == [0.0, launch.CREATE_SECONDS, launch.CREATE_SECONDS]
-    assert launch.CREATE_SECONDS > 4
+    assert clock.pauses[:3] == [0.0, vastai.CREATE_SECONDS, vastai.CREATE_SECONDS]
+    assert vastai.CREATE_SECONDS > 4
 
 
 def test_a_creating_call_that_came_too_early_is_repeated_late_enough(fake: FakeVast, clock: Clock) -> None:
     """Vast.ai wants 4.5 s between two, and punishes an earlier one. The next call keeps the distance to the last try."""
     fake.fail("PUT", "/api/v0/asks/", fake.too_many, times=2)
     VastAI().launch(cheapest(), 2, tags(), STARTUP)
-    assert clock.pauses[:4] == [0.0, 4.5, 9.0, launch.CREATE_SECONDS]
+    assert clock.pauses[:4] == [0.0, 4.5, 9.0, vastai.CREATE_SECONDS]
 
 
 @pytest.mark.parametrize(
@@ -484,7 +482,7 @@ def test_a_machine_that_disappears_during_the_wait_ends_the_launch(
     """Two listings lack it after one that had it."""
     fake.hidden = 2
     listings: list[int] = []
-    listing = launch.all_containers
+    listing = vastai.all_containers
 
     def vanishing(api: Any) -> Iterator[Any]:
         listings.append(len(rows := list(listing(api))))
@@ -492,7 +490,7 @@ def test_a_machine_that_disappears_during_the_wait_ends_the_launch(
             fake.containers.clear()
         yield from rows
 
-    monkeypatch.setattr(launch, "all_containers", vanishing)
+    monkeypatch.setattr(vastai, "all_containers", vanishing)
     with pytest.raises(NoCapacity) as caught:
         VastAI().launch(cheapest(), 1, tags(), STARTUP)
     assert caught.value.code == "gone"

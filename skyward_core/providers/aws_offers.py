@@ -10,13 +10,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from skyward_core.accelerators.catalog import find
-from skyward_core.errors import (
-    BadRequest,
-    SkywardError,
-)
+from skyward_core.errors import BadRequest, SkywardError
 from skyward_core.machines.offers import Extra, Offer, by_month
-from skyward_core.providers.aws.account import PAGE, AwsAccount, each, number
-from skyward_core.providers.aws.prices import PRICES, REGION
+from skyward_core.providers.aws_account import PAGE, AwsAccount, each, number
 
 GB = 1e9
 MIB = 1024**2
@@ -260,3 +256,29 @@ def spot_prices(account: AwsAccount, region: str, types: Sequence[str]) -> Price
         if is_usual and price and (place not in found or found[place][0] < entry["Timestamp"]):
             found[place] = (entry["Timestamp"], price)
     return {place: price for place, (_, price) in found.items()}
+
+
+# ── our own table of prices ──────────────────────────────────────────────────────────────────────────────────────────
+
+SOURCE = "Karpenter's static price list, us-east-1 (fact sheet of 2026-11-20, section 1.11)"
+CHECKED = "2026-07-20"
+REGION = "us-east-1"
+
+PRICE_LIST = """
+g4dn.xlarge 0.526, g4dn.2xlarge 0.752, g4dn.4xlarge 1.204, g4dn.8xlarge 2.176, g4dn.12xlarge 3.912,
+g4dn.16xlarge 4.352, g4dn.metal 7.824, g4ad.xlarge 0.3785, g4ad.2xlarge 0.5412, g4ad.4xlarge 0.867,
+g4ad.8xlarge 1.734, g4ad.16xlarge 3.468, g5.xlarge 1.006, g5.2xlarge 1.212, g5.4xlarge 1.624, g5.8xlarge 2.448,
+g5.12xlarge 5.672, g5.16xlarge 4.096, g5.24xlarge 8.144, g5.48xlarge 16.29, g5g.xlarge 0.42, g5g.2xlarge 0.556,
+g5g.4xlarge 0.828, g5g.8xlarge 1.372, g5g.16xlarge 2.744, g5g.metal 2.744, g6.xlarge 0.8048, g6.2xlarge 0.9776,
+g6.4xlarge 1.323, g6.8xlarge 2.014, g6.12xlarge 4.602, g6.16xlarge 3.397, g6.24xlarge 6.675, g6.48xlarge 13.35,
+gr6.4xlarge 1.539, gr6.8xlarge 2.446, g6e.xlarge 1.861, g6e.2xlarge 2.242, g6e.4xlarge 3.004, g6e.8xlarge 4.529,
+g6e.12xlarge 10.49, g6e.16xlarge 7.577, g6e.24xlarge 15.07, g6e.48xlarge 30.13, g7.2xlarge 2.52,
+g7.4xlarge 3.042, g7.8xlarge 4.086, g7.12xlarge 7.128, g7.24xlarge 14.26, g7.48xlarge 28.51, g7e.2xlarge 3.363,
+g7e.4xlarge 3.998, g7e.8xlarge 5.268, g7e.12xlarge 8.286, g7e.24xlarge 16.57, g7e.48xlarge 33.14,
+p3dn.24xlarge 31.21, p4d.24xlarge 21.96, p4de.24xlarge 27.45, p5.4xlarge 6.88, p5.48xlarge 55.04,
+p5en.48xlarge 63.3, p6-b200.48xlarge 113.9, p6-b300.48xlarge 142.4, trn1.2xlarge 1.344, trn1.32xlarge 21.5,
+trn1n.32xlarge 24.78, inf1.xlarge 0.228, inf1.2xlarge 0.362, inf1.6xlarge 1.18, inf1.24xlarge 4.721,
+inf2.xlarge 0.7582, inf2.8xlarge 1.968, inf2.24xlarge 6.491, inf2.48xlarge 12.98, t3.micro 0.0104,
+t3.large 0.0832, m7i.large 0.1008, m7i.4xlarge 0.8064, c7i.xlarge 0.1785, c7i.4xlarge 0.714, c8g.4xlarge 0.638
+"""
+PRICES: Mapping[str, float] = {name: float(usd) for name, usd in map(str.split, PRICE_LIST.split(","))}

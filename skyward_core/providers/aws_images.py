@@ -26,7 +26,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from skyward_core.errors import BadRequest, CredentialsError, ProviderFailed, SkywardError
-from skyward_core.providers.aws.account import AwsAccount, collected, number
+from skyward_core.providers.aws_account import AwsAccount, collected, number, pairs_of, tags_of
 from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, IMAGE_TAG, OWNER_TAG
 
 BASE_TAG = "skyward-image-base"
@@ -82,7 +82,7 @@ def kept(account: AwsAccount, region: str, want: KeptImageQuery, *states: str) -
 
 def lengthen(account: AwsAccount, region: str, image: Mapping[str, Any], until: datetime) -> None:
     """Keep a used image at least until that time. A failure is logged; it only shortens the image's life."""
-    expires_at = number(_tags(image).get(EXPIRES_TAG))
+    expires_at = number(tags_of(image).get(EXPIRES_TAG))
     if expires_at is not None and expires_at + RENEWED_AFTER_SECONDS > until.timestamp():
         return
     try:
@@ -91,7 +91,7 @@ def lengthen(account: AwsAccount, region: str, image: Mapping[str, Any], until: 
             "ec2",
             "create_tags",
             Resources=[image["ImageId"]],
-            Tags=[{"Key": EXPIRES_TAG, "Value": str(int(until.timestamp()))}],
+            Tags=pairs_of({EXPIRES_TAG: str(int(until.timestamp()))}),
         )
     except SkywardError as error:
         log.warning("%s could not be marked as used: %s", image["ImageId"], error)
@@ -121,7 +121,7 @@ def keep(
     if machine is None:
         raise ProviderFailed(f"{machine_id} is not listed")
     (base,) = account.ask(region, "ec2", "describe_images", ImageIds=[machine["ImageId"]])["Images"]
-    if IMAGE_TAG in _tags(base):
+    if IMAGE_TAG in tags_of(base):
         return None
     if there := kept(account, region, wanted(image_hash, base, disk_gb), AVAILABLE, PENDING):
         log.info(
@@ -154,7 +154,6 @@ def _request(account: AwsAccount, region: str, machine_id: str, name: str, tags:
 
     Returns None if its answer is lost, or if the image exists already.
     """
-    pairs = [{"Key": key, "Value": value} for key, value in tags.items()]
     try:
         answer = account.ask(
             region,
@@ -165,7 +164,7 @@ def _request(account: AwsAccount, region: str, machine_id: str, name: str, tags:
             Name=name,
             Description=f"A machine of Skyward, prepared with the packages of image {tags[IMAGE_TAG]}",
             NoReboot=True,
-            TagSpecifications=[{"ResourceType": kind, "Tags": pairs} for kind in ("image", "snapshot")],
+            TagSpecifications=[{"ResourceType": kind, "Tags": pairs_of(tags)} for kind in ("image", "snapshot")],
         )
     except ProviderFailed as error:
         log.warning("it is unknown whether %s is being created: %s", name, error)
@@ -232,7 +231,7 @@ def prune(account: AwsAccount, region: str, now: datetime, keep_days: float, *, 
     for image, why in doomed:
         line = (
             f"image {image['ImageId']} in {region}, {root_gb(image)} GiB with the packages of"
-            f" {_tags(image)[IMAGE_TAG]}: {why}"
+            f" {tags_of(image)[IMAGE_TAG]}: {why}"
         )
         with collected(failures):
             if not is_dry_run:
@@ -259,7 +258,7 @@ def _doomed(
         if image["State"] == AVAILABLE:
             newest[_kind(image)] = image
     for image in images:
-        until = number(_tags(image).get(EXPIRES_TAG))
+        until = number(tags_of(image).get(EXPIRES_TAG))
         is_over = (
             now.timestamp() >= until if until is not None else _date(image.get("CreationDate"), now) + keep_for <= now
         )
@@ -272,7 +271,7 @@ def _doomed(
 
 
 def _kind(image: Mapping[str, Any]) -> tuple[str, str, int]:
-    tags = _tags(image)
+    tags = tags_of(image)
     return tags[IMAGE_TAG], tags.get(BASE_TAG, ""), root_gb(image)
 
 
@@ -332,7 +331,7 @@ def _deleted(account: AwsAccount, region: str, snapshot_id: str) -> bool:
 def _ours(account: AwsAccount, region: str, filters: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
     """Return this account's images that pass the filters and have our tag, never images of other accounts."""
     found = account.pages(region, "ec2", "describe_images", "Images", Owners=["self"], Filters=_filters(filters))
-    return [image for image in found if IMAGE_TAG in _tags(image)]
+    return [image for image in found if IMAGE_TAG in tags_of(image)]
 
 
 def _snapshots(account: AwsAccount, region: str, filters: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
@@ -349,10 +348,6 @@ def _snapshots_of(image: Mapping[str, Any]) -> list[str]:
         for device in image.get("BlockDeviceMappings", [])
         if (snapshot_id := device.get("Ebs", {}).get("SnapshotId"))
     ]
-
-
-def _tags(thing: Mapping[str, Any]) -> dict[str, str]:
-    return {tag["Key"]: tag["Value"] for tag in thing.get("Tags", [])}
 
 
 def _date(value: object, now: datetime) -> datetime:

@@ -1,7 +1,7 @@
 """SSH to a machine of EC2 through Session Manager, without an open port: the proxy command of provider aws
 (`instances.Endpoint.proxy_command`).
 
-    python -m skyward_core.providers.aws.session_manager INSTANCE REGION [PROFILE [ENDPOINT_URL]]
+    python -m skyward_core.providers.aws_session_manager INSTANCE REGION [PROFILE [ENDPOINT_URL]]
 
 This process requests a session with port 22 of the machine, then becomes AWS's own `session-manager-plugin`, which
 carries the bytes:
@@ -33,7 +33,7 @@ from typing import Any
 
 from skyward_core.concurrency.backoff import Backoff
 from skyward_core.errors import BadRequest, CredentialsError, ProviderFailed, SkywardError
-from skyward_core.providers.aws.account import AwsAccount
+from skyward_core.providers.aws_account import AwsAccount
 from skyward_core.transport.proxy_command import PYTHON, REFUSED, WRONG
 
 PLUGIN = "session-manager-plugin"
@@ -57,7 +57,7 @@ def command(instance_id: str, region: str, profile: str | None, endpoint_url: st
     words = [instance_id, region, profile or "", endpoint_url or ""]
     while not words[-1]:
         words.pop()
-    return (PYTHON, "-m", "skyward_core.providers.aws.session_manager", *words)
+    return (PYTHON, "-m", "skyward_core.providers.aws_session_manager", *words)
 
 
 def plugin() -> str:

@@ -12,14 +12,7 @@ from pathlib import Path
 from typing import Any, Self, cast
 from urllib.parse import quote
 
-from skyward_core.errors import (
-    BadRequest,
-    CredentialsError,
-    NoCapacity,
-    ProviderFailed,
-    QuotaExceeded,
-    SkywardError,
-)
+from skyward_core.errors import BadRequest, CredentialsError, NoCapacity, ProviderFailed, QuotaExceeded, SkywardError
 from skyward_core.providers._http import Advice, Api, field_of, rows_in
 
 type Json = dict[str, Any]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -12,15 +13,20 @@ from ipaddress import ip_network
 from typing import Any
 
 from skyward_core.accelerators.catalog import find
-from skyward_core.errors import (
-    BadRequest,
-    CredentialsError,
-    ProviderFailed,
-    SkywardError,
-)
+from skyward_core.errors import BadRequest, CredentialsError, ProviderFailed, SkywardError
 from skyward_core.machines.offers import Offer
-from skyward_core.providers.aws.account import COMING, AwsAccount, collected, meaning, number, state_of
-from skyward_core.providers.aws.offers import WITHOUT_IMAGE
+from skyward_core.providers.aws_account import (
+    COMING,
+    AwsAccount,
+    collected,
+    each,
+    meaning,
+    number,
+    pairs_of,
+    state_of,
+    tags_of,
+)
+from skyward_core.providers.aws_offers import WITHOUT_IMAGE
 from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, POOL_TAG, Tags
 
 AGAIN_SECONDS = (0.5, 1.0, 2.0, 4.0)
@@ -73,7 +79,7 @@ def tagged(offer: Offer, tags: Tags, price: float) -> dict[str, Any]:
     prices = {PRICE_TAG: repr(price)}
     if (dear := offer.on_demand_price_per_hour) is not None:
         prices[ON_DEMAND_PRICE_TAG] = repr(dear)
-    pairs = [{"Key": name, "Value": value} for name, value in {"Name": tags[POOL_TAG], **tags, **prices}.items()]
+    pairs = pairs_of({"Name": tags[POOL_TAG], **tags, **prices})
     return {
         "TagSpecifications": [
             {"ResourceType": kind, "Tags": pairs} for kind in ("instance", "volume", "network-interface")
@@ -137,7 +143,7 @@ def group_of(account: AwsAccount, region: str, vpc_id: str, cidr: str | None) ->
                 GroupName=name,
                 VpcId=vpc_id,
                 Description=f"Machines of Skyward pools: {from_clients}, anything among themselves",
-                TagSpecifications=[{"ResourceType": "security-group", "Tags": [{"Key": "Name", "Value": name}]}],
+                TagSpecifications=[{"ResourceType": "security-group", "Tags": pairs_of({"Name": name})}],
             )
         except BadRequest as error:
             if error.code != "InvalidGroup.Duplicate":  # another client has created it meanwhile
@@ -196,10 +202,7 @@ def placement_groups(account: AwsAccount, region: str) -> dict[str, dict[str, st
     found = account.ask(
         region, "ec2", "describe_placement_groups", Filters=[{"Name": "tag-key", "Values": [POOL_TAG]}]
     )["PlacementGroups"]
-    return {
-        group["GroupName"]: {POOL_TAG: "", **{tag["Key"]: tag["Value"] for tag in group.get("Tags", [])}}
-        for group in found
-    }
+    return {group["GroupName"]: {POOL_TAG: "", **tags_of(group)} for group in found}
 
 
 def placement_group_deleted(account: AwsAccount, region: str, name: str) -> bool:
@@ -245,7 +248,7 @@ def prune_launches(account: AwsAccount, region: str, now: datetime, *, is_dry_ru
         log.info("launch templates and placement groups in %s cannot be listed: %s", region, error)
         return []
     for template in templates:
-        name, tags = template["LaunchTemplateName"], {tag["Key"]: tag["Value"] for tag in template.get("Tags", [])}
+        name, tags = template["LaunchTemplateName"], tags_of(template)
         if created_at(tags) < oldest_kept:
             with collected(failures):
                 if not is_dry_run:
@@ -281,3 +284,191 @@ def why_failed(machine: Mapping[str, Any]) -> SkywardError:
     return kind(f"{machine['InstanceId']} ended during its creation: {code} {reason.get('Message', '')}").coded(
         reason_code
     )
+
+
+# ── network and placement of machines that work together ─────────────────────────────────────────────────────────────
+
+MOST_TIDIED = 8
+"""The most old placement groups that one launch deletes, all at once, so that the launch is not delayed."""
+
+
+def kinds_of(account: AwsAccount, region: str, types: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the descriptions of instance types by DescribeInstanceTypes."""
+    return account.pages(
+        region,
+        "ec2",
+        "describe_instance_types",
+        "InstanceTypes",
+        Filters=[{"Name": "instance-type", "Values": list(types)}],
+    )
+
+
+def has_efa(kind: Mapping[str, Any]) -> bool:
+    """Return whether a type has EFA, by its description of DescribeInstanceTypes."""
+    return bool((kind.get("NetworkInfo") or {}).get("EfaInfo"))
+
+
+def efa_cards(kind: Mapping[str, Any]) -> list[int]:
+    """Return the indices of a type's network cards that can have an EFA.
+
+    The first card of a p6-b300 cannot (fact sheet, 1.3).
+    """
+    network = kind.get("NetworkInfo") or {}
+    most = (network.get("EfaInfo") or {}).get("MaximumEfaInterfaces", 0)
+    cards = network.get("NetworkCards") or [{}]
+    return [
+        card.get("NetworkCardIndex", 0)
+        for card in cards
+        if {"efa", "efa-only"} & set(card.get("InterfaceTypes") or ("efa",))
+    ][:most]
+
+
+def interfaces(group_id: str, cards: Sequence[int], *, is_public: bool) -> list[dict[str, Any]]:
+    """Return the network interfaces of a machine, without the subnet: one, or one for each card with EFA.
+
+    A machine with several interfaces cannot get a public address in the creating call: AWS refuses the parameter (fact
+    sheet, 1.3). So a machine with a public address has one interface. The first interface carries IP, and EFA if its
+    card can. The others carry EFA only, and need no addresses; each is the first device of its card (EC2 guide,
+    "Maximize network bandwidth on instances with multiple network cards", 2026-11).
+    """
+    first: dict[str, Any] = {"DeviceIndex": 0, "Groups": [group_id], "DeleteOnTermination": True}
+    if 0 in cards:
+        first |= {"NetworkCardIndex": 0, "InterfaceType": "efa"}
+    others = [
+        {
+            "DeviceIndex": 0,
+            "NetworkCardIndex": card,
+            "InterfaceType": "efa-only",
+            "Groups": [group_id],
+            "DeleteOnTermination": True,
+        }
+        for card in cards
+        if card and not is_public
+    ]
+    return [first, *others] if others else [first | {"AssociatePublicIpAddress": is_public}]
+
+
+class ClusterNetwork:
+    """EFA and placement groups for the machines of one launch; neither, without descriptions of their types (`kinds`).
+
+    If the credentials do not allow EFA or placement groups, the machines start without them, with a warning.
+    """
+
+    def __init__(
+        self, account: AwsAccount, region: str, tags: Tags, kinds: Sequence[Mapping[str, Any]] = (), *, is_public: bool
+    ) -> None:
+        self._account = account
+        self._region = region
+        self._tags = tags
+        self._is_public = is_public
+        self._kinds = {str(kind["InstanceType"]): kind for kind in kinds if has_efa(kind)}
+        self._open_groups: dict[str, bool] = {}
+        """Whether EFA is possible with a security group, by its id."""
+        self._placements: dict[str, str | None] = {}
+        """The placement group of each zone; None where the credentials do not allow one."""
+        self._logged_types: set[str] = set()
+
+    def interfaces(self, instance_type: str, group_id: str) -> list[dict[str, Any]]:
+        """Return the network interfaces of a machine; open its security group for EFA."""
+        kind = self._kinds.get(instance_type)
+        if kind is None or not self._is_open(group_id):
+            return interfaces(group_id, (), is_public=self._is_public)
+        cards = efa_cards(kind)
+        made = interfaces(group_id, cards, is_public=self._is_public)
+        if instance_type not in self._logged_types:
+            self._logged_types.add(instance_type)
+            has = sum(one.get("InterfaceType") in ("efa", "efa-only") for one in made)
+            why = (
+                "; machines with a public address have one network interface: use_private_ip=True has them all"
+                if has < len(cards)
+                else ""
+            )
+            log.info("%s gets %d of its %d EFA interfaces%s", instance_type, has, len(cards), why)
+        return made
+
+    def _is_open(self, group_id: str) -> bool:
+        """Allow all traffic between a security group's machines, both ways; return whether EFA is possible.
+
+        EFA needs rules that name the group itself (fact sheet, 1.3).
+        """
+        if group_id not in self._open_groups:
+            rule = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group_id}]}
+            try:
+                self._account.ask(
+                    self._region, "ec2", "authorize_security_group_egress", GroupId=group_id, IpPermissions=[rule]
+                )
+            except CredentialsError as error:
+                log.warning("no EFA between the machines: %s", error)
+                self._open_groups[group_id] = False
+                return False
+            except BadRequest as error:
+                if error.code != "InvalidPermission.Duplicate":
+                    raise
+            self._open_groups[group_id] = True
+        return self._open_groups[group_id]
+
+    def placement(self, instance_type: str, zone: str) -> dict[str, Any]:
+        """Return the placement parameters of a creating call; the placement group exists when this returns."""
+        kind = self._kinds.get(instance_type)
+        if kind is None or "cluster" not in (kind.get("PlacementGroupInfo") or {}).get("SupportedStrategies", ()):
+            return {}
+        if zone not in self._placements:
+            if not self._placements:
+                self._delete_old_groups()
+            self._placements[zone] = self._create_group(zone)
+        name = self._placements[zone]
+        return {} if name is None else {"Placement": {"GroupName": name}}
+
+    def _create_group(self, zone: str) -> str | None:
+        name = f"skyward-{re.sub(r'[^A-Za-z0-9._-]', '_', self._tags[POOL_TAG])}-{zone}"
+        try:
+            self._account.ask(
+                self._region,
+                "ec2",
+                "create_placement_group",
+                GroupName=name,
+                Strategy="cluster",
+                TagSpecifications=[{"ResourceType": "placement-group", "Tags": pairs_of({"Name": name, **self._tags})}],
+            )
+        except CredentialsError as error:
+            log.warning("no placement group for the machines: %s", error)
+            return None
+        except BadRequest as error:
+            if error.code != "InvalidPlacementGroup.Duplicate":  # an earlier launch of the pool has created it
+                raise
+        return name
+
+    def _delete_old_groups(self) -> None:
+        """Delete placement groups that earlier pools have left. A failure is logged and stops no launch."""
+        oldest_kept = time.time() - OLD_SECONDS
+        try:
+            there = placement_groups(self._account, self._region)
+            old = [
+                name
+                for name, tags in there.items()
+                if tags[POOL_TAG] != self._tags[POOL_TAG] and created_at(tags) < oldest_kept
+            ]
+            each(old[:MOST_TIDIED], lambda name: placement_group_deleted(self._account, self._region, name))
+        except SkywardError as error:
+            log.info("placement groups of earlier pools are left: %s", error)
+
+    def zones(self) -> set[str]:
+        """Return the zones in which new machines must be, because EFA works only within a zone; empty if any zone does.
+
+        These are the zones in which the pool has machines now.
+        """
+        if not self._kinds:
+            return set()
+        there = self._account.machines(self._region, {"Name": f"tag:{POOL_TAG}", "Values": [self._tags[POOL_TAG]]})
+        return {str(machine["Placement"]["AvailabilityZone"]) for machine in there if state_of(machine) in COMING}
+
+    def tidy(self, zone: str | None) -> None:
+        """Delete the placement groups of this launch, except in the zone that has the machines.
+
+        Never fails. AWS refuses to delete a group that is in use.
+        """
+        for name in [name for other, name in self._placements.items() if name is not None and other != zone]:
+            try:
+                placement_group_deleted(self._account, self._region, name)
+            except SkywardError as error:
+                log.info("placement group %s is left, and deleted later: %s", name, error)

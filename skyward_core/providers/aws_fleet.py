@@ -47,9 +47,8 @@ from skyward_core.errors import (
     RateLimited,
     SkywardError,
 )
-from skyward_core.providers.aws import launch as aws_launch
-from skyward_core.providers.aws.account import COMING, AwsAccount, each, number, state_of, terminated
-from skyward_core.providers.aws.launch import PRICE_TAG, template_deleted
+from skyward_core.providers.aws_account import COMING, AwsAccount, each, number, pairs_of, state_of, tags_of, terminated
+from skyward_core.providers.aws_launch import AGAIN_SECONDS, PRICE_TAG, template_deleted
 from skyward_core.providers.base import LAUNCH_TAG, Tags
 
 CALL_TAG = "skyward-call"
@@ -129,7 +128,6 @@ def _fleet(
     configs: dict[str, list[dict[str, Any]]] = {}
     for pool, name in zip(pools, names, strict=True):
         configs.setdefault(name, []).append({"InstanceType": pool.instance_type, "SubnetId": pool.subnet_id})
-    own = [{"Key": CALL_TAG, "Value": call}]
     return {
         "Type": "instant",
         "LaunchTemplateConfigs": [
@@ -146,7 +144,9 @@ def _fleet(
             "MinTargetCapacity": count,
         },
         "TagSpecifications": [
-            {**spec, "Tags": [*spec["Tags"], *own]} for spec in tagging if spec["ResourceType"] in FLEET_ONLY
+            {**spec, "Tags": [*spec["Tags"], *pairs_of({CALL_TAG: call})]}
+            for spec in tagging
+            if spec["ResourceType"] in FLEET_ONLY
         ],
     }
 
@@ -159,7 +159,6 @@ def _templates(
 
     A template that exists already is from the same launch and has the same content.
     """
-    pairs = [{"Key": key, "Value": value} for key, value in tags.items()]
 
     def make(name: str) -> None:
         try:
@@ -170,7 +169,7 @@ def _templates(
                 LaunchTemplateName=name,
                 LaunchTemplateData=wanted[name],
                 ClientToken=_digest(name),
-                TagSpecifications=[{"ResourceType": "launch-template", "Tags": pairs}],
+                TagSpecifications=[{"ResourceType": "launch-template", "Tags": pairs_of(tags)}],
             )
         except BadRequest as error:
             if not error.code.startswith("InvalidLaunchTemplateName.AlreadyExists"):
@@ -197,7 +196,7 @@ def _requested(
     The answer may report throttling. Then nothing was created, and the request is repeated.
     """
     count = parameters["TargetCapacitySpecification"]["TotalTargetCapacity"]
-    for turn, pause in enumerate((*aws_launch.AGAIN_SECONDS, None)):
+    for turn, pause in enumerate((*AGAIN_SECONDS, None)):
         answer = _answer(account, region, parameters, _digest([call, turn]))
         if answer is None:
             return _found(account, region, call, count), ""
@@ -219,7 +218,7 @@ def _requested(
 
 def _answer(account: AwsAccount, region: str, parameters: Mapping[str, Any], token: str) -> Mapping[str, Any] | None:
     """Send the creating call, again with its token while its outcome is unknown; return None if it stays unknown."""
-    for pause in (*aws_launch.AGAIN_SECONDS, None):
+    for pause in (*AGAIN_SECONDS, None):
         try:
             return account.ask(region, "ec2", "create_fleet", once=True, ClientToken=token, **parameters)
         except ProviderFailed as error:
@@ -316,14 +315,17 @@ def ranked(machines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     launches: dict[str, list[Mapping[str, Any]]] = {}
     for machine in machines:
-        launches.setdefault(_tag(machine, LAUNCH_TAG) or machine["InstanceId"], []).append(machine)
+        launches.setdefault(tags_of(machine).get(LAUNCH_TAG) or machine["InstanceId"], []).append(machine)
     return [{**machine, "AmiLaunchIndex": place} for some in launches.values() for machine, place in _places(some)]
 
 
 def _places(machines: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:
     taken: dict[int, Mapping[str, Any]] = {}
     left = sorted(machines, key=lambda machine: str(machine["InstanceId"]))
-    for says in (lambda machine: _tag(machine, PLACE_TAG), lambda machine: str(machine.get("AmiLaunchIndex", ""))):
+    for says in (
+        lambda machine: tags_of(machine).get(PLACE_TAG, ""),
+        lambda machine: str(machine.get("AmiLaunchIndex", "")),
+    ):
         for machine in list(left):
             place = says(machine)
             if place.isdecimal() and int(place) not in taken:
@@ -356,7 +358,7 @@ def settled(
     for machine in machines:
         tags_to_write: dict[str, str] = {}
         price = prices.get((machine["InstanceType"], machine["Placement"]["AvailabilityZone"]))
-        if price is not None and price != number(_tag(machine, PRICE_TAG)):
+        if price is not None and price != number(tags_of(machine).get(PRICE_TAG)):
             tags_to_write[PRICE_TAG] = repr(price)
         if machine["AmiLaunchIndex"] != indices[machine["InstanceId"]]:
             tags_to_write[PLACE_TAG] = str(machine["AmiLaunchIndex"])
@@ -365,7 +367,7 @@ def settled(
 
     def write(pairs: tuple[tuple[str, str], ...]) -> None:
         some = [machine["InstanceId"] for machine in changes[pairs]]
-        tags = [{"Key": key, "Value": value} for key, value in pairs]
+        tags = pairs_of(dict(pairs))
         try:
             account.ask(region, "ec2", "create_tags", Resources=some, Tags=tags)
         except SkywardError as error:
@@ -378,7 +380,3 @@ def settled(
 
     each(list(changes), write)
     return machines
-
-
-def _tag(machine: Mapping[str, Any], name: str) -> str:
-    return next((str(tag["Value"]) for tag in machine.get("Tags", []) if tag["Key"] == name), "")

@@ -1,1 +1,0 @@
-"""AWS EC2. `provider` is the provider; the others are its parts. Importing the package imports nothing."""
