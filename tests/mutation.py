@@ -41,7 +41,7 @@ LEDGER = (
     "unit/session/test_paid_time.py",
 )
 DISPATCHER = (
-    *("call_events", "calls", "connection_state", "dispatcher", "fetches", "function_files", "items", "kept_calls"),
+    *("calls", "connection_state", "dispatcher", "function_files", "kept_calls"),
     *("losses", "members", "outbox", "placement", "roster", "shipments"),
 )
 OTHERS = {

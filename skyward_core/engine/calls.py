@@ -12,22 +12,27 @@ States of a call:
 On a pool that drains or closes no call waits: a call that comes back into the queue raises the error of `drain` or
 `close`.
 
-`outbox.py` has the queue, `fetches.py` the large outcomes in transit, `shipments.py` the batches in flight.
+Items of streaming calls come in the order of their numbers, in reports. A missing item is lost, with the messages of a
+scheduler that is gone or had no room. Then the call is stopped and raises NodeLost, because its generator cannot yield
+the item again. A call whose first item has come does not run again.
+
+`outbox.py` has the queue, `shipments.py` the batches in flight.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from skyward_core.engine import actions as do
 from skyward_core.engine.connection_state import ConnectionState
-from skyward_core.engine.fetches import Fetches, Fetching
 from skyward_core.engine.members import Members
 from skyward_core.engine.outbox import Entry, Queue
 from skyward_core.errors import NodeLost, SkywardError
-from skyward_core.events.events import CallProgress, CallRetrying
-from skyward_core.worker.wire import Outcome, OutcomeKind, Parcel
+from skyward_core.events.events import CallProgress, CallReported, CallRetrying, LogLine
+from skyward_core.worker.wire import Item, Outcome, OutcomeKind, Output, Parcel, Report, ReportedMetrics
 
 PROGRESS_SECONDS = 0.1
 
@@ -349,3 +354,180 @@ class CallTable:
         if counts != self._progress and (is_all or now - self._progress_at > PROGRESS_SECONDS):
             self._progress, self._progress_at = counts, now
             self._do(do.EmitEvent(CallProgress(*counts)))
+
+
+FETCH_SECONDS = 120.0  # how long a fetch whose connection is cut is repeated while the node lives: as long as a lease
+KNOWN_SECONDS = 30.0  # how long the outcome of a node that has just joined waits until this client knows the node
+
+
+@dataclass(slots=True)
+class Fetching:
+    """A large outcome in transit from a node. With an `error` the connection was cut: the fetch waits for it."""
+
+    entry: Entry
+    outcome: Outcome
+    node: int
+    instance_id: str
+    lies_at: str
+    until: float
+    since: float
+    error: Exception | None = None
+
+
+class Fetches:
+    """The outcomes that are being fetched. `act` takes the actions."""
+
+    def __init__(self, members: Members, act: Callable[[do.Action], object]) -> None:
+        self.by_call: dict[str, Fetching] = {}
+        self._counts: Counter[str] = Counter()
+        """By instance: how many outcomes are still to be fetched from it."""
+        self._members = members
+        self._do = act
+
+    def begin(self, entry: Entry, outcome: Outcome, node: int, instance_id: str, now: float) -> None:
+        """Fetch an outcome from the memory of an instance."""
+        call_id = outcome.call_id
+        until = now + (FETCH_SECONDS if self._members.knows(instance_id) else KNOWN_SECONDS)
+        self._pop(call_id)
+        self.by_call[call_id] = Fetching(entry, outcome, node, instance_id, str(outcome.parcel.path), until, now)
+        self._counts[instance_id] += 1
+        self._do(do.Fetch(call_id, instance_id, outcome.parcel))
+
+    def find(self, call_id: str, lies_at: str) -> Fetching | None:
+        """Return the fetch to which a message belongs; None if there is none."""
+        fetching = self.by_call.get(call_id)
+        return fetching if fetching is not None and fetching.lies_at == lies_at else None
+
+    def fetched(self, call_id: str, parcel: Parcel, lies_at: str) -> Fetching | None:
+        """An outcome is here: end its fetch and return that.
+
+        None: the outcome has no caller any more, and is removed.
+        """
+        if (fetching := self.find(call_id, lies_at)) is None:
+            self._do(do.Discard(parcel))
+            return None
+        self._pop(call_id)
+        return fetching
+
+    def forget(self, call_id: str) -> None:
+        """End the fetch of an outcome that has no caller any more, and remove the outcome from the node."""
+        if (fetching := self._pop(call_id)) is not None:
+            self._do(do.Remove(fetching.instance_id, fetching.outcome.parcel))
+
+    def go_on(self, now: float, is_reachable: Callable[[str], bool], *, is_live: bool) -> Iterator[Fetching]:
+        """Repeat the fetches whose node is reachable again. End and yield those that are not repeated any more."""
+        for call_id, fetching in list(self.by_call.items()):
+            if fetching.error is None:
+                continue
+            is_too_late = now > fetching.until or not self._members.may_know(fetching.instance_id)
+            if not is_too_late and is_reachable(fetching.instance_id):
+                fetching.error = None
+                self._do(do.Fetch(call_id, fetching.instance_id, fetching.outcome.parcel))
+            elif is_too_late or (is_live and not self._members.is_there(fetching.instance_id)):
+                self.forget(call_id)
+                yield fetching
+
+    def is_under_way(self, call_id: str) -> bool:
+        """Return whether an outcome is in transit, and does not wait for a connection that was cut."""
+        fetching = self.by_call.get(call_id)
+        return fetching is not None and fetching.error is None
+
+    def count_from(self, instance_id: str) -> int:
+        """Return how many outcomes are still to be fetched from a node."""
+        return self._counts[instance_id]
+
+    @property
+    def instances(self) -> frozenset[str]:
+        """The ids of the instances from which outcomes are fetched."""
+        return frozenset(self._counts)
+
+    def _pop(self, call_id: str) -> Fetching | None:
+        if (fetching := self.by_call.pop(call_id, None)) is not None:
+            self._counts[fetching.instance_id] -= 1
+            if not self._counts[fetching.instance_id]:
+                del self._counts[fetching.instance_id]
+        return fetching
+
+
+LOST = "items of the call were lost with messages of the pool's scheduler: call it again"
+
+
+class Items:
+    """The streaming calls of a client: which items have come, and how far the calls may go on.
+
+    `act` takes the actions.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        connection: ConnectionState,
+        queue: Queue,
+        calls: CallTable,
+        act: Callable[[do.Action], object],
+    ) -> None:
+        self._members = members
+        self._connection = connection
+        self._queue = queue
+        self._calls = calls
+        self._do = act
+        self._credit: dict[str, int] = {}
+        """By call: the items below this number may be yielded. Workers repeat nothing, so each connection gets it."""
+
+    def arrived(self, item: Item, node: int) -> None:
+        """An item has come: hand it to the consumer, after a fetch if it lies on another machine."""
+        call_id = item.call_id
+        entry = self._calls.entries.get(call_id)
+        if entry is None or item.number < entry.items:
+            self._calls.discard(item.parcel)
+        elif item.number > entry.items:
+            self._calls.discard(item.parcel)
+            self._lose([call_id])
+        else:
+            entry.items += 1
+            if item.parcel.path is None or self._members.is_here:
+                self._do(do.DeliverItem(call_id, item.number, node, item.parcel))
+            else:
+                self._do(do.FetchItem(call_id, item.number, node, self._members.instance_of(item.parcel), item.parcel))
+
+    def give_credit(self, call_id: str, below: int) -> None:
+        """The consumer has taken items: the call may yield those below this number."""
+        if call_id in self._calls.entries:
+            self._credit[call_id] = below
+            if self._connection.is_live:
+                self._do(do.GiveCredit(self._connection.epoch, {call_id: below}))
+
+    def repeat_credit(self) -> None:
+        """A worker may have missed the last credit: there is another connection, or a worker has joined."""
+        self._credit = {call_id: below for call_id, below in self._credit.items() if call_id in self._calls.entries}
+        if self._credit and self._connection.is_live:
+            self._do(do.GiveCredit(self._connection.epoch, dict(self._credit)))
+
+    def lose_all(self) -> None:
+        """Messages were lost: the calls in flight may wait for credit that their items would bring."""
+        self._lose(
+            [
+                call_id
+                for call_id, entry in self._calls.entries.items()
+                if entry.call.ahead and self._queue.is_out(call_id)
+            ]
+        )
+
+    def _lose(self, call_ids: Iterable[str]) -> None:
+        call_ids = list(call_ids)
+        self._calls.fail(call_ids, NodeLost(LOST))
+        self._calls.stop_unwanted(call_ids)
+
+
+def call_events(
+    report: Report, item: Output | ReportedMetrics, place: int | None = None, use: str = ""
+) -> Iterator[LogLine | CallReported]:
+    """Yield an event for each line, or one for the metrics; `place` as in `LogLine`, `use` as in `CallReported`."""
+    if isinstance(item, ReportedMetrics):
+        step, values = item.metrics
+        yield CallReported(report.node, report.instance_id, item.call_id, step, values, item.timestamp, use=use)
+        return
+    for line in item.lines:
+        yield LogLine(
+            report.node, report.instance_id, line, item.timestamp, item.call_id, item.stream, item.level, place
+        )

@@ -3,13 +3,16 @@ connection and no clock.
 
 The dispatcher passes messages on to its parts. Each part owns its state, and its module draws the states:
 
-    items.py             items of streaming calls
-    calls.py             calls, from `submit` to the end of their future; with outbox.py, the queue, and fetches.py,
-    large outcomes in transit placement.py         batches until they are sent: the choice of a worker, and uploads;
-    with function_files.py, large functions on nodes shipments.py         batches in flight
+    calls.py             calls, their items and large outcomes, from `submit` to the end of their future
+    outbox.py            the queue of calls
+    placement.py         batches until they are sent: the choice of a worker, and uploads
+    function_files.py    large functions on nodes
+    shipments.py         batches in flight
     connection_state.py  the connection and its epoch
-    losses.py            losses with a connection, a worker or a head; with kept_calls.py, calls that outlive their head
-    members.py           nodes and workers; with roster.py, what follows from their changes
+    losses.py            losses with a connection, a worker or a head
+    kept_calls.py        calls that outlive their head
+    members.py           nodes and workers
+    roster.py            what follows from changes of nodes and workers
 
 A part calls only the parts that its constructor takes. There is no circle.
 """
@@ -20,12 +23,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from skyward_core.engine import actions as do
-from skyward_core.engine.call_events import call_events
-from skyward_core.engine.calls import CallTable
+from skyward_core.engine.calls import CallTable, Fetching, Items, call_events
 from skyward_core.engine.connection_state import ConnectionState
-from skyward_core.engine.fetches import Fetching
 from skyward_core.engine.function_files import FunctionsOnNodes
-from skyward_core.engine.items import Items
 from skyward_core.engine.kept_calls import KeptCalls
 from skyward_core.engine.losses import HEAD_LOST, Losses
 from skyward_core.engine.members import Members

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from skyward_core.engine import actions as do
-from skyward_core.engine.calls import CallTable
+from skyward_core.engine.calls import CallTable, Items
 from skyward_core.engine.function_files import FunctionsOnNodes
-from skyward_core.engine.items import Items
 from skyward_core.engine.kept_calls import KeptCalls
 from skyward_core.engine.losses import Losses
 from skyward_core.engine.members import Members, rank_of

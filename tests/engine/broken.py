@@ -6,11 +6,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from skyward_core.engine import actions as do
-from skyward_core.engine.calls import CallTable
+from skyward_core.engine.calls import CallTable, Items
 from skyward_core.engine.connection_state import ConnectionState
 from skyward_core.engine.dispatcher import Dispatcher
 from skyward_core.engine.function_files import FunctionFiles, FunctionsOnNodes
-from skyward_core.engine.items import Items
 from skyward_core.engine.kept_calls import KeptCalls
 from skyward_core.engine.losses import Losses
 from skyward_core.engine.outbox import Queue, Shipment

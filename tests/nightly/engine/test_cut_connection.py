@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
+from skyward_core.engine import calls
 from skyward_core.engine import detached_calls as module
-from skyward_core.engine import fetches
 from skyward_core.engine.connection import SchedulerConnection
 from skyward_core.errors import BudgetExceeded, ConnectionLost
 from skyward_core.session.attached import Attached
@@ -277,7 +277,7 @@ def test_a_result_that_cannot_be_fetched_raises(
     flaky(far, monkeypatch)
     cluster = cluster_of(far)
     if end == "late":
-        monkeypatch.setattr(fetches, "FETCH_SECONDS", 0.0)
+        monkeypatch.setattr(calls, "FETCH_SECONDS", 0.0)
     future = far.submit(much())
     if end != "late":
         wait_until(lambda: waits_for_wire(far), "the wire to be cut")

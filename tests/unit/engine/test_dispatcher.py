@@ -8,10 +8,8 @@ from dataclasses import replace
 import pytest
 
 from skyward_core.engine import actions as do
-from skyward_core.engine.call_events import call_events
-from skyward_core.engine.calls import PROGRESS_SECONDS
+from skyward_core.engine.calls import FETCH_SECONDS, PROGRESS_SECONDS, call_events
 from skyward_core.engine.dispatcher import Dispatcher
-from skyward_core.engine.fetches import FETCH_SECONDS
 from skyward_core.engine.kept_calls import DECIDED_SECONDS, batch_of
 from skyward_core.errors import NodeLost, PoolClosed
 from skyward_core.events.events import CallProgress, CallReported, CallRetrying, LogLine
