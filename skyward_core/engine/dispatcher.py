@@ -5,9 +5,7 @@ The dispatcher passes messages on to its parts. Each part owns its state, and it
 
     calls.py             calls, their items and large outcomes, from `submit` to the end of their future
     outbox.py            the queue of calls
-    placement.py         batches until they are sent: the choice of a worker, and uploads
-    function_files.py    large functions on nodes
-    shipments.py         batches in flight
+    shipments.py         batches: the choice of a worker, uploads, and their flight; large functions on nodes
     connection_state.py  the connection and its epoch
     losses.py            losses with a connection, a worker or a head
     kept_calls.py        calls that outlive their head
@@ -25,14 +23,12 @@ from typing import Any
 from skyward_core.engine import actions as do
 from skyward_core.engine.calls import CallTable, Fetching, Items, call_events
 from skyward_core.engine.connection_state import ConnectionState
-from skyward_core.engine.function_files import FunctionsOnNodes
 from skyward_core.engine.kept_calls import KeptCalls
 from skyward_core.engine.losses import HEAD_LOST, Losses
 from skyward_core.engine.members import Members
 from skyward_core.engine.outbox import Entry, Queue
-from skyward_core.engine.placement import Placement
 from skyward_core.engine.roster import Roster
-from skyward_core.engine.shipments import Out, Shipments, seconds_by_use
+from skyward_core.engine.shipments import FunctionsOnNodes, Out, Placement, Shipments, seconds_by_use
 from skyward_core.errors import SkywardError
 from skyward_core.events.events import Metrics
 from skyward_core.machines.instances import Node

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from skyward_core.engine import actions as do
 from skyward_core.engine.calls import CallTable, Items
-from skyward_core.engine.function_files import FunctionsOnNodes
 from skyward_core.engine.kept_calls import KeptCalls
 from skyward_core.engine.losses import Losses
 from skyward_core.engine.members import Members, rank_of
 from skyward_core.engine.outbox import Queue
-from skyward_core.engine.shipments import Shipments
+from skyward_core.engine.shipments import FunctionsOnNodes, Shipments
 from skyward_core.events.events import BootstrapCompleted
 from skyward_core.machines.instances import Node
 from skyward_core.worker.retained_batches import WorkerKept

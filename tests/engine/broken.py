@@ -9,12 +9,10 @@ from skyward_core.engine import actions as do
 from skyward_core.engine.calls import CallTable, Items
 from skyward_core.engine.connection_state import ConnectionState
 from skyward_core.engine.dispatcher import Dispatcher
-from skyward_core.engine.function_files import FunctionFiles, FunctionsOnNodes
 from skyward_core.engine.kept_calls import KeptCalls
 from skyward_core.engine.losses import Losses
 from skyward_core.engine.outbox import Queue, Shipment
-from skyward_core.engine.placement import Placement
-from skyward_core.engine.shipments import Out, Phase, Shipments
+from skyward_core.engine.shipments import FunctionFiles, FunctionsOnNodes, Out, Phase, Placement, Shipments
 from skyward_core.errors import SkywardError
 from skyward_core.worker.scheduler_messages import Resumed
 from skyward_core.worker.wire import SHARED, Item, Parcel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from skyward_core.engine.function_files import LIMIT_BYTES
+from skyward_core.engine.shipments import LIMIT_BYTES
 from skyward_core.errors import NodeLost
 from tests.engine.model import FUNCTION_SPANS, Violation, require
 from tests.engine.simulated_calls import MOST_CALLS
