@@ -42,7 +42,7 @@ LEDGER = (
 )
 DISPATCHER = (
     *("calls", "connection_state", "dispatcher", "kept_calls"),
-    *("losses", "members", "outbox", "roster", "shipments"),
+    *("losses", "members", "outbox", "shipments"),
 )
 OTHERS = {
     **{f"engine/{name}": HISTORIES for name in DISPATCHER},

@@ -7,10 +7,9 @@ The dispatcher passes messages on to its parts. Each part owns its state, and it
     outbox.py            the queue of calls
     shipments.py         batches: the choice of a worker, uploads, and their flight; large functions on nodes
     connection_state.py  the connection and its epoch
-    losses.py            losses with a connection, a worker or a head
+    losses.py            losses with a connection, a worker or a head; what follows from changes of nodes and workers
     kept_calls.py        calls that outlive their head
     members.py           nodes and workers
-    roster.py            what follows from changes of nodes and workers
 
 A part calls only the parts that its constructor takes. There is no circle.
 """
@@ -24,10 +23,9 @@ from skyward_core.engine import actions as do
 from skyward_core.engine.calls import CallTable, Fetching, Items, call_events
 from skyward_core.engine.connection_state import ConnectionState
 from skyward_core.engine.kept_calls import KeptCalls
-from skyward_core.engine.losses import HEAD_LOST, Losses
+from skyward_core.engine.losses import HEAD_LOST, Losses, Roster
 from skyward_core.engine.members import Members
 from skyward_core.engine.outbox import Entry, Queue
-from skyward_core.engine.roster import Roster
 from skyward_core.engine.shipments import FunctionsOnNodes, Out, Placement, Shipments, seconds_by_use
 from skyward_core.errors import SkywardError
 from skyward_core.events.events import Metrics
