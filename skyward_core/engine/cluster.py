@@ -29,8 +29,7 @@ from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.engine.connection import NotSent, SchedulerConnection, connect
 from skyward_core.engine.detached_calls import DetachedCalls, ask_on
 from skyward_core.engine.dispatcher import Dispatcher
-from skyward_core.engine.futures import CallFuture
-from skyward_core.engine.item_futures import ItemFuture
+from skyward_core.engine.futures import CallFuture, ItemFuture
 from skyward_core.engine.node_draining import NodeDraining
 from skyward_core.engine.owner import Counts, EngineThread, Watcher
 from skyward_core.engine.packed_functions import ArgumentPacker, packed_entries, surroundings_of_calls

@@ -24,11 +24,18 @@ from distributed.protocol.serialize import to_serialize  # noqa: TID253 - with c
 from skyward_core.engine import actions as do
 from skyward_core.engine.connection import NotSent, SchedulerConnection
 from skyward_core.engine.dispatcher import TICK_SECONDS, Dispatcher, PoolNews
-from skyward_core.engine.futures import CallFuture
-from skyward_core.engine.item_futures import ItemFuture
+from skyward_core.engine.futures import (
+    Callbacks,
+    CallFuture,
+    ItemFuture,
+    NotPlain,
+    Results,
+    Settled,
+    plain_value,
+    value_of,
+)
 from skyward_core.engine.load_reports import LoadReports
 from skyward_core.engine.own_time import OwnTime
-from skyward_core.engine.results import Callbacks, NotPlain, Results, Settled, plain_value, value_of
 from skyward_core.engine.slot_waits import SlotWaits, holder_of
 from skyward_core.engine.transfers import Transfers
 from skyward_core.errors import NodeLost, PoolClosed

@@ -34,7 +34,7 @@ assert ITEMS_MISSING in LOST
 
 @dataclass(slots=True)
 class Consumer:
-    """The consumer of one streaming call, as `engine/item_futures.py` has it."""
+    """The consumer of one streaming call, as `engine/futures.py` has it."""
 
     caller: Caller
     ahead: int

@@ -14,7 +14,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.engine import dask_loop
-from skyward_core.engine.results import Callbacks
+from skyward_core.engine.futures import Callbacks
 from tests.conftest import RecordedEvents
 from tests.system.engine.test_client import connected, gate, loops  # noqa: F401 - fixtures
 from tests.waiting import wait_until
