@@ -24,11 +24,10 @@ import uvloop
 import skyward_core as sky
 from skyward_core.compute import PendingCompute
 from skyward_core.concurrency.item_stream import ItemStream
-from skyward_core.engine import dask_loop
 from skyward_core.engine.certificates import PoolCertificate, make_certificate
 from skyward_core.engine.cluster import Cluster
-from skyward_core.engine.connection import PoolClient, call_scheduler, connect
-from skyward_core.engine.dask_loop import DaskLoop
+from skyward_core.engine import connection
+from skyward_core.engine.connection import DaskLoop, PoolClient, call_scheduler, connect
 from skyward_core.engine.dispatcher import Dispatcher
 from skyward_core.engine.futures import CallFuture
 from skyward_core.engine.transfers import Transfers
@@ -51,7 +50,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         assert it.wait(60)
         return uvloop.new_event_loop()
 
-    monkeypatch.setattr(dask_loop, "uvloop", SimpleNamespace(new_event_loop=late))
+    monkeypatch.setattr(connection, "uvloop", SimpleNamespace(new_event_loop=late))
     yield it
     it.set()
 
@@ -85,7 +84,7 @@ def test_no_room_for_another_thread_is_an_error_of_the_connection(monkeypatch: p
             raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(
-        dask_loop, "threading", SimpleNamespace(Thread=Refused, current_thread=threading.current_thread)
+        connection, "threading", SimpleNamespace(Thread=Refused, current_thread=threading.current_thread)
     )
     with pytest.raises(OSError, match="can't start new thread"):
         connected()
