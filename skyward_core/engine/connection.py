@@ -75,7 +75,7 @@ class ReportInbox(Protocol):
 
 
 class DaskLoop:
-    """The event loop of one Dask client, in a thread of its own: the methods of Dask's `LoopRunner` that a client calls.
+    """The event loop of one Dask client, in its own thread: the methods of Dask's `LoopRunner` that a client calls.
     May be used from any thread.
 
     Dask's own runner waits 10 s for its thread to begin. Then it raises an AssertionError and leaves the thread behind,

@@ -24,9 +24,9 @@ import uvloop
 import skyward_core as sky
 from skyward_core.compute import PendingCompute
 from skyward_core.concurrency.item_stream import ItemStream
+from skyward_core.engine import connection
 from skyward_core.engine.certificates import PoolCertificate, make_certificate
 from skyward_core.engine.cluster import Cluster
-from skyward_core.engine import connection
 from skyward_core.engine.connection import DaskLoop, PoolClient, call_scheduler, connect
 from skyward_core.engine.dispatcher import Dispatcher
 from skyward_core.engine.futures import CallFuture
