@@ -26,7 +26,7 @@ import distributed  # noqa: TID253 - with connection.py owns Dask in this packag
 from skyward_core.compute import PendingCompute
 from skyward_core.engine.broadcast_ranks import BroadcastRanks
 from skyward_core.engine.certificates import PoolCertificate
-from skyward_core.engine.connection import NotSent, SchedulerConnection, connect
+from skyward_core.engine.connection import NotSent, SchedulerConnection, UserClient, connect
 from skyward_core.engine.detached_calls import DetachedCalls, ask_on
 from skyward_core.engine.dispatcher import Dispatcher
 from skyward_core.engine.futures import CallFuture, ItemFuture
@@ -190,6 +190,10 @@ class Cluster:
         Raises PoolClosed after the end, NodeLost while the scheduler is out of reach.
         """
         return self._connection.client
+
+    def user_client(self, address: Callable[[], str]) -> UserClient:
+        """Return the owner of the user's Dask client, not connected so far. `address` returns the scheduler's."""
+        return UserClient(address, self._certificate, lambda: self._connection)
 
     @property
     def _connection(self) -> SchedulerConnection:

@@ -1,4 +1,4 @@
-"""Connections to a pool's scheduler: the engine's, and the user's (`engine.user_client` owns that one).
+"""Connections to a pool's scheduler: the engine's, and the user's (`UserClient`).
 
 The engine's connection is a Dask client, the topics that it listens to, the tasks that it follows, and questions with a
 deadline. It has no Dask futures: each of them costs a coroutine, an event and a callback, and a call needs one number.
@@ -31,7 +31,7 @@ from tornado.ioloop import IOLoop
 from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.engine.connection_state import PING_SECONDS
 from skyward_core.engine.dispatcher import PoolNews
-from skyward_core.errors import NodeLost
+from skyward_core.errors import NodeLost, PoolClosed
 from skyward_core.worker import calls
 from skyward_core.worker.call_lists import CALLS_QUESTION, INTRODUCE
 from skyward_core.worker.calls import BusyTime
@@ -49,6 +49,7 @@ from skyward_core.worker.wire import Batch, Report
 
 ASKING_SECONDS = 0.2
 CLOSE_SECONDS = 2
+USER_CLOSE_SECONDS = 2.0
 USER_SECONDS = 60.0  # how long a user's client tries to connect, also after a cut
 FINISHED_SECONDS = 0.01  # how long the end of a task may wait: its outcomes were reported before
 WORKER_GONE = "the worker that ran it is gone"
@@ -565,3 +566,68 @@ async def _answer(client: Any, operation: str, what: Mapping[str, Any]) -> Any:
         if client.status == "running":
             raise
         raise ConnectionResetError("the client was closed meanwhile") from error  # Dask has no error for it
+
+
+class UserClient:
+    """The Dask client that a pool returns (`ComputePool.dask_client`): a separate connection. For any thread.
+
+    The pool gives up its own connection when the scheduler has not answered for some seconds, and makes another; that
+    cancels the futures of its client. The user's client waits, and reconnects automatically if the connection breaks.
+
+    States of the client: none -> open (running, or reconnecting) -> closed: by its user, by Dask if it could not
+    reconnect, or here, when the scheduler has another address. Then `get` makes another one. `close` ends it with the
+    pool.
+    """
+
+    def __init__(self, address: Callable[[], str], certificate: PoolCertificate, check: Callable[[], object]) -> None:
+        self._address = address
+        """Returns the scheduler's address as seen from here: a new head has another one."""
+        self._certificate = certificate
+        self._check = check
+        """Raises NodeLost if the pool has no connection to the scheduler just now, and the pool's error after its end.
+        """
+        self._getting = threading.Lock()
+        """Held while a client is made, which may take a minute: two threads must not make two clients."""
+        self._lock = threading.Lock()
+        """Guards the attributes below."""
+        self._client: distributed.Client | None = None
+        self._made_for = ""
+        self._is_closed = False
+
+    def get(self) -> distributed.Client:
+        """Return the open client, or make one. Raises NodeLost if the scheduler is out of reach, and PoolClosed."""
+        with self._getting:
+            address = self._address()
+            client = self._client if self._made_for == address else None
+            if client is not None and client.status == "running":
+                return client
+            self._check()
+            if client is not None and client.status == "connecting":
+                return client
+            self._put(None, "")
+            try:
+                client = connect_user(address, self._certificate)
+            except OSError as error:
+                raise NodeLost(f"the pool's scheduler at {address} does not answer: try again") from error
+            self._put(client, address)
+            return client
+
+    def close(self) -> None:
+        """End the client and cancel its futures. Idempotent. A thread that makes a client meanwhile gets PoolClosed."""
+        with self._lock:
+            self._is_closed = True
+            client, self._client = self._client, None
+        if client is not None:
+            end(client, USER_CLOSE_SECONDS)
+
+    def _put(self, client: distributed.Client | None, address: str) -> None:
+        """Keep this client, and end the one before. Raises PoolClosed."""
+        with self._lock:
+            unwanted = client if self._is_closed else self._client
+            if not self._is_closed:
+                self._client, self._made_for = client, address
+            is_closed = self._is_closed
+        if unwanted is not None:
+            end(unwanted, USER_CLOSE_SECONDS)
+        if is_closed:
+            raise PoolClosed("the pool is closing")

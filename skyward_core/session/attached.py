@@ -23,7 +23,6 @@ from skyward_core.concurrency.loading import load
 from skyward_core.concurrency.periodic import PeriodicThread
 from skyward_core.concurrency.threads import side_by_side
 from skyward_core.engine.certificates import PoolCertificate
-from skyward_core.engine.user_client import UserClient, user_client
 from skyward_core.errors import (
     CommandFailed,
     CommandTimedOut,
@@ -49,6 +48,7 @@ from skyward_core.worker.private_folders import NotPrivate, check_private
 
 if TYPE_CHECKING:
     from skyward_core.engine.cluster import Cluster
+    from skyward_core.engine.connection import UserClient
     from skyward_core.engine.owner import Watcher
     from skyward_core.ledger.ledger import Ledger
     from skyward_core.session.lease_payments import LeasePayments
@@ -193,7 +193,7 @@ class Attached:
             for transport in self.transports.all():
                 transport.opened()
             cluster.watch(self)
-            self.user_client = user_client(self._scheduler_from_here, certificate, lambda: cluster.client)
+            self.user_client = cluster.user_client(self._scheduler_from_here)
             self.is_running = True
         except BaseException as error:
             self._leave("the pool could not be attached to")

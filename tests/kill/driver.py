@@ -405,6 +405,9 @@ class _Cluster:
 
     start = watch = close = leave = drain = give_up = know = resume = restart = forget = end_use = _ignore
 
+    def user_client(self, address: object) -> Any:
+        return SimpleNamespace(close=lambda: None)
+
     def slots_held(self) -> dict[str, int]:
         return {}
 

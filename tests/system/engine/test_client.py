@@ -27,11 +27,10 @@ from skyward_core.concurrency.item_stream import ItemStream
 from skyward_core.engine import connection
 from skyward_core.engine.certificates import PoolCertificate, make_certificate
 from skyward_core.engine.cluster import Cluster
-from skyward_core.engine.connection import DaskLoop, PoolClient, call_scheduler, connect
+from skyward_core.engine.connection import DaskLoop, PoolClient, UserClient, call_scheduler, connect
 from skyward_core.engine.dispatcher import Dispatcher
 from skyward_core.engine.futures import CallFuture
 from skyward_core.engine.transfers import Transfers
-from skyward_core.engine.user_client import UserClient
 from skyward_core.errors import ConnectionLost, NodeLost, PoolClosed
 from skyward_core.machines.instances import Lease
 from skyward_core.transport.transport import Transports
@@ -300,7 +299,7 @@ class Schedulers:
         self.made = list[FakeClient]()
         self.gate = threading.Event()
         self.gate.set()
-        self.holder = UserClient(lambda: self.address, self.check, self.connect, self.end)  # type: ignore[arg-type]
+        self.holder = UserClient(lambda: self.address, PoolCertificate("", ""), self.check)
 
     def check(self) -> None:
         if isinstance(self.refusal, NodeLost):
@@ -314,7 +313,7 @@ class Schedulers:
         return self.made[-1]
 
     @staticmethod
-    def end(client: FakeClient) -> None:
+    def end(client: FakeClient, timeout_seconds: float) -> None:
         client.status = "closed"
 
     @property
@@ -322,9 +321,16 @@ class Schedulers:
         return [(client.address, client.status) for client in self.made]
 
 
-def test_it_is_the_same_client_as_long_as_it_is_open() -> None:
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Schedulers:
+    schedulers = Schedulers()
+    monkeypatch.setattr(connection, "connect_user", lambda address, certificate: schedulers.connect(address))
+    monkeypatch.setattr(connection, "end", schedulers.end)
+    return schedulers
+
+
+def test_it_is_the_same_client_as_long_as_it_is_open(cluster: Schedulers) -> None:
     """Even while the pool itself has no connection: the scheduler may only be slow. A user's `with` block closes it."""
-    cluster = Schedulers()
     client = cluster.holder.get()
     cluster.refusal = NodeLost("out of reach")
     assert cluster.holder.get() is client
@@ -333,15 +339,14 @@ def test_it_is_the_same_client_as_long_as_it_is_open() -> None:
         cluster.holder.get()
     cluster.refusal = None
     assert cluster.holder.get() is client
-    cluster.end(client)  # type: ignore[arg-type]
+    client.status = "closed"
     assert cluster.holder.get() is cluster.made[1]
     assert cluster.states == [("tls://a", "closed"), ("tls://a", "running")]
 
 
 @pytest.mark.parametrize("status", ["running", "connecting"])
-def test_there_is_another_client_when_the_head_has_another_address(status: str) -> None:
+def test_there_is_another_client_when_the_head_has_another_address(cluster: Schedulers, status: str) -> None:
     """The client of the old head is closed, even if it has not noticed the loss yet."""
-    cluster = Schedulers()
     cluster.holder.get().status = status
     cluster.address = "tls://b"
     assert cluster.holder.get() is cluster.made[1]
@@ -351,9 +356,8 @@ def test_there_is_another_client_when_the_head_has_another_address(status: str) 
 @pytest.mark.parametrize(
     ("refusal", "text"), [(NodeLost("try again"), "try again"), (OSError("refused"), "tls://a does not answer")]
 )
-def test_a_scheduler_that_does_not_answer(refusal: Exception, text: str) -> None:
+def test_a_scheduler_that_does_not_answer(cluster: Schedulers, refusal: Exception, text: str) -> None:
     """The next attempt may succeed."""
-    cluster = Schedulers()
     cluster.refusal = refusal
     with pytest.raises(NodeLost, match=text):
         cluster.holder.get()
@@ -361,9 +365,8 @@ def test_a_scheduler_that_does_not_answer(refusal: Exception, text: str) -> None
     assert cluster.holder.get() is cluster.made[-1]
 
 
-def test_closing_ends_it_permanently() -> None:
+def test_closing_ends_it_permanently(cluster: Schedulers) -> None:
     """A client that is just being made ends too; closing waits for neither."""
-    cluster = Schedulers()
     cluster.holder.get()
     cluster.address = "tls://b"
     cluster.gate.clear()
@@ -380,8 +383,7 @@ def test_closing_ends_it_permanently() -> None:
     assert cluster.states == [("tls://a", "closed"), ("tls://b", "closed")]
 
 
-def test_two_threads_get_one_client() -> None:
-    cluster = Schedulers()
+def test_two_threads_get_one_client(cluster: Schedulers) -> None:
     cluster.gate.clear()
     with ThreadPoolExecutor(2) as threads:
         got = [threads.submit(cluster.holder.get) for _ in range(2)]
