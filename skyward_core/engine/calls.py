@@ -35,6 +35,9 @@ from skyward_core.events.events import CallProgress, CallReported, CallRetrying,
 from skyward_core.worker.wire import Item, Outcome, OutcomeKind, Output, Parcel, Report, ReportedMetrics
 
 PROGRESS_SECONDS = 0.1
+FETCH_SECONDS = 120.0  # how long a fetch whose connection is cut is repeated while the node lives: as long as a lease
+KNOWN_SECONDS = 30.0  # how long the outcome of a node that has just joined waits until this client knows the node
+LOST = "items of the call were lost with messages of the pool's scheduler: call it again"
 
 
 class CallTable:
@@ -356,10 +359,6 @@ class CallTable:
             self._do(do.EmitEvent(CallProgress(*counts)))
 
 
-FETCH_SECONDS = 120.0  # how long a fetch whose connection is cut is repeated while the node lives: as long as a lease
-KNOWN_SECONDS = 30.0  # how long the outcome of a node that has just joined waits until this client knows the node
-
-
 @dataclass(slots=True)
 class Fetching:
     """A large outcome in transit from a node. With an `error` the connection was cut: the fetch waits for it."""
@@ -447,9 +446,6 @@ class Fetches:
             if not self._counts[fetching.instance_id]:
                 del self._counts[fetching.instance_id]
         return fetching
-
-
-LOST = "items of the call were lost with messages of the pool's scheduler: call it again"
 
 
 class Items:

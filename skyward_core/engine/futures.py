@@ -33,6 +33,17 @@ from skyward_core.serialization.exception_notes import note_for
 from skyward_core.serialization.unpicklable import one_line
 from skyward_core.worker.wire import Outcome, OutcomeKind, Parcel
 
+PLAIN_BYTES = 4096
+"""The largest pickle of a result that the engine's thread loads."""
+LINES_SECONDS = 0.2
+"""How long a result waits for the lines of its call while callbacks and displays take no events."""
+MOST_LINES_SECONDS = 5.0
+"""How long a result waits for the lines of its call at most, where callbacks and displays are slow."""
+LOADING_SECONDS = 60.0
+"""How long the end of a pool waits for results that are being loaded: longer than the import of a framework takes."""
+LOOK_SECONDS = 0.005
+_log = logging.getLogger("skyward")
+
 
 class SmallCondition(RLock):  # pyright: ignore[reportGeneralTypeIssues] - in C it is not final
     """The methods of `threading.Condition()` that a future uses, in a tenth of its 1,300 bytes: a map of 100,000 calls
@@ -113,18 +124,6 @@ class CallFuture[R](Future[R]):
             super()._invoke_callbacks()  # type: ignore[misc]
         else:
             self._call_back(super()._invoke_callbacks)  # type: ignore[misc]
-
-
-PLAIN_BYTES = 4096
-"""The largest pickle of a result that the engine's thread loads."""
-LINES_SECONDS = 0.2
-"""How long a result waits for the lines of its call while callbacks and displays take no events."""
-MOST_LINES_SECONDS = 5.0
-"""How long a result waits for the lines of its call at most, where callbacks and displays are slow."""
-LOADING_SECONDS = 60.0
-"""How long the end of a pool waits for results that are being loaded: longer than the import of a framework takes."""
-LOOK_SECONDS = 0.005
-_log = logging.getLogger("skyward")
 
 
 @dataclass(slots=True)

@@ -34,9 +34,7 @@ from skyward_core.engine.futures import (
     plain_value,
     value_of,
 )
-from skyward_core.engine.load_reports import LoadReports
-from skyward_core.engine.own_time import OwnTime
-from skyward_core.engine.slot_waits import SlotWaits, holder_of
+from skyward_core.engine.slot_use import LoadReports, SlotSeconds, SlotWaits, holder_of
 from skyward_core.engine.transfers import Transfers
 from skyward_core.errors import NodeLost, PoolClosed
 from skyward_core.events.events import CallReported, CallsWaiting, SkywardEvent
@@ -113,7 +111,7 @@ class EngineThread:
         self.watcher: Watcher | None = None
         self.ended_at = time.monotonic()
         """When the last call ended, on time.monotonic's clock."""
-        self.own_time = OwnTime()
+        self.slot_seconds = SlotSeconds()
         self.pool = ""
         """What the pool is called in events: its name, or its id."""
         self._waits = SlotWaits()
@@ -270,7 +268,7 @@ class EngineThread:
     def _look_for_waits(self) -> None:
         followed = dict(self._followed)  # callers change it
         unfinished = len(self.dispatcher.entries) - len(self.dispatcher.fetching) + len(followed)
-        progress = self.own_time.seconds + sum(followed.values())
+        progress = self.slot_seconds.seconds + sum(followed.values())
         is_due = self._waits.is_due(time.monotonic(), unfinished, self.ended_at, progress)
         if is_due and self.connection is not None and self.dispatcher.is_live:
             self.connection.list_calls(self)
@@ -406,7 +404,7 @@ class EngineThread:
     def _on_seen(self, busy_times: Collection[BusyTime]) -> None:
         for instance_id, process, seconds, by_use in busy_times:
             for use, own_seconds in by_use.items():
-                self.own_time.seen(use, instance_id, process, own_seconds)
+                self.slot_seconds.seen(use, instance_id, process, own_seconds)
             if self._counts is None:
                 continue
             processes = self._seen.setdefault(instance_id, {})
@@ -429,7 +427,7 @@ class EngineThread:
                 self._emit_of(call_id, event)
             case do.MeterCalls(instance_id, seconds_by_use):
                 for use, seconds in seconds_by_use.items():
-                    self.own_time.ran(use, instance_id, seconds)
+                    self.slot_seconds.ran(use, instance_id, seconds)
                 if self._counts is not None:
                     total = sum(seconds_by_use.values())
                     self._usd_per_second[instance_id] = self._counts.ran(instance_id, total) / total

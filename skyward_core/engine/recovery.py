@@ -1,5 +1,5 @@
 """Recovery when an open pool loses a node, its head or the connection: a thread that does the actions of `membership`,
-and those of `elastic_ranks` for a pool that grows and shrinks.
+and those of `elastic` for a pool that grows and shrinks.
 
 Every TICK_SECONDS, and at each message of the cluster, `Recovery.turn` calls `membership.Membership` and does its
 actions. An action that may take minutes (starting a machine) runs in another thread; the next turn gets its outcome.
@@ -18,9 +18,8 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
-from skyward_core.engine.elastic_ranks import ElasticRanks
-from skyward_core.engine.membership import Membership, Survivors
-from skyward_core.engine.membership_actions import (
+from skyward_core.engine.elastic import ElasticRanks, Load, ScalingPolicy
+from skyward_core.engine.membership import (
     AddNode,
     AskHead,
     Dismiss,
@@ -30,6 +29,7 @@ from skyward_core.engine.membership_actions import (
     GiveUp,
     HoldNode,
     LeaveOut,
+    Membership,
     MembershipAction,
     RemoveNode,
     ReplaceNode,
@@ -38,9 +38,9 @@ from skyward_core.engine.membership_actions import (
     Resume,
     Retire,
     StandBy,
+    Survivors,
     TakeIn,
 )
-from skyward_core.engine.scaling import Load, ScalingPolicy
 from skyward_core.errors import LedgerError, PoolClosed, SkywardError
 from skyward_core.events.events import Error, SkywardEvent
 from skyward_core.machines.instances import Lease, Node

@@ -39,6 +39,8 @@ from skyward_core.engine.outbox import Queue, Shipment
 from skyward_core.errors import NodeLost
 from skyward_core.worker.wire import INLINE_BYTES, SHARED, Batch, Call, Outcome, OutcomeKind, Parcel
 
+LIMIT_BYTES = 64 << 20
+
 
 class Phase(Enum):
     """The state of a batch."""
@@ -468,9 +470,6 @@ class Placement:
         for out in self._shipments.in_phase(Phase.BLOCKED):
             if out.instance_id is not None:
                 self._upload(out, out.instance_id)
-
-
-LIMIT_BYTES = 64 << 20
 
 
 @dataclass(slots=True)

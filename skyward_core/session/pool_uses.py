@@ -72,7 +72,7 @@ class UseGauges:
             return
         held = cluster.slots_held()
         for use_id, its in list(self._uses.items()):
-            seconds = sum(cluster.owner.own_time.of(use_id).values())
+            seconds = sum(cluster.owner.slot_seconds.of(use_id).values())
             its.utilisation.running(held.get(use_id, 0), have_run=seconds > its.seconds)
             its.seconds = seconds
             its.utilisation.see(sample)

@@ -15,8 +15,7 @@ from skyward_core.engine import connection as module
 from skyward_core.engine.certificates import make_certificate
 from skyward_core.engine.connection import WORKER_GONE, NotSent, SchedulerConnection, connect, reason_of
 from skyward_core.engine.connection_state import ACKNOWLEDGED_TOGETHER, PING_SECONDS, PINGS, ConnectionState
-from skyward_core.engine.load_reports import LoadReports
-from skyward_core.engine.own_time import OwnTime
+from skyward_core.engine.slot_use import LoadReports, SlotSeconds
 from skyward_core.worker.client_loads import load
 from skyward_core.worker.wire import Batch
 
@@ -242,7 +241,7 @@ def test_running_and_lost_calls_count_before_they_have_reported() -> None:
     """Not twice when they have. A worker that follows counts from zero; one that has forgotten the client changes
     nothing.
     """
-    time = OwnTime()
+    time = SlotSeconds()
     for process, seen, total in (("0-1", 5.0, 5.0), ("0-1", 2.0, 5.0), ("0-1", 6.0, 6.0), ("0-2", 1.0, 7.0)):
         time.seen("", "a", process, seen)
         assert time.seconds == total
@@ -252,9 +251,9 @@ def test_running_and_lost_calls_count_before_they_have_reported() -> None:
     assert time.seconds == 7.5 + 4.0
 
 
-def test_each_use_has_its_own_time() -> None:
+def test_each_use_has_its_slot_seconds() -> None:
     """On each machine, because their prices differ; the sum is the client's."""
-    time = OwnTime()
+    time = SlotSeconds()
     time.ran("first", "a", 2.0)
     time.seen("first", "a", "0-1", 5.0)
     time.ran("first", "b", 1.0)
@@ -269,9 +268,9 @@ EVENTS = st.lists(st.tuples(st.sampled_from(["", "use"]), st.sampled_from("ab"),
 
 
 @given(EVENTS)
-def test_the_own_time_never_shrinks(events: list[tuple[str, str, str, float]]) -> None:
+def test_the_slot_seconds_never_shrink(events: list[tuple[str, str, str, float]]) -> None:
     """It is at least what ended calls have reported."""
-    time, reported, before = OwnTime(), 0.0, 0.0
+    time, reported, before = SlotSeconds(), 0.0, 0.0
     for use, instance_id, process, seconds in events:
         if process:
             time.seen(use, instance_id, process, seconds)

@@ -7,21 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyward_core.engine import recovery
-from skyward_core.engine.elastic_ranks import ElasticRanks
+from skyward_core.engine.elastic import RESTS, ElasticRanks, Load, ScalingPolicy
 from skyward_core.engine.membership import (
     FIRST_PAUSE_SECONDS,
     HOLD_SECONDS,
     JOIN_ANEW_SECONDS,
     LATE_SECONDS,
     REJOIN_SECONDS,
-    Membership,
-)
-from skyward_core.engine.membership_actions import (
     AddNode,
     DrainNode,
     EmitMembershipEvent,
     Free,
     LeaveOut,
+    Membership,
     MembershipAction,
     RemoveNode,
     ReplaceNode,
@@ -29,7 +27,6 @@ from skyward_core.engine.membership_actions import (
     Retire,
     TakeIn,
 )
-from skyward_core.engine.scaling import RESTS, Load, ScalingPolicy
 from skyward_core.errors import LedgerError, NoCapacity, PoolClosed
 from skyward_core.events.events import Error, InstanceLost, NodesScaled
 from skyward_core.ledger.names_policy import NotSteward
