@@ -24,15 +24,14 @@ from typing import Any
 import distributed  # noqa: TID253 - with connection.py owns Dask in this package
 
 from skyward_core.compute import PendingCompute
-from skyward_core.engine.broadcast_ranks import BroadcastRanks
 from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.engine.connection import NotSent, SchedulerConnection, UserClient, connect
 from skyward_core.engine.detached_calls import DetachedCalls, ask_on
 from skyward_core.engine.dispatcher import Dispatcher
+from skyward_core.engine.draining import BroadcastRanks, NodeDraining
 from skyward_core.engine.futures import CallFuture, ItemFuture
-from skyward_core.engine.node_draining import NodeDraining
 from skyward_core.engine.owner import Counts, EngineThread, Watcher
-from skyward_core.engine.packed_functions import ArgumentPacker, packed_entries, surroundings_of_calls
+from skyward_core.engine.packing import ArgumentPacker, packed_entries, surroundings_of_calls
 from skyward_core.errors import NodeLost, PoolClosed, SkywardError
 from skyward_core.events.events import CallRetrying, SkywardEvent
 from skyward_core.machines.instances import Lease

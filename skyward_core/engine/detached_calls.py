@@ -14,8 +14,7 @@ from skyward_core.compute import PendingCompute
 from skyward_core.engine.connection import SchedulerConnection
 from skyward_core.engine.futures import value_of
 from skyward_core.engine.owner import EngineThread
-from skyward_core.engine.packed_functions import packed_function, pickled_arguments, surroundings_of_calls
-from skyward_core.engine.wanted_call import WantedCall
+from skyward_core.engine.packing import WantedCall, packed_function, pickled_arguments, surroundings_of_calls
 from skyward_core.errors import BadRequest, NodeLost, SkywardError
 from skyward_core.serialization import pickling
 from skyward_core.transport.transport import Transport, Transports

@@ -83,7 +83,7 @@ class MachineControl(Protocol):
 
 
 class DrainingControl(Protocol):
-    """The part of `node_draining.NodeDraining` that recovery uses."""
+    """The part of `draining.NodeDraining` that recovery uses."""
 
     def take_in(self, rank: int) -> None: ...
     def leave_out(self, rank: int) -> None: ...

@@ -506,7 +506,7 @@ class ElasticWorld(World):
         self.requested.append(f"{what} {rank}")
         return (0, 0)
 
-    # the interface of `node_draining.NodeDraining`: a node is at rest when it is held
+    # the interface of `draining.NodeDraining`: a node is at rest when it is held
 
     def take_in(self, rank: int) -> None:
         self.note("take in", rank)

@@ -1,14 +1,15 @@
 """Nodes of an open cluster that come and leave: which of them broadcasts use, and what a node that is to leave still
-has.
+has. A node that is to leave is left out of new broadcasts, and waits for those that have begun.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+import threading
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
-from skyward_core.engine.broadcast_ranks import BroadcastRanks
 from skyward_core.engine.connection import NotSent
 from skyward_core.engine.owner import EngineThread
 from skyward_core.errors import SkywardError
@@ -18,6 +19,54 @@ from skyward_core.worker.draining import FREE, KEPT
 
 ANSWER_SECONDS = 1.0
 BUSY_SECONDS = 2.0  # the caller renews leases, and cannot wait for a silent head
+
+
+class BroadcastRanks:
+    """The ranks of a pool as its broadcasts see them. Several threads may use it; nothing waits under its lock."""
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self._lock = threading.Lock()
+        self._ranks = sorted(ranks)
+        self._beginning: Counter[int] = Counter()
+        """By rank: how many broadcasts are being packed that use it."""
+
+    @property
+    def all(self) -> list[int]:
+        """The present ranks, in their order."""
+        with self._lock:
+            return list(self._ranks)
+
+    @contextlib.contextmanager
+    def begin(self) -> Generator[list[int]]:
+        """Return the ranks of a broadcast that begins; its calls must be on their way at the end of the block."""
+        with self._lock:
+            ranks = list(self._ranks)
+            self._beginning.update(ranks)
+        try:
+            yield ranks
+        finally:
+            with self._lock:
+                self._beginning.subtract(ranks)
+
+    def set(self, ranks: Iterable[int]) -> None:
+        """Let broadcasts use these ranks."""
+        with self._lock:
+            self._ranks = sorted(ranks)
+
+    def take_in(self, rank: int) -> None:
+        """Let broadcasts use a rank. Idempotent."""
+        with self._lock:
+            self._ranks = sorted({*self._ranks, rank})
+
+    def leave_out(self, rank: int) -> None:
+        """Let no more broadcasts use a rank. Idempotent."""
+        with self._lock:
+            self._ranks = [other for other in self._ranks if other != rank]
+
+    def beginning_at(self, rank: int) -> int:
+        """Return how many broadcasts are being packed that use a rank."""
+        with self._lock:
+            return self._beginning[rank]
 
 
 class NodeDraining:
