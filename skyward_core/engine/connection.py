@@ -29,8 +29,7 @@ from distributed.scheduler import KilledWorker  # noqa: TID253
 from tornado.ioloop import IOLoop
 
 from skyward_core.engine.certificates import PoolCertificate
-from skyward_core.engine.connection_state import PING_SECONDS
-from skyward_core.engine.dispatcher import PoolNews
+from skyward_core.engine.dispatcher import PING_SECONDS, PoolNews
 from skyward_core.errors import NodeLost, PoolClosed
 from skyward_core.worker import calls
 from skyward_core.worker.call_lists import CALLS_QUESTION, INTRODUCE

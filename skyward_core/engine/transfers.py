@@ -15,8 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from skyward_core.engine import actions as do
 from skyward_core.engine.calls import KNOWN_SECONDS
 from skyward_core.engine.connection import SchedulerConnection
-from skyward_core.engine.connection_state import PING_SECONDS
-from skyward_core.engine.dispatcher import Dispatcher
+from skyward_core.engine.dispatcher import PING_SECONDS, Dispatcher
 from skyward_core.errors import CommandFailed, ConnectionLost, NodeLost, Unreachable
 from skyward_core.transport.transport import Transport, Transports
 from skyward_core.worker.wire import SHARED, Outcome, Parcel

@@ -25,7 +25,7 @@ from typing import Any
 
 from skyward_core.engine import actions as do
 from skyward_core.engine.dispatcher import Dispatcher
-from skyward_core.engine.shipments import Phase
+from skyward_core.engine.state import Phase
 from skyward_core.errors import NodeLost, PoolClosed
 from skyward_core.events.events import CallProgress
 from skyward_core.worker.wire import Item, Outcome, Parcel

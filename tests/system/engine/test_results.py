@@ -71,7 +71,7 @@ def own_pool(_own: tuple[sky.ComputePool, RecordedEvents]) -> sky.ComputePool:
 
 def counted(pool: sky.ComputePool, recorded: RecordedEvents) -> sky.CallProgress:
     """Return the last CallProgress once all calls are counted; there are at most ten such events a second."""
-    sent: int = pool._session.cluster.dispatcher._calls.submitted
+    sent: int = pool._session.cluster.dispatcher.submitted
     wait_until(
         lambda: (last := recorded.of(sky.CallProgress)[-1]).done + last.cancelled == last.submitted == sent,
         "all calls to be counted",

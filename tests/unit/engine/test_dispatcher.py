@@ -10,7 +10,7 @@ import pytest
 from skyward_core.engine import actions as do
 from skyward_core.engine.calls import FETCH_SECONDS, PROGRESS_SECONDS, call_events
 from skyward_core.engine.dispatcher import Dispatcher
-from skyward_core.engine.kept_calls import DECIDED_SECONDS, batch_of
+from skyward_core.engine.state import DECIDED_SECONDS, batch_of
 from skyward_core.errors import NodeLost, PoolClosed
 from skyward_core.events.events import CallProgress, CallReported, CallRetrying, LogLine
 from skyward_core.worker.retained_batches import WorkerKept

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from skyward_core.engine import actions as do
-from skyward_core.engine.members import Members
 from skyward_core.engine.outbox import Entry, Shipment
-from skyward_core.engine.shipments import Out, Phase, freest
+from skyward_core.engine.shipments import freest
+from skyward_core.engine.state import Members, Out, Phase
 from skyward_core.worker import wire
 from skyward_core.worker.retained_batches import WorkerKept
 from skyward_core.worker.shared_values import SharedValue
