@@ -7,17 +7,17 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable
-from typing import Any
+from collections.abc import Generator, Iterable
 
 from skyward_core.engine.connection import NotSent
 from skyward_core.engine.owner import EngineThread
 from skyward_core.errors import SkywardError
 from skyward_core.worker.calls import WAITING
 from skyward_core.worker.client_loads import stay
-from skyward_core.worker.draining import FREE, KEPT
+from skyward_core.worker.draining import FREE, HOLD, KEPT
 
 ANSWER_SECONDS = 1.0
+HOLD_SECONDS = 1.0
 BUSY_SECONDS = 2.0  # the caller renews leases, and cannot wait for a silent head
 
 
@@ -70,18 +70,11 @@ class BroadcastRanks:
 
 
 class NodeDraining:
-    """Takes nodes in and drains them, in any thread.
+    """Takes nodes in and drains them, in any thread."""
 
-    `hold` is the cluster's; `ask` asks its scheduler: an operation and its arguments.
-    """
-
-    def __init__(
-        self, owner: EngineThread, ranks: BroadcastRanks, hold: Callable[[int], int], ask: Callable[..., Any]
-    ) -> None:
+    def __init__(self, owner: EngineThread, ranks: BroadcastRanks) -> None:
         self._owner = owner
         self._ranks = ranks
-        self._hold = hold
-        self._ask = ask
         owner.use_ranks = ranks.set
 
     # ── which process decides ────────────────────────────────────────────────────────────────────────────────────────
@@ -116,7 +109,7 @@ class NodeDraining:
         does not answer.
         """
         try:
-            others = int(self._ask(WAITING, BUSY_SECONDS, topic=self._owner.dispatcher.topic))
+            others = int(self._owner.ask(WAITING, BUSY_SECONDS, topic=self._owner.dispatcher.topic))
         except (SkywardError, OSError):
             others = 0
         return self._owner.dispatcher.waiting + others
@@ -160,8 +153,23 @@ class NodeDraining:
         if beginning or waiting:
             self.free(rank)
             return beginning + waiting, beginning + bound
-        return max(self._hold(rank), meant) + int(self._ask(KEPT, rank=rank)), bound
+        return max(self.hold(rank), meant) + int(self._owner.ask(KEPT, rank=rank)), bound
+
+    def hold(self, rank: int) -> int:
+        """Give a node no more calls, of any client; return how many it still has. Idempotent. Repeat it: a worker that
+        joins again is free.
+
+        Calls for that node wait for its replacement. Raises NodeLost or PoolClosed if the scheduler is out of reach.
+        """
+        left = int(self._owner.ask(HOLD, rank=rank))
+        node = self._owner.dispatcher.members.nodes.get(rank)
+        try:  # after all messages that have arrived by now: the fetches that they begin count too
+            return left + self._owner.run(
+                lambda: self._owner.fetching_from(node.instance.id) if node is not None else 0, HOLD_SECONDS
+            )
+        except TimeoutError:
+            return left + 1
 
     def free(self, rank: int) -> None:
         """Give a node calls again, after `drain`. Raises NodeLost or PoolClosed."""
-        self._ask(FREE, rank=rank)
+        self._owner.ask(FREE, rank=rank)

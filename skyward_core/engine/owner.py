@@ -36,7 +36,7 @@ from skyward_core.engine.futures import (
 )
 from skyward_core.engine.slot_use import LoadReports, SlotSeconds, SlotWaits, holder_of
 from skyward_core.engine.transfers import Transfers
-from skyward_core.errors import NodeLost, PoolClosed
+from skyward_core.errors import NodeLost, PoolClosed, SkywardError
 from skyward_core.events.events import CallReported, CallsWaiting, SkywardEvent
 from skyward_core.machines.owner import Owner
 from skyward_core.transport.transport import Transports
@@ -114,6 +114,10 @@ class EngineThread:
         self.slot_seconds = SlotSeconds()
         self.pool = ""
         """What the pool is called in events: its name, or its id."""
+        self.lost: SkywardError | None = None
+        """Why the pool has ended."""
+        self.drained: SkywardError | None = None
+        """Why the pool begins no calls just now."""
         self._waits = SlotWaits()
         self._followed: dict[str, int] = {}
         """By id of a detached call that has not ended: how many messages it had at the last look."""
@@ -195,6 +199,34 @@ class EngineThread:
         self._transfers.close()
         self._results.close()
         self.callbacks.close()
+
+    # ── the pool as callers see it, in any thread ────────────────────────────────────────────────────────────────────
+
+    def raise_if_refused(self) -> None:
+        """Raise why the pool takes no calls, if it takes none."""
+        if (refusal := self.lost or self.drained) is not None:
+            raise refusal
+
+    @property
+    def present_connection(self) -> SchedulerConnection:
+        """The connection to the scheduler. Raises the pool's error after its end, NodeLost while there is none."""
+        if (connection := self.connection) is None:
+            raise self.lost or NodeLost("the pool's scheduler is out of reach just now: try again")
+        return connection
+
+    def ask(self, operation: str, timeout_seconds: float = math.inf, **arguments: Any) -> Any:
+        """Ask the scheduler, for so many seconds at most. Raises as `present_connection` does, and NodeLost if there
+        is no answer on that connection.
+        """
+        return self.ask_on(self.present_connection, operation, time.monotonic() + timeout_seconds, arguments)
+
+    def ask_on(
+        self, connection: SchedulerConnection, operation: str, deadline: float, arguments: Mapping[str, Any]
+    ) -> Any:
+        """Ask the scheduler on this connection, while it is the present one and until the deadline (time.monotonic)."""
+        return connection.ask(
+            operation, lambda: self.connection is connection and time.monotonic() < deadline, arguments
+        )
 
     def keep(self, counts: Counts | None, secrets: SecretValues | None) -> None:
         """Count the cost of calls from now on, and send these secrets with each later connection. In this thread."""
@@ -329,20 +361,22 @@ class EngineThread:
             answer.cancel()
         self._answers.clear()
 
+    # The messages of a connection, from Dask's thread: each is posted to the owner's thread.
+
     def on_resumed(self, epoch: int, resumed: Resumed) -> None:
-        """Post it."""
+        """The scheduler has answered on this connection."""
         self.post(lambda: self.dispatcher.resumed(epoch, resumed, time.monotonic()))
 
     def on_report(self, epoch: int, report: Callable[[], Report]) -> None:
-        """Post it."""
+        """A worker has reported."""
         self.post(lambda: self.dispatcher.report(epoch, _loaded(report), time.monotonic()))
 
     def on_pool_news(self, epoch: int, news: Callable[[], PoolNews]) -> None:
-        """Post it."""
+        """A worker has joined or left, or a node has measured something."""
         self.post(lambda: self.dispatcher.pool_news(epoch, news(), time.monotonic()))
 
     def on_tasks_finished(self, epoch: int, numbers: Collection[int]) -> None:
-        """Post it."""
+        """The results of these batches are in the memory of workers."""
 
         def finished() -> None:
             for number in numbers:
@@ -351,11 +385,11 @@ class EngineThread:
         self.post(finished)
 
     def on_task_failed(self, epoch: int, number: int, reason: str) -> None:
-        """Post it."""
+        """A batch has no result."""
         self.post(lambda: self.dispatcher.task_ended(epoch, number, is_finished=False, reason=reason))
 
     def on_ping(self, epoch: int, busy_times: Collection[BusyTime] | None) -> None:
-        """Post it."""
+        """The scheduler has answered a ping with the times of busy slots; None: it has not answered."""
 
         def pinged() -> None:
             self.dispatcher.pinged(epoch, is_answered=busy_times is not None)
@@ -364,7 +398,7 @@ class EngineThread:
         self.post(pinged)
 
     def on_calls_listed(self, epoch: int, answer: Mapping[str, Any]) -> None:
-        """Post it."""
+        """The scheduler has listed who holds the slots."""
 
         def listed() -> None:
             topics = {self.dispatcher.topic, *map(detached_key, list(self._followed))}
@@ -376,7 +410,7 @@ class EngineThread:
         self.post(listed)
 
     def on_asked_for_calls(self, epoch: int, request: int) -> None:
-        """Post it."""
+        """Somebody asks for the calls of this client: answer."""
 
         def asked() -> None:
             if (connection := self.connection) is not None and connection.epoch == epoch:

@@ -272,6 +272,8 @@ class FakeCluster:
         self.resumed = 0
         self.given_up: list[tuple[int | None, SkywardError]] = []
         self.known: Lease | None = None
+        self.draining: Any = self
+        """Has `hold` of `NodeDraining`."""
 
     @property
     def slots(self) -> int:

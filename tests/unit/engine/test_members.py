@@ -189,21 +189,23 @@ class Owner:
 
     def __init__(self, pool: Pool) -> None:
         self.dispatcher = pool.dispatcher
+        self.asked = list[str]()
 
     def run(self, work: Callable[[], Any], timeout_seconds: float) -> Any:
         return work()
 
+    def ask(self, operation: str, *_: Any, **__: Any) -> int:
+        self.asked.append(operation)
+        return 0
+
+    def fetching_from(self, instance_id: str) -> int:
+        return 0
+
 
 def draining_of(pool: Pool) -> tuple[NodeDraining, list[str]]:
     """A draining whose scheduler knows of no call; and what it was asked."""
-    asked = list[str]()
-
-    def ask(operation: Any, *_: Any, **__: Any) -> int:
-        asked.append(operation if isinstance(operation, str) else "hold")
-        return 0
-
     owner: Any = Owner(pool)
-    return NodeDraining(owner, BroadcastRanks(range(2)), ask, ask), asked
+    return NodeDraining(owner, BroadcastRanks(range(2))), owner.asked
 
 
 @pytest.mark.parametrize(("worker", "bound"), [("1-0", 1), (None, 0)])
