@@ -181,7 +181,7 @@ class Calls(State):
     def _begin_fetch(self, entry: Entry, outcome: Outcome, node: int, instance_id: str, now: float) -> None:
         """Fetch an outcome from the memory of an instance."""
         call_id = outcome.call_id
-        until = now + (FETCH_SECONDS if self.members.knows(instance_id) else KNOWN_SECONDS)
+        until = now + (FETCH_SECONDS if self.members.has_instance(instance_id) else KNOWN_SECONDS)
         self._end_fetch(call_id)
         self.fetching[call_id] = Fetching(entry, outcome, node, instance_id, str(outcome.parcel.path), until, now)
         self._fetches_by_instance[instance_id] += 1
@@ -202,7 +202,7 @@ class Calls(State):
         for call_id, fetching in list(self.fetching.items()):
             if fetching.error is None:
                 continue
-            is_too_late = now > fetching.until or not self.members.may_know(fetching.instance_id)
+            is_too_late = now > fetching.until or not self.members.may_have_instance(fetching.instance_id)
             if not is_too_late and is_reachable(fetching.instance_id):
                 fetching.error = None
                 self._do(do.Fetch(call_id, fetching.instance_id, fetching.outcome.parcel))

@@ -279,14 +279,14 @@ class Cluster:
         )
         self._connect(address, timeout_seconds, time.monotonic() + timeout_seconds)
 
-    def know(self, lease: Lease) -> None:
+    def update_nodes(self, lease: Lease) -> None:
         """Note the nodes of the lease: some have replaced others."""
-        self.owner.post(lambda: self.dispatcher.know(lease.nodes))
+        self.owner.post(lambda: self.dispatcher.update_nodes(lease.nodes))
 
-    def forget(self, rank: int) -> None:
+    def remove_node(self, rank: int) -> None:
         """Go on without the node of this rank, which is absent, and without a replacement."""
         self._ranks.leave_out(rank)
-        self.owner.run(lambda: self.dispatcher.forget_node(rank))
+        self.owner.run(lambda: self.dispatcher.remove_node(rank))
 
     def give_up(self, error: SkywardError, rank: int | None = None) -> None:
         """Wait no longer for a node that is not replaced, or (None) for any: calls that need it raise the error."""

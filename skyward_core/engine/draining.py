@@ -94,7 +94,7 @@ class NodeDraining:
             dispatcher.follow(is_following=False)
             self._ranks.set(wanted)
             for rank in dispatcher.members.nodes.keys() - wanted:
-                dispatcher.forget_node(rank)
+                dispatcher.remove_node(rank)
 
         self._ranks.set(wanted)
         self._owner.post(keep)

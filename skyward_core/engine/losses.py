@@ -153,7 +153,7 @@ class Losses(Shipments):
 
     # ── nodes ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def know(self, nodes: Iterable[Node]) -> None:
+    def update_nodes(self, nodes: Iterable[Node]) -> None:
         """Note these nodes: some have replaced others."""
         members, nodes = self.members, list(nodes)
         for node in nodes:
@@ -162,7 +162,7 @@ class Losses(Shipments):
                 self._kept.without(members.names_at(node.rank))
         self._set_nodes({**members.nodes, **{node.rank: node for node in nodes}})
 
-    def forget_node(self, rank: int) -> None:
+    def remove_node(self, rank: int) -> None:
         """Go on without the node of this rank, which is absent, and without a replacement."""
         self._set_nodes({other: node for other, node in self.members.nodes.items() if other != rank})
 
@@ -173,7 +173,7 @@ class Losses(Shipments):
 
     def _set_nodes(self, nodes: Mapping[int, Node]) -> None:
         self.members.nodes = nodes
-        self._functions.keep(self.members.knows)
+        self._functions.keep(self.members.has_instance)
         self._use_ranks()
         self._count_slots()
 

@@ -276,7 +276,9 @@ class Shipments(Calls):
 
         Functions stay there for later calls.
         """
-        if not self.members.knows(instance_id):  # another node has replaced it while the batch waited for an upload
+        if not self.members.has_instance(
+            instance_id
+        ):  # another node has replaced it while the batch waited for an upload
             self._rest(self._forget_batch(out))
             return
         out.instance_id = instance_id

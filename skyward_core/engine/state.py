@@ -237,13 +237,13 @@ class Members:
         known = {node.instance.id for node in self.nodes.values()}
         return max((one for one in known.union(self.instances.values()) if one in path), key=len, default=None)
 
-    def knows(self, instance_id: str) -> bool:
+    def has_instance(self, instance_id: str) -> bool:
         """Return whether an instance is one of the pool's nodes."""
         return any(node.instance.id == instance_id for node in self.nodes.values())
 
-    def may_know(self, instance_id: str) -> bool:
+    def may_have_instance(self, instance_id: str) -> bool:
         """Return whether an instance is one of the pool's nodes, or has a worker here and will be known soon."""
-        return self.knows(instance_id) or instance_id in self.instances.values()
+        return self.has_instance(instance_id) or instance_id in self.instances.values()
 
     def is_there(self, instance_id: str) -> bool:
         """Return whether a worker of this instance is present."""

@@ -188,7 +188,7 @@ class Transfers:
 
     def _transport_of(self, instance_id: str) -> Transport:
         if (transport := self._transport(instance_id)) is None:
-            if self._dispatcher.members.may_know(instance_id):
+            if self._dispatcher.members.may_have_instance(instance_id):
                 raise _NotKnownYet(f"{instance_id} has just joined the pool, and this client does not know it yet")
             raise Unreachable(f"{instance_id} is not a node of the pool any more")
         return transport
@@ -196,7 +196,11 @@ class Transfers:
     def _await(self, instance_id: str) -> None:
         """Wait for some time until this client knows a node that has just joined."""
         until, members = time.monotonic() + KNOWN_SECONDS, self._dispatcher.members
-        while not members.knows(instance_id) and members.may_know(instance_id) and time.monotonic() < until:
+        while (
+            not members.has_instance(instance_id)
+            and members.may_have_instance(instance_id)
+            and time.monotonic() < until
+        ):
             time.sleep(POLL_SECONDS)
 
     def _transport(self, instance_id: str) -> Transport | None:

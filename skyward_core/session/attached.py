@@ -188,7 +188,7 @@ class Attached:
                 cluster.start(self._scheduler_from_here(), deadline, lambda: None, patience)
             for node in self.lease.nodes:
                 if node.rank and len(cluster.missing(node.rank)) == node.workers:
-                    cluster.forget(node.rank)
+                    cluster.remove_node(node.rank)
                     self._go_on_without(node, "its workers are not in the pool")
             for transport in self.transports.all():
                 transport.opened()

@@ -310,7 +310,7 @@ class FakeCluster:
         self.known = lease
         self._connect(address)
 
-    def know(self, lease: Lease) -> None:
+    def update_nodes(self, lease: Lease) -> None:
         self.known = lease
 
     def give_up(self, error: SkywardError, rank: int | None = None) -> None:

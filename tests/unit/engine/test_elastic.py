@@ -492,7 +492,7 @@ class ElasticWorld(World):
         machines: Any = self.machines
         cluster: Any = self.cluster
         machines.raise_if_not_steward, machines.remove = lambda: raise_next(self.refusals), self.remove
-        cluster.draining, cluster.forget = self, lambda rank: self.note("forget", rank)
+        cluster.draining, cluster.remove_node = self, lambda rank: self.note("forget", rank)
         policy = ScalingPolicy(1, 2, 1, UP, DOWN, 2)
         self.recovery = self.new_recovery(machines, cluster, 2, 600.0, policy)
         self.recovery.fix_size(1)

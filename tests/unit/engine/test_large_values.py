@@ -151,7 +151,7 @@ def test_a_batch_that_waits_for_an_upload_to_a_node_that_was_replaced_is_placed_
     pool, shared = Pool(workers=["0-0"]), SharedValue(LARGE)
     pool.submit(using(shared, "a"), using(shared, "b"))
     (upload,) = pool.take(do.Upload)
-    pool.dispatcher.know([node_of(7, 0, 1, 1)])
+    pool.dispatcher.update_nodes([node_of(7, 0, 1, 1)])
     pool.dispatcher.upload_failed(upload.number, upload.instance_id, [shared.name], OSError("gone"), is_its_fault=False)
     pool.tick(1.0)
     (again,) = pool.take(do.Upload)

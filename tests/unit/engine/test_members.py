@@ -68,7 +68,7 @@ def test_a_worker_on_an_unknown_machine_is_strange() -> None:
         pool.join(name, f"tls://{name}", "" if number is None else machine_id(number))
     assert pool.strange_nodes() == {1: machine_id(7), 2: machine_id(2)}
     assert [name for name in ("0-0", "1-0", "1-1", "2-0", "3-0") if pool.is_strange(name)] == ["1-0", "2-0"]
-    assert [pool.may_know(machine_id(number)) for number in (1, 2, 7, 8)] == [True, True, True, False]
+    assert [pool.may_have_instance(machine_id(number)) for number in (1, 2, 7, 8)] == [True, True, True, False]
     assert [pool.is_there(machine_id(number)) for number in (0, 7, 8)] == [True, True, False]
     pool.nodes = {rank: node_of(serial, rank, 2, 4) for rank, serial in {0: 0, 1: 7, 2: 2}.items()}
     assert pool.strange_nodes() == {}
@@ -110,7 +110,7 @@ def test_broadcasts_use_the_ranks_that_stay_and_are_known() -> None:
     assert used(pool) == []
     pool.dispatcher.follow(is_following=True)
     assert used(pool) == [frozenset({0})]
-    pool.dispatcher.know([node_of(2, 2, 1, 1)])
+    pool.dispatcher.update_nodes([node_of(2, 2, 1, 1)])
     assert used(pool) == [frozenset({0, 2})]
     pool.dispatcher.follow(is_following=False)
     pool.news(PoolRanks(frozenset({0})))
@@ -140,7 +140,7 @@ def test_a_broadcast_that_has_begun_goes_to_a_node_that_is_to_leave() -> None:
 def test_a_new_node_gives_its_slots_when_it_is_known() -> None:
     pool = with_a_new_node()
     assert len(pool.submit(*map(entry, "abc"))) == 2
-    pool.dispatcher.know([node_of(2, 2, 1, 1)])
+    pool.dispatcher.update_nodes([node_of(2, 2, 1, 1)])
     assert len(pool.take(do.Send)) == 1
 
 
@@ -155,7 +155,7 @@ def test_a_large_result_of_a_new_node_waits_until_the_node_is_known() -> None:
         pool.dispatcher.not_fetched("a", str(fetch.parcel.path), OSError("not known yet"), is_cut=True)
         pool.tick(KNOWN_SECONDS - 1, is_reachable=False)
         assert (pool.take(do.Fetch), pool.errors()) == ([], {})
-        pool.dispatcher.know([node_of(2, 2, 1, 1)])
+        pool.dispatcher.update_nodes([node_of(2, 2, 1, 1)])
         pool.tick(now)
         assert (list(pool.errors()), len(pool.take(do.Fetch))) == (errors, fetches)
 
@@ -174,9 +174,9 @@ def test_a_node_that_has_left_is_forgotten_with_its_functions() -> None:
     pool = Pool()
     assert pool.run(entry("a", is_large=True, worker="1-0")) == []
     pool.news(WorkerLeft("1-0", ADDRESSES["1-0"]))
-    pool.dispatcher.forget_node(1)
+    pool.dispatcher.remove_node(1)
     pool.news(WorkerJoined("1-0", "tls://new", machine_id(1)))
-    pool.dispatcher.know([node_of(1, 1, 1, 1)])
+    pool.dispatcher.update_nodes([node_of(1, 1, 1, 1)])
     pool.submit(entry("b", is_large=True, worker="1-0"))
     assert [bool(action.functions) for action in pool.take(do.Upload)] == [True], "the function goes there again"
 
