@@ -45,7 +45,7 @@ class Calls(State):
         """Take calls in, last in the queue."""
         self.submitted += len(entries)
         self.entries.update((entry.call.call_id, entry) for entry in entries)
-        self._queue.add(entries)
+        self.queue.add(entries)
         self._refuse([entry.call.call_id for entry in entries])
 
     def cancel(self, call_id: str) -> None:
@@ -55,7 +55,7 @@ class Calls(State):
             return
         self._cancelled += 1
         self._forget_fetch(call_id)
-        if not self._queue.drop({call_id}) and self._queue.is_out(call_id):
+        if not self.queue.drop({call_id}) and self.queue.is_out(call_id):
             self._to_stop.add(call_id)
         self._do(do.Cancelled(call_id, entry.call.arguments))
         self._clear_remote_args(entry)
@@ -64,17 +64,17 @@ class Calls(State):
         """Begin no more calls: those that wait raise this. None: begin calls again."""
         self._drained = error
         if error is not None:
-            self._fail(self._queue.withdraw(), error)
+            self._fail(self.queue.withdraw(), error)
 
     def _give_up_at(self, names: Iterable[str], error: SkywardError) -> None:
         """Make the calls that wait for one of these workers raise this."""
-        ids = [call_id for name in names for call_id in self._queue.pinned_to(name)]
-        self._queue.drop(set(ids))
+        ids = [call_id for name in names for call_id in self.queue.pinned_to(name)]
+        self.queue.drop(set(ids))
         self._fail(ids, error)
 
     def _bound_to(self, names: Sequence[str]) -> tuple[int, int]:
         """Return how many calls wait for one of these workers, and how many in all can run nowhere else."""
-        waiting = sum(len(self._queue.pinned_to(name)) for name in names)
+        waiting = sum(len(self.queue.pinned_to(name)) for name in names)
         return waiting, sum(entry.worker in names for entry in self.entries.values())
 
     def _end(self, error: SkywardError) -> None:
@@ -83,7 +83,7 @@ class Calls(State):
         Outcomes that are being fetched may still arrive, unless the pool closes.
         """
         self._ended = self._ended or error
-        self._queue.clear()
+        self.queue.clear()
         self._to_stop.clear()
         self._fail(
             [call_id for call_id in self.entries if self._is_closed or not self._is_being_fetched(call_id)], error
@@ -102,7 +102,7 @@ class Calls(State):
     def _call_ended(self, outcome: Outcome, node: int, instance_id: str, now: float) -> None:
         """A call has ended at a worker."""
         call_id = outcome.call_id
-        was_out = self._queue.ended(call_id, outcome.seconds if outcome.kind is OutcomeKind.RESULT else None)
+        was_out = self.queue.ended(call_id, outcome.seconds if outcome.kind is OutcomeKind.RESULT else None)
         entry = self.entries.get(call_id)
         if entry is None:  # it was cancelled, or is lost
             self._discard(outcome.parcel)
@@ -172,7 +172,7 @@ class Calls(State):
         entry.losses += 1
         if self._may_run_again(entry):
             self._do(do.EmitEvent(CallRetrying(call_id, entry.losses + 1, self._retries + 1, reason)))
-            self._queue.add([entry])
+            self.queue.add([entry])
         else:
             self._fail([call_id], self._node_lost(entry, reason, cause))
 
@@ -184,7 +184,7 @@ class Calls(State):
         until = now + (FETCH_SECONDS if self.members.has_instance(instance_id) else KNOWN_SECONDS)
         self._end_fetch(call_id)
         self.fetching[call_id] = Fetching(entry, outcome, node, instance_id, str(outcome.parcel.path), until, now)
-        self._fetches_by_instance[instance_id] += 1
+        self.fetches_by_instance[instance_id] += 1
         self._do(do.Fetch(call_id, instance_id, outcome.parcel))
 
     def _find_fetch(self, call_id: str, lies_at: str) -> Fetching | None:
@@ -215,19 +215,11 @@ class Calls(State):
         fetching = self.fetching.get(call_id)
         return fetching is not None and fetching.error is None
 
-    def fetching_from(self, instance_id: str) -> int:
-        """Return how many outcomes are still to be fetched from a node."""
-        return self._fetches_by_instance[instance_id]
-
-    def fetching_at(self) -> frozenset[str]:
-        """Return the ids of the instances from which outcomes are fetched."""
-        return frozenset(self._fetches_by_instance)
-
     def _end_fetch(self, call_id: str) -> Fetching | None:
         if (fetching := self.fetching.pop(call_id, None)) is not None:
-            self._fetches_by_instance[fetching.instance_id] -= 1
-            if not self._fetches_by_instance[fetching.instance_id]:
-                del self._fetches_by_instance[fetching.instance_id]
+            self.fetches_by_instance[fetching.instance_id] -= 1
+            if not self.fetches_by_instance[fetching.instance_id]:
+                del self.fetches_by_instance[fetching.instance_id]
         return fetching
 
     # ── items of streaming calls ──────────────────────────────────────────────────────────────────────────────────────
@@ -264,7 +256,7 @@ class Calls(State):
     def _lose_streams(self) -> None:
         """Messages were lost: the calls in flight may wait for credit that their items would bring."""
         self._lose_items(
-            [call_id for call_id, entry in self.entries.items() if entry.call.ahead and self._queue.is_out(call_id)]
+            [call_id for call_id, entry in self.entries.items() if entry.call.ahead and self.queue.is_out(call_id)]
         )
 
     def _lose_items(self, call_ids: Iterable[str]) -> None:
@@ -278,12 +270,12 @@ class Calls(State):
         """Calls have not been begun: they wait again, first in the queue; on a pool that drains or closes they
         raise.
         """
-        self._queue.returned(call_ids)
+        self.queue.returned(call_ids)
         self._refuse(call_ids)
 
     def _rest(self, call_ids: Sequence[str]) -> None:
         """Calls could not be sent just now: the next tick tries again."""
-        self._queue.rest(call_ids)
+        self.queue.rest(call_ids)
         self._refuse(call_ids)
 
     def _lose(self, call_ids: Iterable[str], reason: str, cause: BaseException | None = None) -> None:
@@ -292,7 +284,7 @@ class Calls(State):
         for call_id in call_ids:
             entry = self.entries.get(call_id)
             if entry is None:
-                self._queue.ended(call_id)
+                self.queue.ended(call_id)
                 continue
             entry.losses += 1
             if self._may_run_again(entry):
@@ -300,10 +292,10 @@ class Calls(State):
                 again.append(call_id)
                 self._do(do.EmitEvent(CallRetrying(call_id, entry.losses + 1, self._retries + 1, reason)))
             else:
-                if not self._queue.ended(call_id):
-                    self._queue.drop({call_id})
+                if not self.queue.ended(call_id):
+                    self.queue.drop({call_id})
                 lost.append((call_id, self._node_lost(entry, reason, cause)))
-        self._queue.returned(again)
+        self.queue.returned(again)
         for call_id, error in lost:
             self._fail([call_id], error)
         # a worker may still have one: it must not begin after its caller has seen NodeLost
@@ -325,9 +317,7 @@ class Calls(State):
     def _without_arguments(self, is_there: Callable[[Parcel], bool]) -> list[str]:
         """Return the waiting calls whose arguments were in a node's memory and are gone."""
         arguments = [
-            (call_id, entry.call.arguments)
-            for call_id, entry in self.entries.items()
-            if not self._queue.is_out(call_id)
+            (call_id, entry.call.arguments) for call_id, entry in self.entries.items() if not self.queue.is_out(call_id)
         ]
         return [
             call_id
@@ -341,7 +331,7 @@ class Calls(State):
         if unwanted := (
             set(call_ids) if refusal is not None else {call_id for call_id in call_ids if call_id not in self.entries}
         ):
-            self._queue.drop(unwanted)
+            self.queue.drop(unwanted)
         if refusal is not None:
             self._fail(call_ids, refusal)
 
@@ -387,16 +377,14 @@ class Calls(State):
 
     def _stop_unwanted(self, call_ids: Iterable[str] | None = None) -> None:
         """Stop those of the calls (None: of all) that are in flight and have no caller any more."""
-        out = self._queue.all_out() if call_ids is None else filter(self._queue.is_out, call_ids)
+        out = self.queue.all_out() if call_ids is None else filter(self.queue.is_out, call_ids)
         self._to_stop.update(call_id for call_id in out if call_id not in self.entries)
 
     def _take_to_stop(self) -> set[str]:
         """Return the calls that are to be stopped, once. Drop those that wait: they have not begun."""
         if not self._to_stop:
             return set()
-        to_stop = {
-            call_id for call_id in self._to_stop - self._queue.drop(self._to_stop) if self._queue.is_out(call_id)
-        }
+        to_stop = {call_id for call_id in self._to_stop - self.queue.drop(self._to_stop) if self.queue.is_out(call_id)}
         self._to_stop.clear()
         return to_stop
 

@@ -225,7 +225,7 @@ class Cluster:
 
     def slots_held(self) -> dict[str, int]:
         """Return how many slots the calls of each use hold now, as far as is known here, also while they stop."""
-        return {use: min(self.slots, batches) for use, batches in self.dispatcher.batches_by_use().items()}
+        return {use: min(self.slots, batches) for use, batches in self.dispatcher.queue.batches_by_use().items()}
 
     def slots_at(self, rank: int) -> int:
         """Return how many calls run at once on a node; if it is not known, how many on the first one."""

@@ -61,7 +61,7 @@ class Dispatcher(Losses):
 
     def is_out(self, call_id: str) -> bool:
         """Return whether a call was sent to a worker, so that it may have begun, and its outcome has not arrived."""
-        return self._queue.is_out(call_id) or self._is_being_fetched(call_id)
+        return self.queue.is_out(call_id) or self._is_being_fetched(call_id)
 
     def stage(self, call_id: str) -> tuple[str, str, str | None, float] | None:
         """Return the function of a call, its state, the worker or the node (a number) that it needs or that had it, and
@@ -73,12 +73,8 @@ class Dispatcher(Losses):
             return fetching.entry.title, "fetching", str(fetching.node), fetching.since
         if (entry := self.entries.get(call_id)) is None:
             return None
-        state = "out" if self._queue.is_out(call_id) else "waiting"
+        state = "out" if self.queue.is_out(call_id) else "waiting"
         return entry.title, state, entry.worker, entry.submitted_at
-
-    def batches_by_use(self) -> dict[str, int]:
-        """Return how many batches at workers have a call of each use, also one that stops. For any thread."""
-        return self._queue.batches_by_use()
 
     def drain(self, error: SkywardError | None) -> None:
         """Begin no more calls: those that have not begun raise this, those that run may end.
@@ -87,7 +83,7 @@ class Dispatcher(Losses):
         """
         if error is not None:
             for call_ids in self._withdraw():
-                self._queue.returned(call_ids)
+                self.queue.returned(call_ids)
         self._begin_no_calls(error)
 
     def give_up(self, error: SkywardError, rank: int | None = None) -> None:
@@ -247,7 +243,7 @@ class Dispatcher(Losses):
         """Twice a second: check the connection, and repeat fetches from nodes that are reachable again (`is_reachable`,
         by instance id).
         """
-        self._queue.wake()
+        self.queue.wake()
         self._lose_unkept(now)
         self._repeat_fetches(now, is_reachable)
         if self.is_live:
@@ -260,7 +256,7 @@ class Dispatcher(Losses):
         """After one or several messages: send and stop calls, release kept ones, emit the progress."""
         if self.is_live:
             self._send_stops()
-            if released := self._kept.take_released(self._queue.is_out):
+            if released := self._kept.take_released(self.queue.is_out):
                 self._do(do.ReleaseRetainedCalls(self.epoch, tuple(released)))
             self._ship()
         self._emit_progress(now)
@@ -278,11 +274,6 @@ class Dispatcher(Losses):
         """Return `CallTable.bound_to` and `Shipments.count_for` for a node."""
         names = self.members.names_at(rank)
         return *self._bound_to(names), self._count_for(names)
-
-    @property
-    def waiting(self) -> int:
-        """How many calls wait for a free slot. May be read from any thread."""
-        return self._queue.waiting
 
     def uploading_to(self) -> set[str]:
         """Return the ids of the instances to which large values of batches go."""

@@ -112,7 +112,7 @@ class NodeDraining:
             others = int(self._owner.ask(WAITING, BUSY_SECONDS, topic=self._owner.dispatcher.topic))
         except (SkywardError, OSError):
             others = 0
-        return self._owner.dispatcher.waiting + others
+        return self._owner.dispatcher.queue.waiting + others
 
     def strange_nodes(self) -> dict[int, str]:
         """Return the ids of the machines that have joined and are not known here, by rank. Raises PoolClosed and

@@ -98,7 +98,7 @@ class Losses(Shipments):
 
     def _lose_in_flight(self, reason: str) -> None:
         out = [call_id for item in list(self.outs.values()) for call_id in self._forget_batch(item)]
-        out += self._kept.forget(self._queue.next_number)
+        out += self._kept.forget(self.queue.next_number)
         self._lose(out, reason)
 
     # ── another head ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -108,7 +108,7 @@ class Losses(Shipments):
         self._abandoned = 0
         outs = self.outs
         heard = {origin: number for out in outs.values() for origin, number in out.heard.items()}
-        before = self._queue.next_number
+        before = self.queue.next_number
         batches = {out.number: self._forget_batch_of_lost_head(out) for out in list(outs.values())}
         self._kept.begin(batches, awaited, before, heard)
 

@@ -244,7 +244,7 @@ class EngineThread:
     def fetching_from(self, instance_id: str) -> int:
         """Return how many outcomes and items are still to be fetched from a node. In the owner's thread."""
         loading = list(self._loading.values()).count(instance_id)
-        return self.dispatcher.fetching_from(instance_id) + self._transfers.items_from(instance_id) + loading
+        return self.dispatcher.fetches_by_instance[instance_id] + self._transfers.items[instance_id] + loading
 
     def wait_for_end(self) -> None:
         """Wait until a close that has begun has set all futures, unless one of the engine's threads calls it."""
@@ -294,7 +294,7 @@ class EngineThread:
             self.dispatcher.cut(connection.epoch)
         self.dispatcher.tick(time.monotonic(), self._transfers.is_reachable)
         self._uploading_to = self.dispatcher.uploading_to()
-        self._report_load(self.dispatcher.waiting)
+        self._report_load(self.dispatcher.queue.waiting)
         self._look_for_waits()
 
     def _look_for_waits(self) -> None:
@@ -312,7 +312,8 @@ class EngineThread:
         if (connection := self.connection) is None or not self.dispatcher.is_live:
             return
         here = list(self._loading.values())  # another thread removes
-        needed = self.dispatcher.fetching_at().union(self._transfers.items_at, self._uploading_to, here)
+        items_at = {instance_id for instance_id, count in self._transfers.items.items() if count}
+        needed = items_at.union(self.dispatcher.fetches_by_instance, self._uploading_to, here)
         if (message := self._reports.next(waiting, needed)) is not None:
             _try_to_send(connection, message)
 

@@ -59,7 +59,7 @@ class Shipments(Calls):
         functions stay until the batch has ended (`KeptCalls`).
         """
         self.outs.pop(out.number, None)
-        unended = self._queue.unended(out.shipment)
+        unended = self.queue.unended(out.shipment)
         if out.is_out and unended:
             self._kept.lose(out.number, unended)
         return unended
@@ -92,7 +92,7 @@ class Shipments(Calls):
         failure = NodeLost(f"the call could not be sent: {error}")
         failure.__cause__ = error
         for call_id in ids:
-            self._queue.ended(call_id)
+            self.queue.ended(call_id)
         self._fail(ids, failure)
 
     def task_ended(self, epoch: int, number: int, *, is_finished: bool, reason: str) -> None:
@@ -171,7 +171,7 @@ class Shipments(Calls):
 
     def _ship(self) -> None:
         """Send the calls that may go out now, after the upload of their large values."""
-        while shipments := self._queue.ship():
+        while shipments := self.queue.ship():
             for shipment in shipments:
                 self._drop_unwanted(Out(shipment, Phase.CHOOSING, self.epoch, shipment.worker))
 
@@ -226,7 +226,7 @@ class Shipments(Calls):
         if len(kept) < len(calls):
             for call in calls:
                 if call.call_id not in self.entries:
-                    self._queue.ended(call.call_id)
+                    self.queue.ended(call.call_id)
             out.shipment.batch = out.shipment.batch._replace(calls=kept)
         if kept:
             self.outs[out.number] = out
@@ -316,7 +316,7 @@ class Shipments(Calls):
         calls = tuple(self._with_remote_args(call, out) for call in batch.calls if call.call_id in self.entries)
         for call in batch.calls:
             if call.call_id not in self.entries:  # cancelled during the upload
-                self._queue.ended(call.call_id)
+                self.queue.ended(call.call_id)
         if not calls:
             self._forget_batch(out)
             return

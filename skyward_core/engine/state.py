@@ -569,9 +569,9 @@ class State:
         """The calls whose callers wait: waiting, out or being fetched."""
         self.fetching: dict[str, Fetching] = {}
         """Large outcomes in transit, by call."""
-        self._fetches_by_instance: Counter[str] = Counter()
+        self.fetches_by_instance: Counter[str] = Counter()
         """How many outcomes are still to be fetched from each instance."""
-        self._queue = Queue(topic)
+        self.queue = Queue(topic)
         self._credit: dict[str, int] = {}
         """By call: the items below this number may be yielded. Workers repeat nothing, so each connection gets it."""
         self._to_stop: set[str] = set()
@@ -637,6 +637,6 @@ class State:
 
     def _count_slots(self) -> None:
         """Note how many calls may go out, and to which workers."""
-        self._queue.workers = self.members.free
-        self._queue.leaving = self.members.leaving
-        self._queue.slots = self.members.slots
+        self.queue.workers = self.members.free
+        self.queue.leaving = self.members.leaving
+        self.queue.slots = self.members.slots

@@ -43,8 +43,8 @@ class Transfers:
         self._post = post
         self._uploads = ThreadPoolExecutor(UPLOADS, thread_name_prefix="skyward-upload")
         self._fetches = ThreadPoolExecutor(FETCHES, thread_name_prefix="skyward-fetch")
-        self._items: Counter[str] = Counter()
-        """By instance: how many items are being fetched. Only the owner's thread uses it."""
+        self.items: Counter[str] = Counter()
+        """How many items are being fetched from each instance. Only the owner's thread uses it."""
 
     def close(self) -> None:
         """Begin no more transfers. Does not wait for those that run."""
@@ -80,17 +80,8 @@ class Transfers:
         fail: Callable[[BaseException], object],
     ) -> None:
         """Get a large item from a node's memory; then `deliver` or `fail` is called, in "skyward-fetch"."""
-        self._items[instance_id] += 1
+        self.items[instance_id] += 1
         self._fetches.submit(self._fetch_item, instance_id, parcel, deliver, fail)
-
-    def items_from(self, instance_id: str) -> int:
-        """Return how many items are still to be fetched from a node. In the owner's thread."""
-        return self._items[instance_id]
-
-    @property
-    def items_at(self) -> set[str]:
-        """The ids of the instances from which items are fetched. In the owner's thread."""
-        return {instance_id for instance_id, count in self._items.items() if count}
 
     def gather(self, connection: SchedulerConnection, action: do.Gather, is_of_use: Callable[[], bool]) -> None:
         """Get the outcomes of a batch as the result of its task."""
@@ -153,7 +144,7 @@ class Transfers:
         else:
             deliver(taken)
         finally:
-            self._post(lambda: self._items.subtract([instance_id]))
+            self._post(lambda: self.items.subtract([instance_id]))
 
     def _remove(self, instance_id: str, parcel: Parcel) -> None:
         try:

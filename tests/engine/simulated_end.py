@@ -109,7 +109,7 @@ class Ending:
             dispatcher.entries
             or dispatcher.outs
             or dispatcher.fetching
-            or dispatcher._queue._out
+            or dispatcher.queue._out
             or any(worker.is_busy for worker in world.workers)
         )
         is_connected = world.is_over or (
@@ -149,7 +149,7 @@ class Ending:
         for name in ("entries", "outs", "fetching", "_unheard", "_to_stop"):
             require(not getattr(dispatcher, name), f"{name} is not empty at the end", getattr(dispatcher, name))
         require(
-            not dispatcher._queue._out and not dispatcher._queue._shipments and not dispatcher._queue._suspects,
+            not dispatcher.queue._out and not dispatcher.queue._shipments and not dispatcher.queue._suspects,
             "the queue is not empty at the end",
         )
         require(

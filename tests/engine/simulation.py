@@ -345,7 +345,7 @@ class World:
     def _check_queue(self, name: str) -> None:
         if self.is_over or self.is_drained:
             require(
-                not any(True for _ in self.dispatcher._queue._all_waiting),
+                not any(True for _ in self.dispatcher.queue._all_waiting),
                 f"after {name} calls wait on a pool that begins none",
             )
 

@@ -430,7 +430,7 @@ def test_a_fetch_under_way_outlives_a_pool_that_is_given_up(arrives: bool) -> No
     pool = Pool()
     pool.submit(entry("a"))
     pool.report(value("a", RESULT))
-    assert pool.dispatcher.fetching_from(machine_id(0)) == 1, "the pool is not idle"
+    assert pool.dispatcher.fetches_by_instance[machine_id(0)] == 1, "the pool is not idle"
     pool.dispatcher.give_up(NodeLost("no head"))
     assert pool.errors() == {}
     if arrives:

@@ -151,7 +151,7 @@ def test_a_large_result_of_a_new_node_waits_until_the_node_is_known() -> None:
         pool.submit(entry("a"))
         pool.report(value("a", f"/dev/shm/{machine_id(2)}/a"), node=2)
         (fetch,) = pool.take(do.Fetch)
-        assert (fetch.instance_id, pool.dispatcher.fetching_at()) == (machine_id(2), {machine_id(2)})
+        assert (fetch.instance_id, set(pool.dispatcher.fetches_by_instance)) == (machine_id(2), {machine_id(2)})
         pool.dispatcher.not_fetched("a", str(fetch.parcel.path), OSError("not known yet"), is_cut=True)
         pool.tick(KNOWN_SECONDS - 1, is_reachable=False)
         assert (pool.take(do.Fetch), pool.errors()) == ([], {})
