@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from skyward_core.distributed.sampler import DistributedSampler as DistributedSampler
     from skyward_core.doctor.check import Check as Check
     from skyward_core.engine.futures import CallFuture as CallFuture
-    from skyward_core.engine.plain_calls import plain_call as plain_call
+    from skyward_core.engine.packing import plain_call as plain_call
     from skyward_core.errors import BadRequest as BadRequest
     from skyward_core.errors import BootstrapFailed as BootstrapFailed
     from skyward_core.errors import BudgetExceeded as BudgetExceeded
@@ -210,7 +210,7 @@ _HOMES = {
     "distributed.sampler": "DistributedSampler",
     "doctor.check": "Check",
     "engine.futures": "CallFuture",
-    "engine.plain_calls": "plain_call",
+    "engine.packing": "plain_call",
     "operations": "cost_of cost_parts offers receipt_of receipts_of release sweep",
     "image.image": "Image",
     "image.volume": "S3Volume Volume",

@@ -1,6 +1,6 @@
 """Finds faults that our tests do not notice.
 
-`make mutate MODULE=skyward_core/engine/placement.py` puts small faults into a module, one at a time, and runs the
+`make mutate MODULE=skyward_core/engine/shipments.py` puts small faults into a module, one at a time, and runs the
 module's tests on each.
 
 mutmut makes these faulty copies, the mutants. `mutation_process.py` collects the tests once and runs them in a fork for
@@ -40,10 +40,7 @@ LEDGER = (
     *(f"system/ledger/test_{name}.py" for name in ("ledger", "names", "prune", "budgets", "run_accounts")),
     "unit/session/test_paid_time.py",
 )
-DISPATCHER = (
-    *("call_events", "calls", "connection_state", "dispatcher", "fetches", "function_files", "items", "kept_calls"),
-    *("losses", "members", "outbox", "placement", "roster", "shipments"),
-)
+DISPATCHER = ("calls", "dispatcher", "losses", "outbox", "shipments", "state")
 OTHERS = {
     **{f"engine/{name}": HISTORIES for name in DISPATCHER},
     "engine/recovery": ("unit/worker/test_preemption_notice.py",),
@@ -76,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     itself has failed.
     """
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
-    parser.add_argument("modules", nargs="+", metavar="module", help="such as skyward_core/engine/placement.py")
+    parser.add_argument("modules", nargs="+", metavar="module", help="such as skyward_core/engine/shipments.py")
     parser.add_argument("--sample", type=int, metavar="N", help="only so many mutants of each module, drawn by chance")
     parser.add_argument("--seed", type=int, default=0, help="the same seed draws the same mutants of the same module")
     parser.add_argument("--only", nargs="+", default=(), metavar="PART", help="only mutants whose name has a PART")

@@ -24,16 +24,14 @@ from typing import Any
 import distributed  # noqa: TID253 - with connection.py owns Dask in this package
 
 from skyward_core.compute import PendingCompute
-from skyward_core.engine.broadcast_ranks import BroadcastRanks
 from skyward_core.engine.certificates import PoolCertificate
-from skyward_core.engine.connection import NotSent, SchedulerConnection, connect
-from skyward_core.engine.detached_calls import DetachedCalls, ask_on
+from skyward_core.engine.connection import NotSent, SchedulerConnection, UserClient, connect
+from skyward_core.engine.detached_calls import DetachedCalls
 from skyward_core.engine.dispatcher import Dispatcher
-from skyward_core.engine.futures import CallFuture
-from skyward_core.engine.item_futures import ItemFuture
-from skyward_core.engine.node_draining import NodeDraining
+from skyward_core.engine.draining import BroadcastRanks, NodeDraining
+from skyward_core.engine.futures import CallFuture, ItemFuture
 from skyward_core.engine.owner import Counts, EngineThread, Watcher
-from skyward_core.engine.packed_functions import ArgumentPacker, packed_entries, surroundings_of_calls
+from skyward_core.engine.packing import ArgumentPacker, packed_entries, surroundings_of_calls
 from skyward_core.errors import NodeLost, PoolClosed, SkywardError
 from skyward_core.events.events import CallRetrying, SkywardEvent
 from skyward_core.machines.instances import Lease
@@ -41,7 +39,6 @@ from skyward_core.serialization import pickling
 from skyward_core.transport.transport import Transports
 from skyward_core.work import NO_WORK, Work
 from skyward_core.worker import calls as messages
-from skyward_core.worker.draining import HOLD
 from skyward_core.worker.masking import SecretValues
 from skyward_core.worker.scheduler_messages import END_CLIENT
 from skyward_core.worker.shared_values import SharedValue
@@ -51,7 +48,6 @@ TICK_SECONDS = 0.5
 JOIN_POLL_SECONDS = 0.01
 CONNECT_SECONDS = 30.0
 BUSY_SECONDS = 2.0
-HOLD_SECONDS = 1.0
 
 
 class Cluster:
@@ -86,21 +82,17 @@ class Cluster:
         self._ranks = BroadcastRanks(node.rank for node in lease.nodes)
         """The pool's ranks: a node that is lost is soon replaced under its rank."""
         # nodes that come and leave
-        self.draining = NodeDraining(self.owner, self._ranks, self.hold, self._ask)
+        self.draining = NodeDraining(self.owner, self._ranks)
         self.retries = retries
         self.own_use: Callable[[], str] = str
         """Returns the id of the use that pays for calls which name none; "" if there is none."""
         self._emit = emit
-        self._lost: SkywardError | None = None
         self._ended_uses = set[str]()
         """The uses of the pool that pay for no call any more."""
-        self._drained: SkywardError | None = None
         self._is_closing = False
         self._shared: weakref.WeakSet[SharedValue] = weakref.WeakSet()
         """The scattered values that nodes may have."""
-        self.detached = DetachedCalls(
-            self.owner, self._transports, retries, lambda: self._lost, self._refuse, lambda: self._connection
-        )
+        self.detached = DetachedCalls(self.owner, transports, retries)
         """The calls that outlive their client."""
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -153,7 +145,7 @@ class Cluster:
         if self._is_closing:
             return
         self._is_closing = True
-        self._lost = self._lost or error
+        self.owner.lost = self.owner.lost or error
         connection: list[SchedulerConnection | None] = []
 
         def end() -> None:
@@ -181,7 +173,7 @@ class Cluster:
 
         None: take calls again.
         """
-        self._drained = error
+        self.owner.drained = error
         self.owner.post(lambda: self.dispatcher.drain(error))
 
     @property
@@ -190,13 +182,11 @@ class Cluster:
 
         Raises PoolClosed after the end, NodeLost while the scheduler is out of reach.
         """
-        return self._connection.client
+        return self.owner.present_connection.client
 
-    @property
-    def _connection(self) -> SchedulerConnection:
-        if (connection := self.owner.connection) is None:
-            raise self._lost or NodeLost("the pool's scheduler is out of reach just now: try again")
-        return connection
+    def user_client(self, address: Callable[[], str]) -> UserClient:
+        """Return the owner of the user's Dask client, not connected so far. `address` returns the scheduler's."""
+        return UserClient(address, self._certificate, lambda: self.owner.present_connection)
 
     @property
     def slots(self) -> int:
@@ -225,7 +215,7 @@ class Cluster:
         Return whether that is so, and for how many seconds they have held slots, by use and instance id. Raises
         NodeLost or PoolClosed if the scheduler is out of reach.
         """
-        is_free, spent = self._ask(END_CLIENT, seconds + BUSY_SECONDS, topic=topic, seconds=seconds)
+        is_free, spent = self.owner.ask(END_CLIENT, seconds + BUSY_SECONDS, topic=topic, seconds=seconds)
         found: dict[str, dict[str, float]] = {}
         for instance_id, by_use in spent:
             for use, its_seconds in by_use.items():
@@ -235,7 +225,7 @@ class Cluster:
 
     def slots_held(self) -> dict[str, int]:
         """Return how many slots the calls of each use hold now, as far as is known here, also while they stop."""
-        return {use: min(self.slots, batches) for use, batches in self.dispatcher.batches_by_use().items()}
+        return {use: min(self.slots, batches) for use, batches in self.dispatcher.queue.batches_by_use().items()}
 
     def slots_at(self, rank: int) -> int:
         """Return how many calls run at once on a node; if it is not known, how many on the first one."""
@@ -252,7 +242,7 @@ class Cluster:
             return True
         try:
             # the caller renews leases, and cannot wait for a silent head
-            return bool(self._ask("skyward_busy", BUSY_SECONDS))
+            return bool(self.owner.ask("skyward_busy", BUSY_SECONDS))
         except (SkywardError, OSError):
             return False  # the scheduler is out of reach; pings notice that
 
@@ -263,21 +253,6 @@ class Cluster:
     def missing(self, rank: int) -> list[int]:
         """Return the indexes of the workers of a node that are absent."""
         return self.dispatcher.members.missing(rank)
-
-    def hold(self, rank: int) -> int:
-        """Give a node no more calls, of any client; return how many it still has. Idempotent. Repeat it: a worker that
-        joins again is free.
-
-        Calls for that node wait for its replacement. Raises NodeLost or PoolClosed if the scheduler is out of reach.
-        """
-        left = int(self._ask(HOLD, rank=rank))
-        node = self.dispatcher.members.nodes.get(rank)
-        try:  # after all messages that have arrived by now: the fetches that they begin count too
-            return left + self.owner.run(
-                lambda: self.owner.fetching_from(node.instance.id) if node is not None else 0, HOLD_SECONDS
-            )
-        except TimeoutError:
-            return left + 1
 
     # ── when the scheduler is out of reach ───────────────────────────────────────────────────────────────────────────
 
@@ -304,19 +279,19 @@ class Cluster:
         )
         self._connect(address, timeout_seconds, time.monotonic() + timeout_seconds)
 
-    def know(self, lease: Lease) -> None:
+    def update_nodes(self, lease: Lease) -> None:
         """Note the nodes of the lease: some have replaced others."""
-        self.owner.post(lambda: self.dispatcher.know(lease.nodes))
+        self.owner.post(lambda: self.dispatcher.update_nodes(lease.nodes))
 
-    def forget(self, rank: int) -> None:
+    def remove_node(self, rank: int) -> None:
         """Go on without the node of this rank, which is absent, and without a replacement."""
         self._ranks.leave_out(rank)
-        self.owner.run(lambda: self.dispatcher.forget_node(rank))
+        self.owner.run(lambda: self.dispatcher.remove_node(rank))
 
     def give_up(self, error: SkywardError, rank: int | None = None) -> None:
         """Wait no longer for a node that is not replaced, or (None) for any: calls that need it raise the error."""
         if rank is None:
-            self._lost = self._lost or error
+            self.owner.lost = self.owner.lost or error
         self.owner.post(lambda: self.dispatcher.give_up(error, rank))
 
     def _connect(self, address: str, timeout_seconds: float, deadline: float) -> None:
@@ -408,7 +383,7 @@ class Cluster:
         """Pack calls, each with the name of its worker (None: any), and post them; `places` are the places of the
         workers' nodes in a broadcast.
         """
-        self._refuse()
+        self.owner.raise_if_refused()
         surroundings = surroundings_of_calls(self.own_use)
         if surroundings.use in self._ended_uses:
             raise PoolClosed("the use of the pool that would pay for the call has ended: open another one")
@@ -422,8 +397,8 @@ class Cluster:
             for entry in entries:
                 entry.submitted_at = now
             futures = [self._future(entry.call) for entry in entries]
-            if self._lost is not None:
-                raise self._lost
+            if self.owner.lost is not None:
+                raise self.owner.lost
             undo.pop_all()
         self.owner.futures.update((future.call_id, future) for future in futures)
         for value in {value.name: value for entry in entries for value in entry.shared.values()}.values():
@@ -459,11 +434,7 @@ class Cluster:
         self.owner.wait_for_end()
         for future in futures:
             if self.owner.futures.pop(future.call_id, None) is not None and future.claim():
-                future.set_exception(self._lost or PoolClosed("the pool is closed"))
-
-    def _refuse(self) -> None:
-        if (refusal := self._lost or self._drained) is not None:
-            raise refusal
+                future.set_exception(self.owner.lost or PoolClosed("the pool is closed"))
 
     def _place(self, parcel: Parcel) -> Parcel:
         """Put large arguments into a file in this machine's memory. Raises OSError if there is no room."""
@@ -495,9 +466,6 @@ class Cluster:
 
     def _cancel(self, call_id: str) -> None:
         self.owner.post(lambda: self.dispatcher.cancel(call_id))
-
-    def _ask(self, operation: str, timeout_seconds: float = math.inf, **arguments: Any) -> Any:
-        return ask_on(self.owner, self._connection, operation, time.monotonic() + timeout_seconds, arguments)
 
 
 def _release(cluster: weakref.ref[Cluster], name: str) -> None:

@@ -1,4 +1,4 @@
-"""Connections to a pool's scheduler: the engine's, and the user's (`engine.user_client` owns that one).
+"""Connections to a pool's scheduler: the engine's, and the user's (`UserClient`).
 
 The engine's connection is a Dask client, the topics that it listens to, the tasks that it follows, and questions with a
 deadline. It has no Dask futures: each of them costs a coroutine, an event and a callback, and a call needs one number.
@@ -14,22 +14,23 @@ import contextlib
 import logging
 import pickle
 import socket
+import threading
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from concurrent.futures import wait as wait_for
 from typing import Any, Protocol, cast
 
 import dask.config  # noqa: TID253 - with worker/node.py owns Dask
 import distributed  # noqa: TID253
+import uvloop
 from distributed.client import ClosedClientError  # noqa: TID253
 from distributed.core import clean_exception  # noqa: TID253
 from distributed.scheduler import KilledWorker  # noqa: TID253
+from tornado.ioloop import IOLoop
 
 from skyward_core.engine.certificates import PoolCertificate
-from skyward_core.engine.connection_state import PING_SECONDS
-from skyward_core.engine.dask_loop import DaskLoop
-from skyward_core.engine.dispatcher import PoolNews
-from skyward_core.errors import NodeLost
+from skyward_core.engine.dispatcher import PING_SECONDS, PoolNews
+from skyward_core.errors import NodeLost, PoolClosed
 from skyward_core.worker import calls
 from skyward_core.worker.call_lists import CALLS_QUESTION, INTRODUCE
 from skyward_core.worker.calls import BusyTime
@@ -47,9 +48,12 @@ from skyward_core.worker.wire import Batch, Report
 
 ASKING_SECONDS = 0.2
 CLOSE_SECONDS = 2
+USER_CLOSE_SECONDS = 2.0
 USER_SECONDS = 60.0  # how long a user's client tries to connect, also after a cut
 FINISHED_SECONDS = 0.01  # how long the end of a task may wait: its outcomes were reported before
 WORKER_GONE = "the worker that ran it is gone"
+START_SECONDS = 30.0
+"""How long a new thread may take until its loop runs. An overloaded machine has taken more than 10 s."""
 _log = logging.getLogger("skyward")
 
 
@@ -68,6 +72,87 @@ class ReportInbox(Protocol):
     def on_ping(self, epoch: int, busy_times: Collection[BusyTime] | None) -> None: ...
     def on_asked_for_calls(self, epoch: int, request: int) -> None: ...
     def on_calls_listed(self, epoch: int, answer: Mapping[str, Any]) -> None: ...
+
+
+class DaskLoop:
+    """The event loop of one Dask client, in its own thread: the methods of Dask's `LoopRunner` that a client calls.
+    May be used from any thread.
+
+    Dask's own runner waits 10 s for its thread to begin. Then it raises an AssertionError and leaves the thread behind,
+    and meanwhile no other client of the process starts or ends. A process with hundreds of connections may need longer.
+
+    States: new -> started -> stopped. It is started once.
+    """
+
+    def __init__(self) -> None:
+        self._running: Future[IOLoop] = Future()
+        """The loop, from when it runs."""
+        self._unwanted: Future[None] = Future()
+        """Ends the loop, also one that does not run yet."""
+        self._thread: threading.Thread | None = None
+        self._is_started = False
+
+    def start(self) -> None:
+        """Start the thread, and wait until its loop runs.
+
+        Raises OSError if there can be no other thread or loop, such as TimeoutError. Then nothing stays behind.
+        """
+        self._thread = thread = threading.Thread(target=self._run, name="IO loop", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._thread = None
+            raise OSError(f"no thread for the connection: {error}") from error
+        try:
+            self._running.result(START_SECONDS)
+        except BaseException as error:
+            self._end()  # the thread may come later
+            if isinstance(error, TimeoutError):
+                raise TimeoutError(f"the thread for the connection has not begun within {START_SECONDS:g} s") from error
+            raise
+        self._is_started = True
+
+    def stop(self, timeout: float = 10) -> None:  # Dask's signature
+        """End the loop, and wait so many seconds for its thread. Idempotent. Raises TimeoutError."""
+        self._is_started = False
+        self._end()
+        thread = self._thread
+        # a loop that has not begun by now ends when it does
+        if thread is None or thread is threading.current_thread() or not self._running.done():
+            return
+        thread.join(timeout)
+        if thread.is_alive():
+            raise TimeoutError(f"the thread of the connection has not ended within {timeout:g} s")
+
+    def is_started(self) -> bool:
+        """Return whether it is started, and not stopped."""
+        return self._is_started
+
+    @property
+    def loop(self) -> IOLoop:
+        """The loop. Raises RuntimeError if it does not run."""
+        loop: Any = self._running.result() if self._running.done() else None  # tornado's types say too little
+        if loop is None or not loop.asyncio_loop.is_running():
+            raise RuntimeError("the loop of the connection does not run")
+        return cast(IOLoop, loop)
+
+    def _end(self) -> None:
+        with contextlib.suppress(InvalidStateError):  # another thread has ended it
+            self._unwanted.set_result(None)
+
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(self._until_unwanted())
+        except BaseException as error:
+            if self._running.done():
+                _log.exception("the thread of a connection to a scheduler has failed")
+            else:
+                self._running.set_exception(error)
+
+    async def _until_unwanted(self) -> None:
+        self._running.set_result(IOLoop.current())
+        await asyncio.wrap_future(self._unwanted)
 
 
 class DaskClient(distributed.Client):
@@ -480,3 +565,68 @@ async def _answer(client: Any, operation: str, what: Mapping[str, Any]) -> Any:
         if client.status == "running":
             raise
         raise ConnectionResetError("the client was closed meanwhile") from error  # Dask has no error for it
+
+
+class UserClient:
+    """The Dask client that a pool returns (`ComputePool.dask_client`): a separate connection. For any thread.
+
+    The pool gives up its own connection when the scheduler has not answered for some seconds, and makes another; that
+    cancels the futures of its client. The user's client waits, and reconnects automatically if the connection breaks.
+
+    States of the client: none -> open (running, or reconnecting) -> closed: by its user, by Dask if it could not
+    reconnect, or here, when the scheduler has another address. Then `get` makes another one. `close` ends it with the
+    pool.
+    """
+
+    def __init__(self, address: Callable[[], str], certificate: PoolCertificate, check: Callable[[], object]) -> None:
+        self._address = address
+        """Returns the scheduler's address as seen from here: a new head has another one."""
+        self._certificate = certificate
+        self._check = check
+        """Raises NodeLost if the pool has no connection to the scheduler just now, and the pool's error after its end.
+        """
+        self._getting = threading.Lock()
+        """Held while a client is made, which may take a minute: two threads must not make two clients."""
+        self._lock = threading.Lock()
+        """Guards the attributes below."""
+        self._client: distributed.Client | None = None
+        self._made_for = ""
+        self._is_closed = False
+
+    def get(self) -> distributed.Client:
+        """Return the open client, or make one. Raises NodeLost if the scheduler is out of reach, and PoolClosed."""
+        with self._getting:
+            address = self._address()
+            client = self._client if self._made_for == address else None
+            if client is not None and client.status == "running":
+                return client
+            self._check()
+            if client is not None and client.status == "connecting":
+                return client
+            self._put(None, "")
+            try:
+                client = connect_user(address, self._certificate)
+            except OSError as error:
+                raise NodeLost(f"the pool's scheduler at {address} does not answer: try again") from error
+            self._put(client, address)
+            return client
+
+    def close(self) -> None:
+        """End the client and cancel its futures. Idempotent. A thread that makes a client meanwhile gets PoolClosed."""
+        with self._lock:
+            self._is_closed = True
+            client, self._client = self._client, None
+        if client is not None:
+            end(client, USER_CLOSE_SECONDS)
+
+    def _put(self, client: distributed.Client | None, address: str) -> None:
+        """Keep this client, and end the one before. Raises PoolClosed."""
+        with self._lock:
+            unwanted = client if self._is_closed else self._client
+            if not self._is_closed:
+                self._client, self._made_for = client, address
+            is_closed = self._is_closed
+        if unwanted is not None:
+            end(unwanted, USER_CLOSE_SECONDS)
+        if is_closed:
+            raise PoolClosed("the pool is closing")

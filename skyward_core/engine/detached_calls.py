@@ -4,19 +4,16 @@ result.
 
 from __future__ import annotations
 
-import math
 import pickle
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from skyward_core.compute import PendingCompute
-from skyward_core.engine.connection import SchedulerConnection
+from skyward_core.engine.futures import value_of
 from skyward_core.engine.owner import EngineThread
-from skyward_core.engine.packed_functions import packed_function, pickled_arguments, surroundings_of_calls
-from skyward_core.engine.results import value_of
-from skyward_core.engine.wanted_call import WantedCall
-from skyward_core.errors import BadRequest, NodeLost, SkywardError
+from skyward_core.engine.packing import WantedCall, packed_function, pickled_arguments, surroundings_of_calls
+from skyward_core.errors import BadRequest, NodeLost
 from skyward_core.serialization import pickling
 from skyward_core.transport.transport import Transport, Transports
 from skyward_core.worker.detached_calls import (
@@ -39,27 +36,14 @@ RETRY_SECONDS = 0.01
 
 
 class DetachedCalls:
-    """The detached calls of one cluster. `lost` returns why the cluster has ended, or None; `refusal` why it takes no
-    calls; `connected` the connection to the scheduler, or raises.
-    """
+    """The detached calls of one cluster."""
 
-    def __init__(
-        self,
-        owner: EngineThread,
-        transports: Transports,
-        retries: int,
-        lost: Callable[[], SkywardError | None],
-        refuse: Callable[[], None],
-        connected: Callable[[], SchedulerConnection],
-    ) -> None:
+    def __init__(self, owner: EngineThread, transports: Transports, retries: int) -> None:
         self.schedulers = 1
         """How many schedulers the pool has had: the answer of one is not valid for another."""
         self._owner = owner
         self._transports = transports
         self._retries = retries
-        self._lost = lost
-        self._refuse = refuse
-        self._connected = connected
 
     def start(
         self,
@@ -74,7 +58,7 @@ class DetachedCalls:
         the scheduler is out of reach it waits and repeats the request, which is idempotent by the id. Raises NodeLost
         when it gives up; the message says whether the call may have begun.
         """
-        self._refuse()
+        self._owner.raise_if_refused()
         function_name, function = packed_function(pending.fn, replace_object)
         surroundings = surroundings_of_calls()
         pickled = pickled_arguments(pending, surroundings.run, replace_object)
@@ -96,19 +80,18 @@ class DetachedCalls:
 
     def all(self) -> list[Mapping[str, Any]]:
         """Return the records of all detached calls that are not forgotten, in the order in which they came."""
-        return list(self._ask("skyward_calls"))
+        return list(self._owner.ask("skyward_calls"))
 
     def known(self, timeout_seconds: float) -> list[Mapping[str, Any]]:
         """Return the records of all detached calls, forgotten ones too. Raises as `record` does."""
-        deadline = time.monotonic() + timeout_seconds
-        return list(ask_on(self._owner, self._connected(), "skyward_calls", deadline, {"is_all": True}))
+        return list(self._owner.ask("skyward_calls", timeout_seconds, is_all=True))
 
     def record(self, call_id: str, after: int = 0) -> Mapping[str, Any]:
         """Return the record of a detached call, and its messages after number `after`.
 
         Raises BadRequest if the pool has no call of this id.
         """
-        known = self._ask("skyward_call", call_id=call_id, after=after)
+        known = self._owner.ask("skyward_call", call_id=call_id, after=after)
         if known is None:
             raise BadRequest(f"the pool knows of no call {call_id!r}: it was forgotten, or started in another pool")
         has_ended = known["state"] in ENDS or known["is_forgotten"]
@@ -117,13 +100,13 @@ class DetachedCalls:
 
     def cancel(self, call_id: str) -> None:
         """Stop a detached call, or do not begin it. Raises NodeLost if the scheduler does not answer."""
-        self._ask("skyward_cancel", call_id=call_id)
+        self._owner.ask("skyward_cancel", call_id=call_id)
 
     def forget(self, call_id: str, outcome: Outcome | None) -> None:
         """Drop the record of a detached call, and its result. A chosen id stays known."""
         if outcome is not None and outcome.parcel.path is not None:
             self._transport_of(outcome.parcel).release(outcome.parcel)
-        self._ask("skyward_forget", call_id=call_id)
+        self._owner.ask("skyward_forget", call_id=call_id)
 
     def value(self, outcome: Outcome, node: int) -> Any:
         """Return the result of a call that has ended, or raise its exception. The result stays on its node."""
@@ -131,9 +114,6 @@ class DetachedCalls:
         if parcel.path is not None:
             parcel = self._transport_of(parcel).take(parcel, keep=True)
         return value_of(outcome._replace(parcel=parcel), node)
-
-    def _ask(self, operation: str, **arguments: Any) -> Any:
-        return ask_on(self._owner, self._connected(), operation, math.inf, arguments)
 
     def _hand_over(self, call_id: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """Ask the scheduler to take a detached call in; return its record. Ask again on each connection to the same
@@ -146,21 +126,21 @@ class DetachedCalls:
         error: Exception | None = None
         while True:
             connection, scheduler = self._owner.connection, self.schedulers
-            if sent_to not in (None, scheduler) or self._lost() is not None or time.monotonic() > deadline:
+            if sent_to not in (None, scheduler) or self._owner.lost is not None or time.monotonic() > deadline:
                 break
             if connection is not None:
                 sent_to = scheduler
                 try:
-                    return ask_on(self._owner, connection, START_DETACHED, deadline, {"call_id": call_id, **message})
+                    return self._owner.ask_on(connection, START_DETACHED, deadline, {"call_id": call_id, **message})
                 except NodeLost as failure:
                     error = failure
             time.sleep(RETRY_SECONDS)
         if sent_to is None:
-            raise self._lost() or NodeLost("the pool's scheduler is out of reach just now: try again")
+            raise self._owner.lost or NodeLost("the pool's scheduler is out of reach just now: try again")
         raise NodeLost(
             f"the pool's scheduler does not answer, and call {call_id} may have begun: look for it by this id"
             " (detached_call)"
-        ) from (self._lost() or error)
+        ) from (self._owner.lost or error)
 
     def _transport_of(self, parcel: Parcel) -> Transport:
         """Return the transport to the node whose memory has a parcel."""
@@ -172,10 +152,3 @@ class DetachedCalls:
                 "the value is on a node that this client does not know: it has replaced another one, or is lost"
             )
         return self._transports.to(node.instance)
-
-
-def ask_on(
-    owner: EngineThread, connection: SchedulerConnection, operation: str, deadline: float, arguments: Mapping[str, Any]
-) -> Any:
-    """Ask the scheduler on this connection, while it is the present one and until the deadline (time.monotonic)."""
-    return connection.ask(operation, lambda: owner.connection is connection and time.monotonic() < deadline, arguments)

@@ -24,14 +24,19 @@ from distributed.protocol.serialize import to_serialize  # noqa: TID253 - with c
 from skyward_core.engine import actions as do
 from skyward_core.engine.connection import NotSent, SchedulerConnection
 from skyward_core.engine.dispatcher import TICK_SECONDS, Dispatcher, PoolNews
-from skyward_core.engine.futures import CallFuture
-from skyward_core.engine.item_futures import ItemFuture
-from skyward_core.engine.load_reports import LoadReports
-from skyward_core.engine.own_time import OwnTime
-from skyward_core.engine.results import Callbacks, NotPlain, Results, Settled, plain_value, value_of
-from skyward_core.engine.slot_waits import SlotWaits, holder_of
+from skyward_core.engine.futures import (
+    Callbacks,
+    CallFuture,
+    ItemFuture,
+    NotPlain,
+    Results,
+    Settled,
+    plain_value,
+    value_of,
+)
+from skyward_core.engine.slot_use import LoadReports, SlotSeconds, SlotWaits, holder_of
 from skyward_core.engine.transfers import Transfers
-from skyward_core.errors import NodeLost, PoolClosed
+from skyward_core.errors import NodeLost, PoolClosed, SkywardError
 from skyward_core.events.events import CallReported, CallsWaiting, SkywardEvent
 from skyward_core.machines.owner import Owner
 from skyward_core.transport.transport import Transports
@@ -106,9 +111,13 @@ class EngineThread:
         self.watcher: Watcher | None = None
         self.ended_at = time.monotonic()
         """When the last call ended, on time.monotonic's clock."""
-        self.own_time = OwnTime()
+        self.slot_seconds = SlotSeconds()
         self.pool = ""
         """What the pool is called in events: its name, or its id."""
+        self.lost: SkywardError | None = None
+        """Why the pool has ended."""
+        self.drained: SkywardError | None = None
+        """Why the pool begins no calls just now."""
         self._waits = SlotWaits()
         self._followed: dict[str, int] = {}
         """By id of a detached call that has not ended: how many messages it had at the last look."""
@@ -191,6 +200,34 @@ class EngineThread:
         self._results.close()
         self.callbacks.close()
 
+    # ── the pool as callers see it, in any thread ────────────────────────────────────────────────────────────────────
+
+    def raise_if_refused(self) -> None:
+        """Raise why the pool takes no calls, if it takes none."""
+        if (refusal := self.lost or self.drained) is not None:
+            raise refusal
+
+    @property
+    def present_connection(self) -> SchedulerConnection:
+        """The connection to the scheduler. Raises the pool's error after its end, NodeLost while there is none."""
+        if (connection := self.connection) is None:
+            raise self.lost or NodeLost("the pool's scheduler is out of reach just now: try again")
+        return connection
+
+    def ask(self, operation: str, timeout_seconds: float = math.inf, **arguments: Any) -> Any:
+        """Ask the scheduler, for so many seconds at most. Raises as `present_connection` does, and NodeLost if there
+        is no answer on that connection.
+        """
+        return self.ask_on(self.present_connection, operation, time.monotonic() + timeout_seconds, arguments)
+
+    def ask_on(
+        self, connection: SchedulerConnection, operation: str, deadline: float, arguments: Mapping[str, Any]
+    ) -> Any:
+        """Ask the scheduler on this connection, while it is the present one and until the deadline (time.monotonic)."""
+        return connection.ask(
+            operation, lambda: self.connection is connection and time.monotonic() < deadline, arguments
+        )
+
     def keep(self, counts: Counts | None, secrets: SecretValues | None) -> None:
         """Count the cost of calls from now on, and send these secrets with each later connection. In this thread."""
         self._counts, self._secrets = counts, secrets
@@ -207,7 +244,7 @@ class EngineThread:
     def fetching_from(self, instance_id: str) -> int:
         """Return how many outcomes and items are still to be fetched from a node. In the owner's thread."""
         loading = list(self._loading.values()).count(instance_id)
-        return self.dispatcher.fetching_from(instance_id) + self._transfers.items_from(instance_id) + loading
+        return self.dispatcher.fetches_by_instance[instance_id] + self._transfers.items[instance_id] + loading
 
     def wait_for_end(self) -> None:
         """Wait until a close that has begun has set all futures, unless one of the engine's threads calls it."""
@@ -257,13 +294,13 @@ class EngineThread:
             self.dispatcher.cut(connection.epoch)
         self.dispatcher.tick(time.monotonic(), self._transfers.is_reachable)
         self._uploading_to = self.dispatcher.uploading_to()
-        self._report_load(self.dispatcher.waiting)
+        self._report_load(self.dispatcher.queue.waiting)
         self._look_for_waits()
 
     def _look_for_waits(self) -> None:
         followed = dict(self._followed)  # callers change it
         unfinished = len(self.dispatcher.entries) - len(self.dispatcher.fetching) + len(followed)
-        progress = self.own_time.seconds + sum(followed.values())
+        progress = self.slot_seconds.seconds + sum(followed.values())
         is_due = self._waits.is_due(time.monotonic(), unfinished, self.ended_at, progress)
         if is_due and self.connection is not None and self.dispatcher.is_live:
             self.connection.list_calls(self)
@@ -275,7 +312,8 @@ class EngineThread:
         if (connection := self.connection) is None or not self.dispatcher.is_live:
             return
         here = list(self._loading.values())  # another thread removes
-        needed = self.dispatcher.fetching_at().union(self._transfers.items_at, self._uploading_to, here)
+        items_at = {instance_id for instance_id, count in self._transfers.items.items() if count}
+        needed = items_at.union(self.dispatcher.fetches_by_instance, self._uploading_to, here)
         if (message := self._reports.next(waiting, needed)) is not None:
             _try_to_send(connection, message)
 
@@ -324,20 +362,22 @@ class EngineThread:
             answer.cancel()
         self._answers.clear()
 
+    # The messages of a connection, from Dask's thread: each is posted to the owner's thread.
+
     def on_resumed(self, epoch: int, resumed: Resumed) -> None:
-        """Post it."""
+        """The scheduler has answered on this connection."""
         self.post(lambda: self.dispatcher.resumed(epoch, resumed, time.monotonic()))
 
     def on_report(self, epoch: int, report: Callable[[], Report]) -> None:
-        """Post it."""
+        """A worker has reported."""
         self.post(lambda: self.dispatcher.report(epoch, _loaded(report), time.monotonic()))
 
     def on_pool_news(self, epoch: int, news: Callable[[], PoolNews]) -> None:
-        """Post it."""
+        """A worker has joined or left, or a node has measured something."""
         self.post(lambda: self.dispatcher.pool_news(epoch, news(), time.monotonic()))
 
     def on_tasks_finished(self, epoch: int, numbers: Collection[int]) -> None:
-        """Post it."""
+        """The results of these batches are in the memory of workers."""
 
         def finished() -> None:
             for number in numbers:
@@ -346,11 +386,11 @@ class EngineThread:
         self.post(finished)
 
     def on_task_failed(self, epoch: int, number: int, reason: str) -> None:
-        """Post it."""
+        """A batch has no result."""
         self.post(lambda: self.dispatcher.task_ended(epoch, number, is_finished=False, reason=reason))
 
     def on_ping(self, epoch: int, busy_times: Collection[BusyTime] | None) -> None:
-        """Post it."""
+        """The scheduler has answered a ping with the times of busy slots; None: it has not answered."""
 
         def pinged() -> None:
             self.dispatcher.pinged(epoch, is_answered=busy_times is not None)
@@ -359,7 +399,7 @@ class EngineThread:
         self.post(pinged)
 
     def on_calls_listed(self, epoch: int, answer: Mapping[str, Any]) -> None:
-        """Post it."""
+        """The scheduler has listed who holds the slots."""
 
         def listed() -> None:
             topics = {self.dispatcher.topic, *map(detached_key, list(self._followed))}
@@ -371,7 +411,7 @@ class EngineThread:
         self.post(listed)
 
     def on_asked_for_calls(self, epoch: int, request: int) -> None:
-        """Post it."""
+        """Somebody asks for the calls of this client: answer."""
 
         def asked() -> None:
             if (connection := self.connection) is not None and connection.epoch == epoch:
@@ -399,7 +439,7 @@ class EngineThread:
     def _on_seen(self, busy_times: Collection[BusyTime]) -> None:
         for instance_id, process, seconds, by_use in busy_times:
             for use, own_seconds in by_use.items():
-                self.own_time.seen(use, instance_id, process, own_seconds)
+                self.slot_seconds.seen(use, instance_id, process, own_seconds)
             if self._counts is None:
                 continue
             processes = self._seen.setdefault(instance_id, {})
@@ -422,7 +462,7 @@ class EngineThread:
                 self._emit_of(call_id, event)
             case do.MeterCalls(instance_id, seconds_by_use):
                 for use, seconds in seconds_by_use.items():
-                    self.own_time.ran(use, instance_id, seconds)
+                    self.slot_seconds.ran(use, instance_id, seconds)
                 if self._counts is not None:
                     total = sum(seconds_by_use.values())
                     self._usd_per_second[instance_id] = self._counts.ran(instance_id, total) / total

@@ -1,5 +1,5 @@
 """Recovery when an open pool loses a node, its head or the connection: a thread that does the actions of `membership`,
-and those of `elastic_ranks` for a pool that grows and shrinks.
+and those of `elastic` for a pool that grows and shrinks.
 
 Every TICK_SECONDS, and at each message of the cluster, `Recovery.turn` calls `membership.Membership` and does its
 actions. An action that may take minutes (starting a machine) runs in another thread; the next turn gets its outcome.
@@ -18,9 +18,8 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
-from skyward_core.engine.elastic_ranks import ElasticRanks
-from skyward_core.engine.membership import Membership, Survivors
-from skyward_core.engine.membership_actions import (
+from skyward_core.engine.elastic import ElasticRanks, Load, ScalingPolicy
+from skyward_core.engine.membership import (
     AddNode,
     AskHead,
     Dismiss,
@@ -30,6 +29,7 @@ from skyward_core.engine.membership_actions import (
     GiveUp,
     HoldNode,
     LeaveOut,
+    Membership,
     MembershipAction,
     RemoveNode,
     ReplaceNode,
@@ -38,9 +38,9 @@ from skyward_core.engine.membership_actions import (
     Resume,
     Retire,
     StandBy,
+    Survivors,
     TakeIn,
 )
-from skyward_core.engine.scaling import Load, ScalingPolicy
 from skyward_core.errors import LedgerError, PoolClosed, SkywardError
 from skyward_core.events.events import Error, SkywardEvent
 from skyward_core.machines.instances import Lease, Node
@@ -83,10 +83,11 @@ class MachineControl(Protocol):
 
 
 class DrainingControl(Protocol):
-    """The part of `node_draining.NodeDraining` that recovery uses."""
+    """The part of `draining.NodeDraining` that recovery uses."""
 
     def take_in(self, rank: int) -> None: ...
     def leave_out(self, rank: int) -> None: ...
+    def hold(self, rank: int) -> int: ...
     def drain(self, rank: int) -> tuple[int, int]: ...
     def free(self, rank: int) -> None: ...
 
@@ -98,13 +99,12 @@ class ClusterControl(Protocol):
     def slots(self) -> int: ...
     def has(self, rank: int) -> bool: ...
     def missing(self, rank: int) -> list[int]: ...
-    def hold(self, rank: int) -> int: ...
-    def forget(self, rank: int) -> None: ...
+    def remove_node(self, rank: int) -> None: ...
     @property
     def draining(self) -> DrainingControl: ...
     def resume(self, address: str, timeout_seconds: float) -> None: ...
     def restart(self, lease: Lease, address: str, timeout_seconds: float) -> None: ...
-    def know(self, lease: Lease) -> None: ...
+    def update_nodes(self, lease: Lease) -> None: ...
     def give_up(self, error: SkywardError, rank: int | None = None) -> None: ...
 
 
@@ -397,7 +397,7 @@ class Recovery:
         self._post(lambda: self._membership.replaced(rank, failure, self._clock()))
 
     def _is_there(self, rank: int) -> bool:
-        self._cluster.know(self._machines.lease)
+        self._cluster.update_nodes(self._machines.lease)
         return self._cluster.has(rank) or self._closing.is_set()
 
     def _stand_by(self, action: StandBy) -> None:
@@ -411,7 +411,7 @@ class Recovery:
     def _hold(self, action: HoldNode) -> None:
         left = UNKNOWN
         try:
-            left = self._cluster.hold(action.rank)
+            left = self._cluster.draining.hold(action.rank)
         except Exception as error:
             _log.debug("node %d could not be held: %s", action.rank, error)
         self._post(lambda: self._membership.held(action.rank, action.instance_id, left))
@@ -479,7 +479,7 @@ class Recovery:
             is_unknown = False
             try:
                 self._machines.remove(action.rank, action.instance_id)
-                self._cluster.forget(action.rank)
+                self._cluster.remove_node(action.rank)
             except Exception as error:
                 _log.debug("node %d could not be removed: %s", action.rank, error)
                 is_unknown = isinstance(error, LedgerError) and not self._closing.wait(ASK_LEDGER_SECONDS)

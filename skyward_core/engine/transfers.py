@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from skyward_core.engine import actions as do
+from skyward_core.engine.calls import KNOWN_SECONDS
 from skyward_core.engine.connection import SchedulerConnection
-from skyward_core.engine.connection_state import PING_SECONDS
-from skyward_core.engine.dispatcher import Dispatcher
-from skyward_core.engine.fetches import KNOWN_SECONDS
+from skyward_core.engine.dispatcher import PING_SECONDS, Dispatcher
 from skyward_core.errors import CommandFailed, ConnectionLost, NodeLost, Unreachable
 from skyward_core.transport.transport import Transport, Transports
 from skyward_core.worker.wire import SHARED, Outcome, Parcel
@@ -44,8 +43,8 @@ class Transfers:
         self._post = post
         self._uploads = ThreadPoolExecutor(UPLOADS, thread_name_prefix="skyward-upload")
         self._fetches = ThreadPoolExecutor(FETCHES, thread_name_prefix="skyward-fetch")
-        self._items: Counter[str] = Counter()
-        """By instance: how many items are being fetched. Only the owner's thread uses it."""
+        self.items: Counter[str] = Counter()
+        """How many items are being fetched from each instance. Only the owner's thread uses it."""
 
     def close(self) -> None:
         """Begin no more transfers. Does not wait for those that run."""
@@ -81,17 +80,8 @@ class Transfers:
         fail: Callable[[BaseException], object],
     ) -> None:
         """Get a large item from a node's memory; then `deliver` or `fail` is called, in "skyward-fetch"."""
-        self._items[instance_id] += 1
+        self.items[instance_id] += 1
         self._fetches.submit(self._fetch_item, instance_id, parcel, deliver, fail)
-
-    def items_from(self, instance_id: str) -> int:
-        """Return how many items are still to be fetched from a node. In the owner's thread."""
-        return self._items[instance_id]
-
-    @property
-    def items_at(self) -> set[str]:
-        """The ids of the instances from which items are fetched. In the owner's thread."""
-        return {instance_id for instance_id, count in self._items.items() if count}
 
     def gather(self, connection: SchedulerConnection, action: do.Gather, is_of_use: Callable[[], bool]) -> None:
         """Get the outcomes of a batch as the result of its task."""
@@ -154,7 +144,7 @@ class Transfers:
         else:
             deliver(taken)
         finally:
-            self._post(lambda: self._items.subtract([instance_id]))
+            self._post(lambda: self.items.subtract([instance_id]))
 
     def _remove(self, instance_id: str, parcel: Parcel) -> None:
         try:
@@ -189,7 +179,7 @@ class Transfers:
 
     def _transport_of(self, instance_id: str) -> Transport:
         if (transport := self._transport(instance_id)) is None:
-            if self._dispatcher.members.may_know(instance_id):
+            if self._dispatcher.members.may_have_instance(instance_id):
                 raise _NotKnownYet(f"{instance_id} has just joined the pool, and this client does not know it yet")
             raise Unreachable(f"{instance_id} is not a node of the pool any more")
         return transport
@@ -197,7 +187,11 @@ class Transfers:
     def _await(self, instance_id: str) -> None:
         """Wait for some time until this client knows a node that has just joined."""
         until, members = time.monotonic() + KNOWN_SECONDS, self._dispatcher.members
-        while not members.knows(instance_id) and members.may_know(instance_id) and time.monotonic() < until:
+        while (
+            not members.has_instance(instance_id)
+            and members.may_have_instance(instance_id)
+            and time.monotonic() < until
+        ):
             time.sleep(POLL_SECONDS)
 
     def _transport(self, instance_id: str) -> Transport | None:

@@ -48,7 +48,7 @@ ATTACH_SECONDS = 60.0
 
 if TYPE_CHECKING:
     from skyward_core.engine.cluster import Cluster
-    from skyward_core.engine.user_client import UserClient
+    from skyward_core.engine.connection import UserClient
     from skyward_core.events.utilisation import Utilisation
     from skyward_core.ledger.ledger import Ledger
 

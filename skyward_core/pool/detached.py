@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from skyward_core.compute import PendingCompute
-from skyward_core.engine.wanted_call import WantedCall
+from skyward_core.engine.packing import WantedCall
 from skyward_core.errors import BadRequest
 from skyward_core.pool.calls import checked
 from skyward_core.pool.current_session import CurrentSession

@@ -23,7 +23,6 @@ from skyward_core.concurrency.loading import load
 from skyward_core.concurrency.periodic import PeriodicThread
 from skyward_core.concurrency.threads import side_by_side
 from skyward_core.engine.certificates import PoolCertificate
-from skyward_core.engine.user_client import UserClient, user_client
 from skyward_core.errors import (
     CommandFailed,
     CommandTimedOut,
@@ -48,6 +47,7 @@ from skyward_core.worker.private_folders import NotPrivate, check_private
 
 if TYPE_CHECKING:
     from skyward_core.engine.cluster import Cluster
+    from skyward_core.engine.connection import UserClient
     from skyward_core.engine.owner import Watcher
     from skyward_core.ledger.ledger import Ledger
     from skyward_core.session.lease_payments import LeasePayments
@@ -187,12 +187,12 @@ class Attached:
                 cluster.start(self._scheduler_from_here(), deadline, lambda: None, patience)
             for node in self.lease.nodes:
                 if node.rank and len(cluster.missing(node.rank)) == node.workers:
-                    cluster.forget(node.rank)
+                    cluster.remove_node(node.rank)
                     self._go_on_without(node, "its workers are not in the pool")
             for transport in self.transports.all():
                 transport.opened()
             cluster.watch(self)
-            self.user_client = user_client(self._scheduler_from_here, certificate, lambda: cluster.client)
+            self.user_client = cluster.user_client(self._scheduler_from_here)
             self.is_running = True
         except BaseException as error:
             self._leave("the pool could not be attached to")

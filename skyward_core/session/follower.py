@@ -70,7 +70,7 @@ class Follower:
             gone = [node for node in lease.nodes if node.rank == rank]
             self._use(_with_nodes(lease, [node for node in lease.nodes if node.rank != rank]), gone)
             cluster.give_up(NodeLost(f"node {rank} has left the pool, because the pool has shrunk"), rank)
-            cluster.forget(rank)
+            cluster.remove_node(rank)
 
     def _learn(self, cluster: Cluster, wanted: dict[int, str]) -> None:
         now = self._clock()
@@ -95,7 +95,7 @@ class Follower:
         stays = [node for node in lease.nodes if node.rank not in ranks]
         lease = _with_nodes(lease, sorted([*stays, *known, *new], key=lambda node: node.rank))
         self._use(lease, gone)
-        cluster.know(lease)
+        cluster.update_nodes(lease)
 
 
 def _with_nodes(lease: Lease, nodes: list[Node]) -> Lease:

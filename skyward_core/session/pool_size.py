@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from skyward_core.engine.elastic import Load, ScalingPolicy
 from skyward_core.engine.recovery import Recovery
-from skyward_core.engine.scaling import Load, ScalingPolicy
 from skyward_core.errors import BadRequest, SkywardError
 from skyward_core.machines.instances import Lease
 from skyward_core.spec import PoolSpec

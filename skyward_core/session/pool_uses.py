@@ -84,7 +84,7 @@ class UseGauges:
             return
         held = cluster.slots_held()
         for use_id, its in list(self._uses.items()):
-            seconds = sum(cluster.owner.own_time.of(use_id).values())
+            seconds = sum(cluster.owner.slot_seconds.of(use_id).values())
             its.utilisation.running(held.get(use_id, 0), have_run=seconds > its.seconds)
             its.seconds = seconds
             its.utilisation.see(sample)
@@ -403,8 +403,8 @@ class UseBook:
         self._prices |= slot_prices(lease.nodes if lease is not None else ())
 
     def _count(self, use_id: str, held: int) -> UseCount:
-        own_time = self._cluster.owner.own_time
+        slot_seconds = self._cluster.owner.slot_seconds
         now = time.monotonic()
-        seen_at, submitted_at = own_time.seen_at(use_id), self._since.get(use_id, now)
+        seen_at, submitted_at = slot_seconds.seen_at(use_id), self._since.get(use_id, now)
         held, since = slots_held(held, seen_at, submitted_at, now), max(seen_at or 0.0, submitted_at)
-        return use_count(own_time.of(use_id), self._prices, held, now - since if held else 0.0)
+        return use_count(slot_seconds.of(use_id), self._prices, held, now - since if held else 0.0)

@@ -37,7 +37,6 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, override
 
-from skyward_core.engine.user_client import UserClient
 from skyward_core.errors import InstancesLeft, LedgerError, PoolClosed, SkywardError
 from skyward_core.events.events import (
     Callback,
@@ -67,6 +66,7 @@ from skyward_core.work import NO_WORK, Work
 
 if TYPE_CHECKING:
     from skyward_core.engine.cluster import Cluster
+    from skyward_core.engine.connection import UserClient
     from skyward_core.worker.masking import SecretValues
 
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, cast
 from skyward_core.concurrency.loading import load
 from skyward_core.engine.certificates import PoolCertificate, make_certificate
 from skyward_core.engine.recovery import Recovery
-from skyward_core.engine.user_client import UserClient, user_client
 from skyward_core.errors import PoolClosed
 from skyward_core.machines.instances import Lease
 from skyward_core.provisioning.lifecycle import PoolMachines
@@ -28,6 +27,7 @@ from skyward_core.work import Work
 
 if TYPE_CHECKING:
     from skyward_core.engine.cluster import Cluster
+    from skyward_core.engine.connection import UserClient
     from skyward_core.worker.masking import SecretValues
 
 
@@ -89,7 +89,7 @@ class SessionEngine:
             machines, cluster, spec.least_nodes, spec.lease_seconds, emitter.emit, scaling=policy_of(spec)
         )
         cluster.watch(recovery)
-        self.user_client = user_client(lambda: machines.scheduler, certificate, lambda: cluster.client)
+        self.user_client = cluster.user_client(lambda: machines.scheduler)
         return cluster
 
     @contextmanager

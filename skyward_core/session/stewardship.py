@@ -147,7 +147,7 @@ class Stewardship:
         cluster.keep(meter, self._secrets, ranks)
         if policy is not None:
             free_all(cluster, ranks)
-        cluster.know(lease)
+        cluster.update_nodes(lease)
         self._attached.paid_seconds = spending_limit.paid_seconds
         return Limits(
             self._spec,

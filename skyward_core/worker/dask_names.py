@@ -15,7 +15,7 @@ CLIENT = (
     "distributed.client:Client._stream_handlers",
     # engine/connection.py: a client without automatic reconnect
     "distributed.client:Client._reconnect()",
-    # engine/dask_loop.py: a loop of ours in place of Dask's, with the methods that the client calls
+    # engine/connection.py: a loop of ours in place of Dask's, with the methods that the client calls
     "distributed.client:Client._loop_runner",
     "distributed.utils:LoopRunner.start()",
     "distributed.utils:LoopRunner.stop(timeout)",

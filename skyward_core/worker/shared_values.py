@@ -1,6 +1,6 @@
 """`scatter`: a large argument is sent once to each node, and calls carry only its name.
 
-States of a shared value at a node: absent, coming, there (`engine/function_files.py`). On the client `SharedValue` has
+States of a shared value at a node: absent, coming, there (`engine/shipments.py`). On the client `SharedValue` has
 the bytes; references and calls that have not ended hold it. When it is collected, each open pool removes its copies. On
 a node a value is a file in memory that each runner maps read-only for the time of one call. NumPy arrays in it are the
 file's own pages, which all runners of the node share. Everything else in it is loaded for each call.

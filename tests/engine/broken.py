@@ -1,21 +1,17 @@
-"""Broken dispatchers, in each of which the simulation must find the fault: one broken part, a Dispatcher that puts its
-parts together wrongly, or a Dispatcher that leaves one kind of action out.
+"""Broken dispatchers, in each of which the simulation must find the fault: one broken record of the state, a Dispatcher
+with one wrong transition, or a Dispatcher that leaves one kind of action out.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from skyward_core.engine import actions as do
-from skyward_core.engine.calls import CallTable
-from skyward_core.engine.connection_state import ConnectionState
+from skyward_core.engine.calls import Calls
 from skyward_core.engine.dispatcher import Dispatcher
-from skyward_core.engine.function_files import FunctionFiles, FunctionsOnNodes
-from skyward_core.engine.items import Items
-from skyward_core.engine.kept_calls import KeptCalls
 from skyward_core.engine.losses import Losses
 from skyward_core.engine.outbox import Queue, Shipment
-from skyward_core.engine.placement import Placement
-from skyward_core.engine.shipments import Out, Phase, Shipments
+from skyward_core.engine.shipments import Shipments
+from skyward_core.engine.state import FunctionFiles, FunctionsOnNodes, KeptCalls, Out, Phase
 from skyward_core.errors import SkywardError
 from skyward_core.worker.scheduler_messages import Resumed
 from skyward_core.worker.wire import SHARED, Item, Parcel
@@ -24,27 +20,25 @@ HISTORIES = 2_000
 """As many as the gate runs; each fault must be found in them."""
 
 
-class QueuesWhileDraining(CallTable):
+class QueuesWhileDraining(Dispatcher):
     """Calls that come back wait again, although the pool begins no calls."""
 
     def _refuse(self, call_ids: Sequence[str]) -> None:
         pass
 
 
-class LosesWhatHasEnded(Shipments):
+class LosesWhatHasEnded(Dispatcher):
     """A batch whose task has ended is lost, also if its calls have ended or its result is there."""
 
     def task_ended(self, epoch: int, number: int, *, is_finished: bool, reason: str) -> None:
-        out = self._at(epoch, number, Phase.SENT)
+        out = self._batch_at(epoch, number, Phase.SENT)
         if out is not None:
             self._do(do.Release(epoch, (self.key(number),)))
-            self._calls.lose(
-                [call.call_id for call in out.shipment.batch.calls if call.call_id in self._calls.entries], reason
-            )
-            self.forget(out)
+            self._lose([call.call_id for call in out.shipment.batch.calls if call.call_id in self.entries], reason)
+            self._forget_batch(out)
 
 
-class MiscountsLosses(CallTable):
+class MiscountsLosses(Dispatcher):
     """A call may run once more than `retries` allows."""
 
     def _may_run_again(self, entry: Any) -> bool:
@@ -53,17 +47,17 @@ class MiscountsLosses(CallTable):
         )
 
 
-class LeavesArguments(CallTable):
+class LeavesArguments(Dispatcher):
     """Arguments stay in the memory of a node."""
 
-    def clear_remote_args(self, entry: Any) -> None:
+    def _clear_remote_args(self, entry: Any) -> None:
         entry.remote_args = None
 
 
-class LeavesOutcomes(CallTable):
+class LeavesOutcomes(Dispatcher):
     """Outcomes without a caller stay in the memory of a node."""
 
-    def discard(self, parcel: Parcel) -> None:
+    def _discard(self, parcel: Parcel) -> None:
         pass
 
 
@@ -87,22 +81,22 @@ class KeepsUploads(Dispatcher):
     """A batch that is being uploaded when the pool drains is sent."""
 
     def drain(self, error: Any) -> None:
-        self._calls.drain(error)
+        self._begin_no_calls(error)
 
 
-class LosesUnheardAtOnce(Losses):
+class LosesUnheardAtOnce(Dispatcher):
     """A batch that the scheduler does not have any more is lost before the messages that were missed are heard."""
 
-    def decide(self) -> None:
+    def _decide(self) -> None:
         self._unheard_until = 0
-        super().decide()
+        super()._decide()
 
 
-class TakesReturnedForLost(CallTable):
+class TakesReturnedForLost(Dispatcher):
     """Calls that were handed back, and not begun, count as lost."""
 
-    def take_back(self, call_ids: Sequence[str]) -> None:
-        self.lose(call_ids, "it was handed back")
+    def _take_back(self, call_ids: Sequence[str]) -> None:
+        self._lose(call_ids, "it was handed back")
 
 
 class ForgetsFetches(Dispatcher):
@@ -120,7 +114,7 @@ class FinishesBeforeLines(Dispatcher):
         super().report(epoch, report and report._replace(news=tuple(news)), now)
 
 
-class DeafWhileAsking(ConnectionState):
+class DeafWhileAsking(Dispatcher):
     """A connection that is cut before the scheduler has answered is not noticed."""
 
     def cut(self, epoch: int) -> None:
@@ -128,16 +122,16 @@ class DeafWhileAsking(ConnectionState):
             super().cut(epoch)
 
 
-class MiscountsProgress(CallTable):
+class MiscountsProgress(Dispatcher):
     """Calls that fail are not counted."""
 
-    def fail(self, call_ids: Iterable[str], error: Any) -> None:
+    def _fail(self, call_ids: Iterable[str], error: Any) -> None:
         done = self._done
-        super().fail(call_ids, error)
+        super()._fail(call_ids, error)
         self._done = done
 
 
-class UploadsTwice(Placement):
+class UploadsTwice(Dispatcher):
     """A function that is being uploaded to a node is uploaded once more, and the first file forgotten."""
 
     def uploaded(
@@ -152,7 +146,7 @@ class UploadsTwice(Placement):
         super()._upload(out, instance_id)
 
 
-class ForgetsFailedUploads(Placement):
+class ForgetsFailedUploads(Dispatcher):
     """A function that could not be uploaded counts as being uploaded for ever."""
 
     def upload_failed(
@@ -172,15 +166,15 @@ class CountsWhatWasNotSent(Dispatcher):
     """A batch that has not gone out when the connection ends counts as lost."""
 
     def disconnected(self) -> None:
-        for call_ids in self._shipments.withdraw():
-            self._calls.lose(call_ids, "the head of the pool was lost")
+        for call_ids in self._withdraw():
+            self._lose(call_ids, "the head of the pool was lost")
         super().disconnected()
 
 
-class ForgetsToStop(CallTable):
+class ForgetsToStop(Dispatcher):
     """Calls that are cancelled run on."""
 
-    def take_to_stop(self) -> set[str]:
+    def _take_to_stop(self) -> set[str]:
         self._to_stop.clear()
         return set()
 
@@ -190,19 +184,19 @@ class ForgetsToStopAfterACut(Dispatcher):
 
     def cut(self, epoch: int) -> None:
         super().cut(epoch)
-        self._calls._to_stop.clear()
+        self._to_stop.clear()
 
     def resumed(self, epoch: int, resumed: Resumed, now: float) -> None:
-        before = set(self._calls._to_stop)
+        before = set(self._to_stop)
         super().resumed(epoch, resumed, now)
-        self._calls._to_stop &= before
+        self._to_stop &= before
 
 
-class HearsTwice(Losses):
+class HearsTwice(Dispatcher):
     """Reports that a worker repeats to the next scheduler count as new."""
 
-    def is_repeated(self, report: Any) -> bool:
-        super().is_repeated(report)
+    def _is_repeated(self, report: Any) -> bool:
+        super()._is_repeated(report)
         return False
 
 
@@ -212,22 +206,21 @@ class LosesKept(Dispatcher):
     def restarted(self, nodes: Any, is_there: Callable[[Parcel], bool], now: float) -> None:
         super().restarted(nodes, is_there, now)
         self._kept.awaited.clear()
-        self._losses.lose_unkept(now)
+        self._lose_unkept(now)
 
 
-class KeepsLostFetches(CallTable):
+class KeepsLostFetches(Dispatcher):
     """An outcome that is not fetched any more stays in the memory of its node."""
 
-    def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts)
-        self.fetches.forget = lambda call_id: self.fetches._pop(call_id)  # type: ignore[method-assign, assignment]
+    def _forget_fetch(self, call_id: str) -> None:
+        self._end_fetch(call_id)
 
 
-class QueuesAfterTheEnd(CallTable):
+class QueuesAfterTheEnd(Dispatcher):
     """A pool that was given up takes calls in."""
 
-    def end(self, error: SkywardError) -> None:
-        super().end(error)
+    def _end(self, error: SkywardError) -> None:
+        super()._end(error)
         self._ended = None
 
 
@@ -276,10 +269,10 @@ class SendsToAbsent(Queue):
         return shipments
 
 
-class StrandsBatches(Shipments):
+class StrandsBatches(Dispatcher):
     """The batches of a worker that leaves are not taken back."""
 
-    def worker_left(self, address: str) -> None:
+    def _take_back_from(self, address: str) -> None:
         pass
 
 
@@ -293,42 +286,42 @@ class AwaitsKeptCallsForEver(KeptCalls):
 # ── of streams and scattered values ──────────────────────────────────────────────────────────────────────────────────
 
 
-class DeliversTwice(Items):
+class DeliversTwice(Dispatcher):
     """An item is delivered once more after it was fetched."""
 
-    def arrived(self, item: Item, node: int) -> None:
-        super().arrived(item, node)
-        if item.call_id in self._calls.entries and item.parcel.path is None:
+    def _item_arrived(self, item: Item, node: int) -> None:
+        super()._item_arrived(item, node)
+        if item.call_id in self.entries and item.parcel.path is None:
             self._do(do.DeliverItem(item.call_id, item.number, node, item.parcel))
 
 
-class LosesItems(Items):
+class LosesItems(Dispatcher):
     """Some items do not reach their consumer."""
 
-    def arrived(self, item: Item, node: int) -> None:
-        if item.number == 1 and (entry := self._calls.entries.get(item.call_id)) is not None:
+    def _item_arrived(self, item: Item, node: int) -> None:
+        if item.number == 1 and (entry := self.entries.get(item.call_id)) is not None:
             entry.items += 1
         else:
-            super().arrived(item, node)
+            super()._item_arrived(item, node)
 
 
-class MiscountsItems(Items):
+class MiscountsItems(Dispatcher):
     """Some items are not counted."""
 
-    def arrived(self, item: Item, node: int) -> None:
+    def _item_arrived(self, item: Item, node: int) -> None:
         if item.number != 1:
-            super().arrived(item, node)
+            super()._item_arrived(item, node)
 
 
-class LeavesItems(Items):
+class LeavesItems(Dispatcher):
     """Items without a consumer stay in the memory of a node."""
 
-    def arrived(self, item: Item, node: int) -> None:
-        if item.call_id in self._calls.entries:
-            super().arrived(item, node)
+    def _item_arrived(self, item: Item, node: int) -> None:
+        if item.call_id in self.entries:
+            super()._item_arrived(item, node)
 
 
-class GivesTooMuchCredit(Items):
+class GivesTooMuchCredit(Dispatcher):
     """A call may yield more than its consumer has allowed."""
 
     def give_credit(self, call_id: str, below: int) -> None:
@@ -360,7 +353,7 @@ class TakesNodesForOne(FunctionsOnNodes):
         return super().at("")
 
 
-class UploadsValuesTwice(Placement):
+class UploadsValuesTwice(Dispatcher):
     """A scattered value is uploaded to a node that has it already or will have it."""
 
     def _upload(self, out: Out, instance_id: str) -> None:
@@ -369,21 +362,21 @@ class UploadsValuesTwice(Placement):
         super()._upload(out, instance_id)
 
 
-class ForgetsCredit(Items):
+class ForgetsCredit(Dispatcher):
     """Credit that was lost with a connection or a worker is not given again."""
 
-    def repeat_credit(self) -> None:
+    def _repeat_credit(self) -> None:
         pass
 
 
-class WaitsForLostItems(Items):
+class WaitsForLostItems(Dispatcher):
     """Calls go on whose items may have been lost with messages."""
 
-    def lose_all(self) -> None:
+    def _lose_streams(self) -> None:
         pass
 
 
-class RunsAgainAfterItems(CallTable):
+class RunsAgainAfterItems(Dispatcher):
     """A call runs again although its consumer has items of it."""
 
     def _may_run_again(self, entry: Any) -> bool:
@@ -408,7 +401,9 @@ UNNOTICED = {do.Acknowledge, do.Joined, do.Left, do.UseRanks, do.Answered, do.Me
 It notices only that too much is metered.
 """
 
-PARTS = (CallTable, ConnectionState, FunctionsOnNodes, Items, KeptCalls, Losses, Placement, Queue, Shipments)
+PARTS = (FunctionsOnNodes, KeptCalls, Queue)
+"""Records of the state."""
+TRANSITIONS = (Calls, Shipments, Losses, Dispatcher)
 BROKEN = [
     *(kind for part in (*PARTS, Dispatcher) for kind in part.__subclasses__() if kind.__doc__ and kind is not _Without),
     *(

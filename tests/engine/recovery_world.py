@@ -272,6 +272,8 @@ class FakeCluster:
         self.resumed = 0
         self.given_up: list[tuple[int | None, SkywardError]] = []
         self.known: Lease | None = None
+        self.draining: Any = self
+        """Has `hold` of `NodeDraining`."""
 
     @property
     def slots(self) -> int:
@@ -308,7 +310,7 @@ class FakeCluster:
         self.known = lease
         self._connect(address)
 
-    def know(self, lease: Lease) -> None:
+    def update_nodes(self, lease: Lease) -> None:
         self.known = lease
 
     def give_up(self, error: SkywardError, rank: int | None = None) -> None:

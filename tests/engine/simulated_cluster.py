@@ -250,7 +250,7 @@ class Cluster:
             world.nodes[rank] = self.new_node(rank)
             world.given_up.discard(rank)
             world.say("replace", rank, world.nodes[rank].instance.id)
-            world.post("know", [world.nodes[rank]])
+            world.post("update_nodes", [world.nodes[rank]])
             world.pump()
 
     def block_way(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from skyward_core.engine.function_files import LIMIT_BYTES
+from skyward_core.engine.state import LIMIT_BYTES
 from skyward_core.errors import NodeLost
 from tests.engine.model import FUNCTION_SPANS, Violation, require
 from tests.engine.simulated_calls import MOST_CALLS
@@ -109,7 +109,7 @@ class Ending:
             dispatcher.entries
             or dispatcher.outs
             or dispatcher.fetching
-            or dispatcher._queue._out
+            or dispatcher.queue._out
             or any(worker.is_busy for worker in world.workers)
         )
         is_connected = world.is_over or (
@@ -146,17 +146,10 @@ class Ending:
         self._check_counts()
         world.streams.check_end()
         dispatcher = world.dispatcher
-        parts = {
-            "entries": dispatcher,
-            "outs": dispatcher,
-            "fetching": dispatcher,
-            "_unheard": dispatcher._losses,
-            "_to_stop": dispatcher._calls,
-        }
-        for name, part in parts.items():
-            require(not getattr(part, name), f"{name} is not empty at the end", getattr(part, name))
+        for name in ("entries", "outs", "fetching", "_unheard", "_to_stop"):
+            require(not getattr(dispatcher, name), f"{name} is not empty at the end", getattr(dispatcher, name))
         require(
-            not dispatcher._queue._out and not dispatcher._queue._shipments and not dispatcher._queue._suspects,
+            not dispatcher.queue._out and not dispatcher.queue._shipments and not dispatcher.queue._suspects,
             "the queue is not empty at the end",
         )
         require(

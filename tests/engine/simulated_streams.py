@@ -14,7 +14,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from skyward_core.engine import actions as do
-from skyward_core.engine.items import LOST
+from skyward_core.engine.calls import LOST
 from skyward_core.worker.shared_values import SharedValue
 from skyward_core.worker.wire import SHARED, Item, Outcome, OutcomeKind, Parcel
 from tests.engine.model import LARGE, require
@@ -28,13 +28,13 @@ MOST_ITEMS = 9
 ENDLESS = 10_000
 MOST_VALUES = 6
 ITEMS_MISSING = "items of the call were lost with messages"
-"""In both errors of calls whose items are missing (`engine/items.py`, `engine/calls.py`)."""
+"""In both errors of calls whose items are missing (`engine/calls.py`)."""
 assert ITEMS_MISSING in LOST
 
 
 @dataclass(slots=True)
 class Consumer:
-    """The consumer of one streaming call, as `engine/item_futures.py` has it."""
+    """The consumer of one streaming call, as `engine/futures.py` has it."""
 
     caller: Caller
     ahead: int

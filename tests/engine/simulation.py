@@ -25,7 +25,7 @@ from typing import Any
 
 from skyward_core.engine import actions as do
 from skyward_core.engine.dispatcher import Dispatcher
-from skyward_core.engine.shipments import Phase
+from skyward_core.engine.state import Phase
 from skyward_core.errors import NodeLost, PoolClosed
 from skyward_core.events.events import CallProgress
 from skyward_core.worker.wire import Item, Outcome, Parcel
@@ -345,7 +345,7 @@ class World:
     def _check_queue(self, name: str) -> None:
         if self.is_over or self.is_drained:
             require(
-                not any(True for _ in self.dispatcher._queue._all_waiting),
+                not any(True for _ in self.dispatcher.queue._all_waiting),
                 f"after {name} calls wait on a pool that begins none",
             )
 

@@ -387,7 +387,7 @@ class _Cluster:
     is_idle = True
     busy_at = 0.0
     owner = SimpleNamespace(
-        connection=None, futures={}, own_time=SimpleNamespace(of=lambda _: {}, seen_at=lambda _: None)
+        connection=None, futures={}, slot_seconds=SimpleNamespace(of=lambda _: {}, seen_at=lambda _: None)
     )
     topic = "the driver's"
     dispatcher = SimpleNamespace(members=SimpleNamespace(nodes={}))
@@ -403,7 +403,10 @@ class _Cluster:
 
     def _ignore(self, *_: object) -> None: ...
 
-    start = watch = close = leave = drain = give_up = know = resume = restart = forget = end_use = _ignore
+    start = watch = close = leave = drain = give_up = update_nodes = resume = restart = remove_node = end_use = _ignore
+
+    def user_client(self, address: object) -> Any:
+        return SimpleNamespace(close=lambda: None)
 
     def slots_held(self) -> dict[str, int]:
         return {}

@@ -7,7 +7,7 @@ from contextvars import copy_context
 from dataclasses import replace
 
 import skyward_core as sky
-from skyward_core.engine.packed_functions import ArgumentPacker, surroundings_of_calls
+from skyward_core.engine.packing import ArgumentPacker, surroundings_of_calls
 from skyward_core.providers.tagging import work_tags
 from skyward_core.work import WORK_CHARACTERS, paid_by, paying_use
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import skyward_core as sky
-from skyward_core.engine import dask_loop
-from skyward_core.engine.results import Callbacks
+from skyward_core.engine import connection
+from skyward_core.engine.futures import Callbacks
 from tests.conftest import RecordedEvents
 from tests.system.engine.test_client import connected, gate, loops  # noqa: F401 - fixtures
 from tests.waiting import wait_until
@@ -155,7 +155,7 @@ def test_a_thread_that_begins_too_late_is_an_error_of_the_connection(
     gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """OSError: another try may have more luck. The thread ends when it begins at last."""
-    monkeypatch.setattr(dask_loop, "START_SECONDS", 0.01)
+    monkeypatch.setattr(connection, "START_SECONDS", 0.01)
     before = loops()
     with pytest.raises(OSError, match="has not begun"):
         connected()

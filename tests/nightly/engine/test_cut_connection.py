@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
+from skyward_core.engine import calls
 from skyward_core.engine import detached_calls as module
-from skyward_core.engine import fetches
 from skyward_core.engine.connection import SchedulerConnection
+from skyward_core.engine.owner import EngineThread
 from skyward_core.errors import BudgetExceeded, ConnectionLost
 from skyward_core.session.attached import Attached
 from skyward_core.worker.wire import Parcel
@@ -66,7 +67,7 @@ def test_a_detached_call_is_taken_in_once(
 
     Looks inside: the connection is cut between two steps that are private.
     """
-    ask_on, heals = module.ask_on, list[Callable[[], None]]()
+    ask_on, heals = EngineThread.ask_on, list[Callable[[], None]]()
 
     def interrupted(*args: Any) -> Any:
         answer = ask_on(*args)
@@ -77,7 +78,7 @@ def test_a_detached_call_is_taken_in_once(
             raise sky.NodeLost("cut")
         return answer
 
-    monkeypatch.setattr(module, "ask_on", interrupted)
+    monkeypatch.setattr(EngineThread, "ask_on", interrupted)
     monkeypatch.setattr(module, "DETACH_SECONDS", 30 if is_healed else 0.1)
     if is_healed:
         call = lone.start_detached(note_and_wait(str(tmp_path), "call"))
@@ -277,7 +278,7 @@ def test_a_result_that_cannot_be_fetched_raises(
     flaky(far, monkeypatch)
     cluster = cluster_of(far)
     if end == "late":
-        monkeypatch.setattr(fetches, "FETCH_SECONDS", 0.0)
+        monkeypatch.setattr(calls, "FETCH_SECONDS", 0.0)
     future = far.submit(much())
     if end != "late":
         wait_until(lambda: waits_for_wire(far), "the wire to be cut")
@@ -344,10 +345,10 @@ def test_a_result_in_transit_keeps_the_pool_busy(far: sky.ComputePool, monkeypat
     future = far.submit(much())
     assert began.wait(60)
     cluster = cluster_of(far)
-    wait_until(lambda: not cluster._ask("skyward_busy"), "the scheduler to have nothing to do")
+    wait_until(lambda: not cluster.owner.ask("skyward_busy"), "the scheduler to have nothing to do")
     assert not cluster.is_idle
     assert cluster.busy_at >= time.monotonic() - 1
-    assert sum(cluster.hold(rank) for rank in (0, 1)) == 1
+    assert sum(cluster.draining.hold(rank) for rank in (0, 1)) == 1
     going.set()
     assert len(future.result(60)) == LARGE
     assert cluster.is_idle

@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 
 from skyward_core.engine import actions as do
-from skyward_core.engine import dispatcher as dispatching
+from skyward_core.engine import state
 from skyward_core.engine.dispatcher import Dispatcher
-from tests.engine.broken import BROKEN, HISTORIES, PARTS
+from tests.engine.broken import BROKEN, HISTORIES, PARTS, TRANSITIONS
 from tests.engine.simulation import explore
 
 
@@ -28,6 +28,8 @@ def test_histories_are_full_of_events() -> None:
 def test_each_part_of_the_dispatcher_has_a_broken_version() -> None:
     assert {broken.__base__ for broken in BROKEN}.issuperset({*PARTS, Dispatcher})
     assert {type(part) for part in vars(Dispatcher((), "skyward-topic")).values()}.issuperset(PARTS)
+    changed = {name for broken in BROKEN for name in vars(broken)}
+    assert [kind for kind in TRANSITIONS if not {name for name in vars(kind) if name[:2] != "__"} & changed] == []
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
@@ -35,5 +37,5 @@ def test_it_finds(broken: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """In as many histories as the gate runs."""
     is_part = not issubclass(broken, Dispatcher)
     if is_part:
-        monkeypatch.setattr(dispatching, broken.__base__.__name__, broken)
+        monkeypatch.setattr(state, broken.__base__.__name__, broken)
     assert any(explore(seed, Dispatcher if is_part else broken) for seed in range(HISTORIES))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from skyward_core.engine.node_draining import NodeDraining
+from skyward_core.engine.draining import NodeDraining
 from tests.conftest import RecordedEvents, processes_by_tag, signal_members
 from tests.system.pool.test_elastic import (  # noqa: F401 - fixtures
     _nodes_have_ended,

@@ -24,15 +24,13 @@ import uvloop
 import skyward_core as sky
 from skyward_core.compute import PendingCompute
 from skyward_core.concurrency.item_stream import ItemStream
-from skyward_core.engine import dask_loop
+from skyward_core.engine import connection
 from skyward_core.engine.certificates import PoolCertificate, make_certificate
 from skyward_core.engine.cluster import Cluster
-from skyward_core.engine.connection import PoolClient, call_scheduler, connect
-from skyward_core.engine.dask_loop import DaskLoop
+from skyward_core.engine.connection import DaskLoop, PoolClient, UserClient, call_scheduler, connect
 from skyward_core.engine.dispatcher import Dispatcher
 from skyward_core.engine.futures import CallFuture
 from skyward_core.engine.transfers import Transfers
-from skyward_core.engine.user_client import UserClient
 from skyward_core.errors import ConnectionLost, NodeLost, PoolClosed
 from skyward_core.machines.instances import Lease
 from skyward_core.transport.transport import Transports
@@ -51,7 +49,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         assert it.wait(60)
         return uvloop.new_event_loop()
 
-    monkeypatch.setattr(dask_loop, "uvloop", SimpleNamespace(new_event_loop=late))
+    monkeypatch.setattr(connection, "uvloop", SimpleNamespace(new_event_loop=late))
     yield it
     it.set()
 
@@ -85,7 +83,7 @@ def test_no_room_for_another_thread_is_an_error_of_the_connection(monkeypatch: p
             raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(
-        dask_loop, "threading", SimpleNamespace(Thread=Refused, current_thread=threading.current_thread)
+        connection, "threading", SimpleNamespace(Thread=Refused, current_thread=threading.current_thread)
     )
     with pytest.raises(OSError, match="can't start new thread"):
         connected()
@@ -257,12 +255,12 @@ def test_an_item_counts_until_it_is_here(make: type[CutTransport]) -> None:
     came = list[object]()
     for _ in range(2):
         transfers.fetch_item(NODE.instance.id, parcel, came.append, came.append)
-    assert (transfers.items_from(NODE.instance.id), transfers.items_from("another")) == (2, 0)
+    assert transfers.items == {NODE.instance.id: 2}
     if isinstance(node, SlowTransport):
         node.go.set()
     for left in (1, 0):
         posted.get(timeout=60)()
-        assert transfers.items_from(NODE.instance.id) == left
+        assert transfers.items[NODE.instance.id] == left
     assert len(came) == 2
     transfers.close()
 
@@ -301,7 +299,7 @@ class Schedulers:
         self.made = list[FakeClient]()
         self.gate = threading.Event()
         self.gate.set()
-        self.holder = UserClient(lambda: self.address, self.check, self.connect, self.end)  # type: ignore[arg-type]
+        self.holder = UserClient(lambda: self.address, PoolCertificate("", ""), self.check)
 
     def check(self) -> None:
         if isinstance(self.refusal, NodeLost):
@@ -315,7 +313,7 @@ class Schedulers:
         return self.made[-1]
 
     @staticmethod
-    def end(client: FakeClient) -> None:
+    def end(client: FakeClient, timeout_seconds: float) -> None:
         client.status = "closed"
 
     @property
@@ -323,9 +321,16 @@ class Schedulers:
         return [(client.address, client.status) for client in self.made]
 
 
-def test_it_is_the_same_client_as_long_as_it_is_open() -> None:
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Schedulers:
+    schedulers = Schedulers()
+    monkeypatch.setattr(connection, "connect_user", lambda address, certificate: schedulers.connect(address))
+    monkeypatch.setattr(connection, "end", schedulers.end)
+    return schedulers
+
+
+def test_it_is_the_same_client_as_long_as_it_is_open(cluster: Schedulers) -> None:
     """Even while the pool itself has no connection: the scheduler may only be slow. A user's `with` block closes it."""
-    cluster = Schedulers()
     client = cluster.holder.get()
     cluster.refusal = NodeLost("out of reach")
     assert cluster.holder.get() is client
@@ -334,15 +339,14 @@ def test_it_is_the_same_client_as_long_as_it_is_open() -> None:
         cluster.holder.get()
     cluster.refusal = None
     assert cluster.holder.get() is client
-    cluster.end(client)  # type: ignore[arg-type]
+    client.status = "closed"
     assert cluster.holder.get() is cluster.made[1]
     assert cluster.states == [("tls://a", "closed"), ("tls://a", "running")]
 
 
 @pytest.mark.parametrize("status", ["running", "connecting"])
-def test_there_is_another_client_when_the_head_has_another_address(status: str) -> None:
+def test_there_is_another_client_when_the_head_has_another_address(cluster: Schedulers, status: str) -> None:
     """The client of the old head is closed, even if it has not noticed the loss yet."""
-    cluster = Schedulers()
     cluster.holder.get().status = status
     cluster.address = "tls://b"
     assert cluster.holder.get() is cluster.made[1]
@@ -352,9 +356,8 @@ def test_there_is_another_client_when_the_head_has_another_address(status: str) 
 @pytest.mark.parametrize(
     ("refusal", "text"), [(NodeLost("try again"), "try again"), (OSError("refused"), "tls://a does not answer")]
 )
-def test_a_scheduler_that_does_not_answer(refusal: Exception, text: str) -> None:
+def test_a_scheduler_that_does_not_answer(cluster: Schedulers, refusal: Exception, text: str) -> None:
     """The next attempt may succeed."""
-    cluster = Schedulers()
     cluster.refusal = refusal
     with pytest.raises(NodeLost, match=text):
         cluster.holder.get()
@@ -362,9 +365,8 @@ def test_a_scheduler_that_does_not_answer(refusal: Exception, text: str) -> None
     assert cluster.holder.get() is cluster.made[-1]
 
 
-def test_closing_ends_it_permanently() -> None:
+def test_closing_ends_it_permanently(cluster: Schedulers) -> None:
     """A client that is just being made ends too; closing waits for neither."""
-    cluster = Schedulers()
     cluster.holder.get()
     cluster.address = "tls://b"
     cluster.gate.clear()
@@ -381,8 +383,7 @@ def test_closing_ends_it_permanently() -> None:
     assert cluster.states == [("tls://a", "closed"), ("tls://b", "closed")]
 
 
-def test_two_threads_get_one_client() -> None:
-    cluster = Schedulers()
+def test_two_threads_get_one_client(cluster: Schedulers) -> None:
     cluster.gate.clear()
     with ThreadPoolExecutor(2) as threads:
         got = [threads.submit(cluster.holder.get) for _ in range(2)]

@@ -13,7 +13,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.compute import PendingCompute
-from skyward_core.engine import results
+from skyward_core.engine import futures
 from tests.conftest import RecordedEvents, shared
 from tests.waiting import wait_until
 
@@ -71,7 +71,7 @@ def own_pool(_own: tuple[sky.ComputePool, RecordedEvents]) -> sky.ComputePool:
 
 def counted(pool: sky.ComputePool, recorded: RecordedEvents) -> sky.CallProgress:
     """Return the last CallProgress once all calls are counted; there are at most ten such events a second."""
-    sent: int = pool._session.cluster.dispatcher._calls.submitted
+    sent: int = pool._session.cluster.dispatcher.submitted
     wait_until(
         lambda: (last := recorded.of(sky.CallProgress)[-1]).done + last.cancelled == last.submitted == sent,
         "all calls to be counted",
@@ -163,7 +163,7 @@ def test_a_result_whose_loading_hangs_does_not_keep_the_machines(monkeypatch: py
     module: Any = types.ModuleType("loaded_here")
     module.load = lambda: (has_begun.set(), go.wait(120), "loaded")[-1]
     monkeypatch.setitem(sys.modules, "loaded_here", module)
-    monkeypatch.setattr(results, "LOADING_SECONDS", 0.1)
+    monkeypatch.setattr(futures, "LOADING_SECONDS", 0.1)
     pool = sky.ComputePool(provider=sky.Local(), display="quiet").open()
     future = pool.submit(PendingCompute(LoadedHere, (), {}))
     assert has_begun.wait(120)

@@ -10,7 +10,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.cli import main
-from skyward_core.engine.slot_waits import FIRST_SECONDS
+from skyward_core.engine.slot_use import FIRST_SECONDS
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.names_policy import NameState
 from skyward_core.ledger.rows import Bucket

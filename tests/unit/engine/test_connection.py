@@ -14,11 +14,11 @@ from skyward_core.engine import actions as do
 from skyward_core.engine import connection as module
 from skyward_core.engine.certificates import make_certificate
 from skyward_core.engine.connection import WORKER_GONE, NotSent, SchedulerConnection, connect, reason_of
-from skyward_core.engine.connection_state import ACKNOWLEDGED_TOGETHER, PING_SECONDS, PINGS, ConnectionState
-from skyward_core.engine.load_reports import LoadReports
-from skyward_core.engine.own_time import OwnTime
+from skyward_core.engine.dispatcher import ACKNOWLEDGED_TOGETHER, PING_SECONDS, PINGS, Dispatcher
+from skyward_core.engine.slot_use import LoadReports, SlotSeconds
 from skyward_core.worker.client_loads import load
-from skyward_core.worker.wire import Batch
+from skyward_core.worker.scheduler_messages import Resumed
+from skyward_core.worker.wire import Batch, Report
 
 BATCH = Batch("topic", (), {})
 
@@ -158,58 +158,75 @@ def test_a_client_that_cannot_be_closed_in_time_leaves_no_thread() -> None:
 # ── pings and acknowledgements ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def live() -> tuple[ConnectionState, list[do.Action]]:
-    """A connection, made at time 0, whose scheduler has answered; and its actions."""
-    done: list[do.Action] = []
-    state = ConnectionState(done.append)
-    assert state.resumed(state.connected(0.0), 0)
-    return state, done
+class PingedLine:
+    """A dispatcher with a connection, made at time 0, whose scheduler has answered; and what it does on the connection."""
+
+    KINDS = (do.Ping, do.CutOff, do.Acknowledge)
+
+    def __init__(self) -> None:
+        self.dispatcher = Dispatcher((), "topic")
+        self.answer(self.dispatcher.connected(0.0), 0)
+        self._done: list[do.Action] = []
+
+    def answer(self, epoch: int, number: int) -> None:
+        self.dispatcher.resumed(epoch, Resumed(number, 0, is_known=True, tasks={}), 0.0)
+
+    def tick(self, now: float) -> None:
+        self.dispatcher.tick(now, lambda _: True)
+
+    def hear(self, count: int) -> None:
+        for _ in range(count):
+            self.dispatcher.report(1, Report(0, "i-0", ()), 0.0)
+
+    @property
+    def done(self) -> list[do.Action]:
+        self._done += [action for action in self.dispatcher.take_actions() if isinstance(action, self.KINDS)]
+        return self._done
 
 
 def test_there_is_one_ping_at_a_time_and_none_too_early() -> None:
     """The next one waits for the answer and the interval. Another connection gets its own."""
-    state, done = live()
+    line = PingedLine()
     for now, is_answered, pings in ((1, False, 0), (1.1, False, 1), (2.2, False, 1), (2, True, 1), (2.3, False, 2)):
         if is_answered:
-            state.pinged(1, is_answered=True)
-        state.tick(now * PING_SECONDS)
-        assert done == [do.Ping(1)] * pings
-    state.resumed(state.connected(100.0), 0)
-    state.tick(100.0 + 1.1 * PING_SECONDS)
-    assert done[2:] == [do.Ping(2)]
+            line.dispatcher.pinged(1, is_answered=True)
+        line.tick(now * PING_SECONDS)
+        assert line.done == [do.Ping(1)] * pings
+    line.answer(line.dispatcher.connected(100.0), 0)
+    line.tick(100.0 + 1.1 * PING_SECONDS)
+    assert line.done[2:] == [do.Ping(2)]
 
 
 def test_misses_in_a_row_end_the_connection() -> None:
     """Those of another connection do not count, nor those before an answer. The end is reported once."""
-    state, done = live()
+    line = PingedLine()
+    dispatcher = line.dispatcher
     for is_answered in (*[False] * (PINGS - 1), True, *[False] * (PINGS - 1)):
-        state.pinged(1, is_answered=is_answered)
-    state.pinged(0, is_answered=False)
-    assert state.is_live
-    state.pinged(1, is_answered=False)
-    state.cut(1)
-    state.tick(100.0)
-    assert (state.is_connected, state.is_live, done) == (False, False, [do.CutOff()])
-    assert not state.resumed(1, 5)
-    assert not state.hear(1)
+        dispatcher.pinged(1, is_answered=is_answered)
+    dispatcher.pinged(0, is_answered=False)
+    assert dispatcher.is_live
+    dispatcher.pinged(1, is_answered=False)
+    dispatcher.cut(1)
+    line.tick(100.0)
+    assert (dispatcher.is_connected, dispatcher.is_live, line.done) == (False, False, [do.CutOff()])
+    line.answer(1, 5)
+    line.hear(1)
+    assert (dispatcher.is_live, dispatcher.heard) == (False, 0)
 
 
 def test_messages_are_acknowledged_together() -> None:
     """When there are many, or at the next tick; each number once."""
-    state, done = live()
-    for count in (ACKNOWLEDGED_TOGETHER, 1):
-        for _ in range(count):
-            assert state.hear(1)
-        state.acknowledge_many()
-        state.acknowledge_many()
-    state.tick(0.0)
-    assert done == [do.Acknowledge(1, ACKNOWLEDGED_TOGETHER + 1)]
-    state.hear(1)
-    state.acknowledge_many()
-    assert done[1:] == []
+    line = PingedLine()
+    line.hear(ACKNOWLEDGED_TOGETHER)
+    assert line.done == []
+    line.hear(1)
+    line.tick(0.0)
+    assert line.done == [do.Acknowledge(1, ACKNOWLEDGED_TOGETHER + 1)]
+    line.hear(1)
+    assert line.done[1:] == []
     for _ in range(2):
-        state.tick(0.0)
-    assert done[1:] == [do.Acknowledge(1, ACKNOWLEDGED_TOGETHER + 2)]
+        line.tick(0.0)
+    assert line.done[1:] == [do.Acknowledge(1, ACKNOWLEDGED_TOGETHER + 2)]
 
 
 # ── the load and the time of one client ──────────────────────────────────────────────────────────────────────────────
@@ -242,7 +259,7 @@ def test_running_and_lost_calls_count_before_they_have_reported() -> None:
     """Not twice when they have. A worker that follows counts from zero; one that has forgotten the client changes
     nothing.
     """
-    time = OwnTime()
+    time = SlotSeconds()
     for process, seen, total in (("0-1", 5.0, 5.0), ("0-1", 2.0, 5.0), ("0-1", 6.0, 6.0), ("0-2", 1.0, 7.0)):
         time.seen("", "a", process, seen)
         assert time.seconds == total
@@ -252,9 +269,9 @@ def test_running_and_lost_calls_count_before_they_have_reported() -> None:
     assert time.seconds == 7.5 + 4.0
 
 
-def test_each_use_has_its_own_time() -> None:
+def test_each_use_has_its_slot_seconds() -> None:
     """On each machine, because their prices differ; the sum is the client's."""
-    time = OwnTime()
+    time = SlotSeconds()
     time.ran("first", "a", 2.0)
     time.seen("first", "a", "0-1", 5.0)
     time.ran("first", "b", 1.0)
@@ -269,9 +286,9 @@ EVENTS = st.lists(st.tuples(st.sampled_from(["", "use"]), st.sampled_from("ab"),
 
 
 @given(EVENTS)
-def test_the_own_time_never_shrinks(events: list[tuple[str, str, str, float]]) -> None:
+def test_the_slot_seconds_never_shrink(events: list[tuple[str, str, str, float]]) -> None:
     """It is at least what ended calls have reported."""
-    time, reported, before = OwnTime(), 0.0, 0.0
+    time, reported, before = SlotSeconds(), 0.0, 0.0
     for use, instance_id, process, seconds in events:
         if process:
             time.seen(use, instance_id, process, seconds)

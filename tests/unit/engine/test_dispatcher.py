@@ -8,11 +8,9 @@ from dataclasses import replace
 import pytest
 
 from skyward_core.engine import actions as do
-from skyward_core.engine.call_events import call_events
-from skyward_core.engine.calls import PROGRESS_SECONDS
+from skyward_core.engine.calls import FETCH_SECONDS, PROGRESS_SECONDS, call_events
 from skyward_core.engine.dispatcher import Dispatcher
-from skyward_core.engine.fetches import FETCH_SECONDS
-from skyward_core.engine.kept_calls import DECIDED_SECONDS, batch_of
+from skyward_core.engine.state import DECIDED_SECONDS, batch_of
 from skyward_core.errors import NodeLost, PoolClosed
 from skyward_core.events.events import CallProgress, CallReported, CallRetrying, LogLine
 from skyward_core.worker.retained_batches import WorkerKept
@@ -432,7 +430,7 @@ def test_a_fetch_under_way_outlives_a_pool_that_is_given_up(arrives: bool) -> No
     pool = Pool()
     pool.submit(entry("a"))
     pool.report(value("a", RESULT))
-    assert pool.dispatcher.fetching_from(machine_id(0)) == 1, "the pool is not idle"
+    assert pool.dispatcher.fetches_by_instance[machine_id(0)] == 1, "the pool is not idle"
     pool.dispatcher.give_up(NodeLost("no head"))
     assert pool.errors() == {}
     if arrives:

@@ -7,21 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyward_core.engine import recovery
-from skyward_core.engine.elastic_ranks import ElasticRanks
+from skyward_core.engine.elastic import RESTS, ElasticRanks, Load, ScalingPolicy
 from skyward_core.engine.membership import (
     FIRST_PAUSE_SECONDS,
     HOLD_SECONDS,
     JOIN_ANEW_SECONDS,
     LATE_SECONDS,
     REJOIN_SECONDS,
-    Membership,
-)
-from skyward_core.engine.membership_actions import (
     AddNode,
     DrainNode,
     EmitMembershipEvent,
     Free,
     LeaveOut,
+    Membership,
     MembershipAction,
     RemoveNode,
     ReplaceNode,
@@ -29,7 +27,6 @@ from skyward_core.engine.membership_actions import (
     Retire,
     TakeIn,
 )
-from skyward_core.engine.scaling import RESTS, Load, ScalingPolicy
 from skyward_core.errors import LedgerError, NoCapacity, PoolClosed
 from skyward_core.events.events import Error, InstanceLost, NodesScaled
 from skyward_core.ledger.names_policy import NotSteward
@@ -495,7 +492,7 @@ class ElasticWorld(World):
         machines: Any = self.machines
         cluster: Any = self.cluster
         machines.raise_if_not_steward, machines.remove = lambda: raise_next(self.refusals), self.remove
-        cluster.draining, cluster.forget = self, lambda rank: self.note("forget", rank)
+        cluster.draining, cluster.remove_node = self, lambda rank: self.note("forget", rank)
         policy = ScalingPolicy(1, 2, 1, UP, DOWN, 2)
         self.recovery = self.new_recovery(machines, cluster, 2, 600.0, policy)
         self.recovery.fix_size(1)
@@ -509,7 +506,7 @@ class ElasticWorld(World):
         self.requested.append(f"{what} {rank}")
         return (0, 0)
 
-    # the interface of `node_draining.NodeDraining`: a node is at rest when it is held
+    # the interface of `draining.NodeDraining`: a node is at rest when it is held
 
     def take_in(self, rank: int) -> None:
         self.note("take in", rank)

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from skyward_core.engine import actions as do
-from skyward_core.engine.members import Members
 from skyward_core.engine.outbox import Entry, Shipment
-from skyward_core.engine.placement import freest
-from skyward_core.engine.shipments import Out, Phase
+from skyward_core.engine.shipments import freest
+from skyward_core.engine.state import Members, Out, Phase
 from skyward_core.worker import wire
 from skyward_core.worker.retained_batches import WorkerKept
 from skyward_core.worker.shared_values import SharedValue
@@ -152,7 +151,7 @@ def test_a_batch_that_waits_for_an_upload_to_a_node_that_was_replaced_is_placed_
     pool, shared = Pool(workers=["0-0"]), SharedValue(LARGE)
     pool.submit(using(shared, "a"), using(shared, "b"))
     (upload,) = pool.take(do.Upload)
-    pool.dispatcher.know([node_of(7, 0, 1, 1)])
+    pool.dispatcher.update_nodes([node_of(7, 0, 1, 1)])
     pool.dispatcher.upload_failed(upload.number, upload.instance_id, [shared.name], OSError("gone"), is_its_fault=False)
     pool.tick(1.0)
     (again,) = pool.take(do.Upload)

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from skyward_core.engine import actions as do
-from skyward_core.engine.broadcast_ranks import BroadcastRanks
-from skyward_core.engine.fetches import KNOWN_SECONDS
-from skyward_core.engine.members import Members
-from skyward_core.engine.node_draining import NodeDraining
+from skyward_core.engine.calls import KNOWN_SECONDS
+from skyward_core.engine.draining import BroadcastRanks, NodeDraining
+from skyward_core.engine.state import Members
 from skyward_core.worker.info import JOB_PLACE, InstanceInfo, of_call, to_env
 from skyward_core.worker.scheduler_messages import HELD, PoolRanks, WorkerHeld, WorkerJoined, WorkerLeft
 from tests.engine.dispatcher_pool import ADDRESSES, Pool, entry, value
@@ -69,7 +68,7 @@ def test_a_worker_on_an_unknown_machine_is_strange() -> None:
         pool.join(name, f"tls://{name}", "" if number is None else machine_id(number))
     assert pool.strange_nodes() == {1: machine_id(7), 2: machine_id(2)}
     assert [name for name in ("0-0", "1-0", "1-1", "2-0", "3-0") if pool.is_strange(name)] == ["1-0", "2-0"]
-    assert [pool.may_know(machine_id(number)) for number in (1, 2, 7, 8)] == [True, True, True, False]
+    assert [pool.may_have_instance(machine_id(number)) for number in (1, 2, 7, 8)] == [True, True, True, False]
     assert [pool.is_there(machine_id(number)) for number in (0, 7, 8)] == [True, True, False]
     pool.nodes = {rank: node_of(serial, rank, 2, 4) for rank, serial in {0: 0, 1: 7, 2: 2}.items()}
     assert pool.strange_nodes() == {}
@@ -111,7 +110,7 @@ def test_broadcasts_use_the_ranks_that_stay_and_are_known() -> None:
     assert used(pool) == []
     pool.dispatcher.follow(is_following=True)
     assert used(pool) == [frozenset({0})]
-    pool.dispatcher.know([node_of(2, 2, 1, 1)])
+    pool.dispatcher.update_nodes([node_of(2, 2, 1, 1)])
     assert used(pool) == [frozenset({0, 2})]
     pool.dispatcher.follow(is_following=False)
     pool.news(PoolRanks(frozenset({0})))
@@ -141,7 +140,7 @@ def test_a_broadcast_that_has_begun_goes_to_a_node_that_is_to_leave() -> None:
 def test_a_new_node_gives_its_slots_when_it_is_known() -> None:
     pool = with_a_new_node()
     assert len(pool.submit(*map(entry, "abc"))) == 2
-    pool.dispatcher.know([node_of(2, 2, 1, 1)])
+    pool.dispatcher.update_nodes([node_of(2, 2, 1, 1)])
     assert len(pool.take(do.Send)) == 1
 
 
@@ -152,11 +151,11 @@ def test_a_large_result_of_a_new_node_waits_until_the_node_is_known() -> None:
         pool.submit(entry("a"))
         pool.report(value("a", f"/dev/shm/{machine_id(2)}/a"), node=2)
         (fetch,) = pool.take(do.Fetch)
-        assert (fetch.instance_id, pool.dispatcher.fetching_at()) == (machine_id(2), {machine_id(2)})
+        assert (fetch.instance_id, set(pool.dispatcher.fetches_by_instance)) == (machine_id(2), {machine_id(2)})
         pool.dispatcher.not_fetched("a", str(fetch.parcel.path), OSError("not known yet"), is_cut=True)
         pool.tick(KNOWN_SECONDS - 1, is_reachable=False)
         assert (pool.take(do.Fetch), pool.errors()) == ([], {})
-        pool.dispatcher.know([node_of(2, 2, 1, 1)])
+        pool.dispatcher.update_nodes([node_of(2, 2, 1, 1)])
         pool.tick(now)
         assert (list(pool.errors()), len(pool.take(do.Fetch))) == (errors, fetches)
 
@@ -175,9 +174,9 @@ def test_a_node_that_has_left_is_forgotten_with_its_functions() -> None:
     pool = Pool()
     assert pool.run(entry("a", is_large=True, worker="1-0")) == []
     pool.news(WorkerLeft("1-0", ADDRESSES["1-0"]))
-    pool.dispatcher.forget_node(1)
+    pool.dispatcher.remove_node(1)
     pool.news(WorkerJoined("1-0", "tls://new", machine_id(1)))
-    pool.dispatcher.know([node_of(1, 1, 1, 1)])
+    pool.dispatcher.update_nodes([node_of(1, 1, 1, 1)])
     pool.submit(entry("b", is_large=True, worker="1-0"))
     assert [bool(action.functions) for action in pool.take(do.Upload)] == [True], "the function goes there again"
 
@@ -190,21 +189,23 @@ class Owner:
 
     def __init__(self, pool: Pool) -> None:
         self.dispatcher = pool.dispatcher
+        self.asked = list[str]()
 
     def run(self, work: Callable[[], Any], timeout_seconds: float) -> Any:
         return work()
 
+    def ask(self, operation: str, *_: Any, **__: Any) -> int:
+        self.asked.append(operation)
+        return 0
+
+    def fetching_from(self, instance_id: str) -> int:
+        return 0
+
 
 def draining_of(pool: Pool) -> tuple[NodeDraining, list[str]]:
     """A draining whose scheduler knows of no call; and what it was asked."""
-    asked = list[str]()
-
-    def ask(operation: Any, *_: Any, **__: Any) -> int:
-        asked.append(operation if isinstance(operation, str) else "hold")
-        return 0
-
     owner: Any = Owner(pool)
-    return NodeDraining(owner, BroadcastRanks(range(2)), ask, ask), asked
+    return NodeDraining(owner, BroadcastRanks(range(2))), owner.asked
 
 
 @pytest.mark.parametrize(("worker", "bound"), [("1-0", 1), (None, 0)])

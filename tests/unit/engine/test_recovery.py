@@ -539,7 +539,7 @@ def test_the_module_that_decides_has_no_thread_clock_or_machine() -> None:
     tree = ast.parse(inspect.getsource(membership))
     imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
-    values = ("concurrency.backoff", "engine.membership_actions", "errors", "events.events", "machines.instances")
+    values = ("concurrency.backoff", "errors", "events.events", "machines.instances")
     standard = {"__future__", "collections", "collections.abc", "dataclasses", "typing"}
     assert imported <= standard | {f"skyward_core.{name}" for name in (*values, "worker.preemption_notice")}
 

@@ -11,9 +11,16 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.concurrency.item_stream import ItemStream
-from skyward_core.engine.futures import CallFuture
-from skyward_core.engine.item_futures import ItemFuture
-from skyward_core.engine.results import PLAIN_BYTES, NotPlain, Results, Settled, plain_value, value_of
+from skyward_core.engine.futures import (
+    PLAIN_BYTES,
+    CallFuture,
+    ItemFuture,
+    NotPlain,
+    Results,
+    Settled,
+    plain_value,
+    value_of,
+)
 from skyward_core.errors import NodeLost, PoolClosed, SkywardError, Stored
 from skyward_core.worker.wire import Outcome, OutcomeKind, Parcel
 from tests.conftest import RecordedEvents

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from skyward_core.engine.slot_waits import SlotHolder, SlotWaits, holder_of
+from skyward_core.engine.slot_use import SlotHolder, SlotWaits, holder_of
 from skyward_core.events.narrator import Narrator
 from skyward_core.worker.detached_calls import detached_key
 

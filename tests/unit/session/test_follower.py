@@ -56,10 +56,10 @@ class Pool:
     def give_up(self, error: Exception, rank: int) -> None:
         self.steps.append(f"give up {rank}")
 
-    def forget(self, rank: int) -> None:
+    def remove_node(self, rank: int) -> None:
         self.steps.append(f"forget {rank}")
 
-    def know(self, lease: Lease) -> None:
+    def update_nodes(self, lease: Lease) -> None:
         self.steps.append("know " + " ".join(node.instance.id for node in lease.nodes))
 
 

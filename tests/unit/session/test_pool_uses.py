@@ -115,7 +115,7 @@ def test_a_use_has_the_samples_of_its_own_calls_and_their_reports() -> None:
     """Also those of calls that were shorter than the time between two samples, and none after the end."""
     held: dict[str, int] = {}
     ran: dict[str, dict[str, float]] = {"fit": {}, "score": {}}
-    cluster = SimpleNamespace(slots_held=lambda: held, owner=SimpleNamespace(own_time=SimpleNamespace(of=ran.get)))
+    cluster = SimpleNamespace(slots_held=lambda: held, owner=SimpleNamespace(slot_seconds=SimpleNamespace(of=ran.get)))
     events = Events()
     gauges = UseGauges(events, lambda: cluster)  # type: ignore[arg-type, return-value]
     fit, score = Utilisation(), Utilisation()

@@ -9,7 +9,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.cleanup import reaper_process
-from skyward_core.engine import results
+from skyward_core.engine.futures import value_of
 from skyward_core.providers import control_groups
 from skyward_core.worker import call_groups
 from skyward_core.worker.call_groups import CallGroups, MemoryAllowance
@@ -158,7 +158,7 @@ def test_results_in_memory_do_not_count_against_the_limit(kernel: FakeKernel, gr
 def test_the_error_says_what_has_killed_the_call(text: str, words: str) -> None:
     outcome = Outcome("1", OutcomeKind.OUT_OF_MEMORY, text=text, exit_code=-signal.SIGKILL)
     with pytest.raises(sky.CallOutOfMemory, match=re.escape(words)):
-        results.value_of(outcome, 3)
+        value_of(outcome, 3)
 
 
 # ── where the node's group is made ───────────────────────────────────────────────────────────────────────────────────

@@ -1,38 +1,80 @@
 """Nodes of an open cluster that come and leave: which of them broadcasts use, and what a node that is to leave still
-has.
+has. A node that is to leave is left out of new broadcasts, and waits for those that have begun.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
-from typing import Any
+import threading
+from collections import Counter
+from collections.abc import Generator, Iterable
 
-from skyward_core.engine.broadcast_ranks import BroadcastRanks
 from skyward_core.engine.connection import NotSent
 from skyward_core.engine.owner import EngineThread
 from skyward_core.errors import SkywardError
 from skyward_core.worker.calls import WAITING
 from skyward_core.worker.client_loads import stay
-from skyward_core.worker.draining import FREE, KEPT
+from skyward_core.worker.draining import FREE, HOLD, KEPT
 
 ANSWER_SECONDS = 1.0
+HOLD_SECONDS = 1.0
 BUSY_SECONDS = 2.0  # the caller renews leases, and cannot wait for a silent head
 
 
+class BroadcastRanks:
+    """The ranks of a pool as its broadcasts see them. Several threads may use it; nothing waits under its lock."""
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self._lock = threading.Lock()
+        self._ranks = sorted(ranks)
+        self._beginning: Counter[int] = Counter()
+        """By rank: how many broadcasts are being packed that use it."""
+
+    @property
+    def all(self) -> list[int]:
+        """The present ranks, in their order."""
+        with self._lock:
+            return list(self._ranks)
+
+    @contextlib.contextmanager
+    def begin(self) -> Generator[list[int]]:
+        """Return the ranks of a broadcast that begins; its calls must be on their way at the end of the block."""
+        with self._lock:
+            ranks = list(self._ranks)
+            self._beginning.update(ranks)
+        try:
+            yield ranks
+        finally:
+            with self._lock:
+                self._beginning.subtract(ranks)
+
+    def set(self, ranks: Iterable[int]) -> None:
+        """Let broadcasts use these ranks."""
+        with self._lock:
+            self._ranks = sorted(ranks)
+
+    def take_in(self, rank: int) -> None:
+        """Let broadcasts use a rank. Idempotent."""
+        with self._lock:
+            self._ranks = sorted({*self._ranks, rank})
+
+    def leave_out(self, rank: int) -> None:
+        """Let no more broadcasts use a rank. Idempotent."""
+        with self._lock:
+            self._ranks = [other for other in self._ranks if other != rank]
+
+    def beginning_at(self, rank: int) -> int:
+        """Return how many broadcasts are being packed that use a rank."""
+        with self._lock:
+            return self._beginning[rank]
+
+
 class NodeDraining:
-    """Takes nodes in and drains them, in any thread.
+    """Takes nodes in and drains them, in any thread."""
 
-    `hold` is the cluster's; `ask` asks its scheduler: an operation and its arguments.
-    """
-
-    def __init__(
-        self, owner: EngineThread, ranks: BroadcastRanks, hold: Callable[[int], int], ask: Callable[..., Any]
-    ) -> None:
+    def __init__(self, owner: EngineThread, ranks: BroadcastRanks) -> None:
         self._owner = owner
         self._ranks = ranks
-        self._hold = hold
-        self._ask = ask
         owner.use_ranks = ranks.set
 
     # ── which process decides ────────────────────────────────────────────────────────────────────────────────────────
@@ -52,7 +94,7 @@ class NodeDraining:
             dispatcher.follow(is_following=False)
             self._ranks.set(wanted)
             for rank in dispatcher.members.nodes.keys() - wanted:
-                dispatcher.forget_node(rank)
+                dispatcher.remove_node(rank)
 
         self._ranks.set(wanted)
         self._owner.post(keep)
@@ -67,10 +109,10 @@ class NodeDraining:
         does not answer.
         """
         try:
-            others = int(self._ask(WAITING, BUSY_SECONDS, topic=self._owner.dispatcher.topic))
+            others = int(self._owner.ask(WAITING, BUSY_SECONDS, topic=self._owner.dispatcher.topic))
         except (SkywardError, OSError):
             others = 0
-        return self._owner.dispatcher.waiting + others
+        return self._owner.dispatcher.queue.waiting + others
 
     def strange_nodes(self) -> dict[int, str]:
         """Return the ids of the machines that have joined and are not known here, by rank. Raises PoolClosed and
@@ -111,8 +153,23 @@ class NodeDraining:
         if beginning or waiting:
             self.free(rank)
             return beginning + waiting, beginning + bound
-        return max(self._hold(rank), meant) + int(self._ask(KEPT, rank=rank)), bound
+        return max(self.hold(rank), meant) + int(self._owner.ask(KEPT, rank=rank)), bound
+
+    def hold(self, rank: int) -> int:
+        """Give a node no more calls, of any client; return how many it still has. Idempotent. Repeat it: a worker that
+        joins again is free.
+
+        Calls for that node wait for its replacement. Raises NodeLost or PoolClosed if the scheduler is out of reach.
+        """
+        left = int(self._owner.ask(HOLD, rank=rank))
+        node = self._owner.dispatcher.members.nodes.get(rank)
+        try:  # after all messages that have arrived by now: the fetches that they begin count too
+            return left + self._owner.run(
+                lambda: self._owner.fetching_from(node.instance.id) if node is not None else 0, HOLD_SECONDS
+            )
+        except TimeoutError:
+            return left + 1
 
     def free(self, rank: int) -> None:
         """Give a node calls again, after `drain`. Raises NodeLost or PoolClosed."""
-        self._ask(FREE, rank=rank)
+        self._owner.ask(FREE, rank=rank)

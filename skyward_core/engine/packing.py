@@ -1,9 +1,12 @@
-"""Functions of calls as they travel: name, pickle, and the scattered values that they read."""
+"""Calls as they travel: function, arguments, scattered values and surroundings; and what a starter wants of a detached
+call. Needs no Dask.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -13,7 +16,8 @@ from skyward_core.compute import PendingCompute
 from skyward_core.engine.outbox import Entry
 from skyward_core.events.levels_for_nodes import levels_for_nodes
 from skyward_core.serialization import pickling, sources
-from skyward_core.work import paying_use, run_context
+from skyward_core.serialization.plain_arguments import PlainTypes, named_arguments, plain_arguments
+from skyward_core.work import NO_WORK, Work, paying_use, run_context
 from skyward_core.worker import shared_values
 from skyward_core.worker.log_levels import LogLevels
 from skyward_core.worker.shared_values import SharedValue
@@ -153,3 +157,52 @@ def packed_function(fn: Callable[..., Any], replace_object: pickling.Replace | N
     for buffer in pickled.buffers:
         digest.update(buffer)
     return digest.hexdigest(), Parcel(pickled.data, pickled.buffers)
+
+
+def plain_call[R](
+    pending: PendingCompute[R],
+    table: PlainTypes,
+    *,
+    names: tuple[str, str] | None = None,
+    replace: pickling.Replace | None = None,
+) -> PendingCompute[R]:
+    """Return a call whose arguments are plain values by the table of an integration. Rents and sends nothing.
+
+    `names` are what the user calls positional and keyword arguments (`("op_args", "op_kwargs")`); None: the function's
+    parameters name them. `replace` is the pool's `replace_object`, by default that of the table. Raises NotPicklable
+    for what cannot travel; its path begins with the user's name for it.
+    """
+    named = list(named_arguments(_parameters(pending.fn), pending.args, pending.kwargs, names))
+    with shared_values.noted():
+        plain = plain_arguments(named, table, replace)
+        pickling.refuse_what_cannot_travel(pending.fn, label=name_of(pending.fn), replace=replace or table.replace)
+    count = len(pending.args)
+    kwargs = dict(zip(pending.kwargs, plain[count:], strict=True))
+    return PendingCompute(pending.fn, tuple(plain[:count]), kwargs, pending.timeout_seconds)
+
+
+def _parameters(fn: Any) -> list[str]:
+    """The names of the parameters that positional arguments go to."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):  # of C
+        return []
+    return [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+
+
+@dataclass(frozen=True, slots=True)
+class WantedCall:
+    """What a starter wants of a detached call. `call_id` is the `run_id` if it has chosen none."""
+
+    run_id: str
+    call_id: str
+    owner: str = ""
+    result_ttl: float | None = None
+    work: Work = NO_WORK
+    """That starts it."""
+
+    @staticmethod
+    def of(call_id: str | None, owner: str, result_ttl: float | None, work: Work) -> WantedCall:
+        """Return it with a new run id."""
+        run_id = uuid.uuid4().hex
+        return WantedCall(run_id, run_id if call_id is None else call_id, owner, result_ttl, work)
