@@ -1,8 +1,7 @@
 """The DAGs of tests with a server: one task each, whose function counts its runs and waits for a file.
 
 `folder` of the run's configuration has the files `runs`, with the try that has begun each run of the function,
-`overlaps`, with those that began beside another run, and `go`, which lets the function end. Nodes of a DAG whose name
-ends with "_held" come up only when the file `up` is there.
+`overlaps`, with those that began beside another run, and `go`, which lets the function end.
 """
 
 from datetime import timedelta
@@ -20,10 +19,6 @@ CALL: dict[str, Any] = {
     "provider": LOCAL,
     "op_args": ["{{ dag_run.conf['folder'] }}", "{{ ti.try_number }}"],
     "retry_delay": timedelta(seconds=0),
-}
-HELD: dict[str, Any] = {
-    "env": {"UP": "{{ dag_run.conf['folder'] }}/up"},
-    "image": sky.Image(shell=["until [ -e $UP ]; do sleep 0.2; done"]),
 }
 
 
@@ -62,17 +57,16 @@ def one_task(dag_id: str, **keywords: Any) -> None:
 
 
 one_task("attended")
-one_task("durable", retries=2)
-one_task("deferred", deferrable=True, retries=2)
+one_task("durable", retries=4)
+one_task("deferred", deferrable=True, retries=4)
 one_task("timed", deferrable=True, execution_timeout=timedelta(seconds=12))
-one_task("ended_with_worker", durable=False, retries=2)
+one_task("ended_with_worker", durable=False, retries=4)
 for kind, keywords in {
     "durable": {},
     "ended_with_worker": {"durable": False},
     "deferred": {"deferrable": True},
 }.items():
-    one_task(f"{kind}_held", retries=2, **HELD, **keywords)
-    one_task(f"{kind}_timed", retries=2, execution_timeout=timedelta(seconds=20), **keywords)
+    one_task(f"{kind}_timed", retries=4, execution_timeout=timedelta(seconds=20), **keywords)
 
 
 def on_shared_pool(dag_id: str, **keywords: Any) -> None:
@@ -80,13 +74,13 @@ def on_shared_pool(dag_id: str, **keywords: Any) -> None:
 
     @dag(dag_id=dag_id, schedule=None, max_active_runs=16)
     def shared() -> None:
-        create = SkywardCreatePool(task_id="create", provider=LOCAL)
+        create = SkywardCreatePool(task_id="create", provider=LOCAL, retries=4)
         release = SkywardReleasePool(task_id="release", skyward_pool=create.output)
         shared = SkywardOperator(
             task_id="work",
             python_callable=work,
             skyward_pool=create.output,
-            retries=2,
+            retries=4,
             **{name: value for name, value in CALL.items() if name != "provider"},
             **keywords,
         )

@@ -1,4 +1,5 @@
-"""A real Airflow for tests: api-server, scheduler, dag-processor and triggerer on SQLite, driven through the REST API.
+"""A real Airflow for tests: api-server, scheduler, dag-processor and triggerer, driven through the REST API. Its database
+and its ledger are SQLite, if the environment says nothing else.
 
 All its processes, and the machines of its tasks, have the folder of the server in their environment, or run in it. A
 guard, which is this file as a program, ends them when the test process has ended in whatever way:
@@ -48,11 +49,14 @@ SETTINGS = {
     "TRIGGERER__JOB_HEARTBEAT_SEC": "2",
     "TRIGGERER__TRIGGERER_HEALTH_CHECK_THRESHOLD": "20",
     "WORKERS__MIN_HEARTBEAT_INTERVAL": "2",
+    "WORKERS__EXECUTION_API_TIMEOUT": "60",
     "USAGE_DATA_COLLECTION__ENABLED": "False",
     "LOGGING__LOGGING_LEVEL": "INFO",
 }
 
 FINAL = ("success", "failed")
+START_SECONDS = 300.0
+"""The limit for a state of a task. Beside other tests, Airflow takes long to begin a try."""
 TRIES = 5
 BELOW_THE_KERNELS = range(20_000, 32_768)
 """Ports that no connection gets by itself, by the default of Linux."""
@@ -105,7 +109,7 @@ class AirflowServer:
             "LOGGING__WORKER_LOG_SERVER_PORT": str(log_ports[0]),
             "LOGGING__TRIGGER_LOG_SERVER_PORT": str(log_ports[1]),
         }
-        self.ledger_url = f"sqlite:///{home}/ledger.db"
+        self.ledger_url = environ.get("SKYWARD_LEDGER", f"sqlite:///{home}/ledger.db")
         self.environ = {
             **os.environ,
             **{f"AIRFLOW__{name}": value for name, value in settings.items()},
@@ -124,7 +128,7 @@ class AirflowServer:
             subprocess.run([*_airflow(), "db", "migrate"], env=self.environ, check=True, capture_output=True)
             for name in COMPONENTS:
                 self.start(name)
-            wait_until(self.is_healthy, "a healthy Airflow")
+            wait_until(self.is_healthy, "a healthy Airflow", START_SECONDS)
             token = self._http.get("/auth/token").json()["access_token"]
             self._http.headers["Authorization"] = f"Bearer {token}"
         except BaseException:
@@ -193,7 +197,7 @@ class AirflowServer:
         def is_there() -> bool:
             return self._http.get(f"/api/v2/dags/{dag_id}").status_code == 200
 
-        wait_until(is_there, f"the DAG {dag_id}")
+        wait_until(is_there, f"the DAG {dag_id}", START_SECONDS)
         run = self.ask("POST", f"/api/v2/dags/{dag_id}/dagRuns", json={"logical_date": None, "conf": conf})
         return DagRun(self, dag_id, run["dag_run_id"])
 
@@ -220,7 +224,7 @@ class DagRun:
             return task if task["state"] in wanted else None
 
         try:
-            task = wait_until(found, f"{task_id} to be {wanted}")
+            task = wait_until(found, f"{task_id} to be {wanted}", START_SECONDS)
         except TimeoutError as error:
             error.add_note(f"it is {self.task(task_id, map_index)['state']}\n{self.log(task_id, map_index)}")
             raise
@@ -288,7 +292,7 @@ class Job:
 
     def begun(self, count: int = 1) -> None:
         """Wait until the function runs for the time `count`."""
-        wait_until(lambda: len(self.runs) >= count, f"run {count} of the function")
+        wait_until(lambda: len(self.runs) >= count, f"run {count} of the function", START_SECONDS)
 
     def go(self) -> None:
         """Let the function end."""
