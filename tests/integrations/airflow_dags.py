@@ -66,7 +66,7 @@ for kind, keywords in {
     "ended_with_worker": {"durable": False},
     "deferred": {"deferrable": True},
 }.items():
-    one_task(f"{kind}_timed", retries=4, execution_timeout=timedelta(seconds=20), **keywords)
+    one_task(f"{kind}_timed", retries=4, execution_timeout=timedelta(seconds=90), **keywords)
 
 
 def on_shared_pool(dag_id: str, **keywords: Any) -> None:
@@ -90,4 +90,4 @@ def on_shared_pool(dag_id: str, **keywords: Any) -> None:
 
 
 on_shared_pool("shared")
-on_shared_pool("shared_timed", execution_timeout=timedelta(seconds=20))
+on_shared_pool("shared_timed", execution_timeout=timedelta(seconds=90))

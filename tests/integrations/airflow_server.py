@@ -58,6 +58,9 @@ FINAL = ("success", "failed")
 START_SECONDS = 300.0
 """The limit for a state of a task. Beside other tests, Airflow takes long to begin a try."""
 TRIES = 5
+ANSWER_SECONDS = 120.0
+LOOK_SECONDS = 1.0
+"""The pause between two looks at a task, at most: the looks of a dozen tests would slow the server down."""
 BELOW_THE_KERNELS = range(20_000, 32_768)
 """Ports that no connection gets by itself, by the default of Linux."""
 
@@ -123,7 +126,7 @@ class AirflowServer:
             [sys.executable, __file__, str(home)], stdin=subprocess.PIPE, start_new_session=True
         )
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._http = httpx.Client(base_url=self.url, timeout=30.0)
+        self._http = httpx.Client(base_url=self.url, timeout=ANSWER_SECONDS)
         try:
             subprocess.run([*_airflow(), "db", "migrate"], env=self.environ, check=True, capture_output=True)
             for name in COMPONENTS:
@@ -224,7 +227,7 @@ class DagRun:
             return task if task["state"] in wanted else None
 
         try:
-            task = wait_until(found, f"{task_id} to be {wanted}", START_SECONDS)
+            task = wait_until(found, f"{task_id} to be {wanted}", START_SECONDS, LOOK_SECONDS)
         except TimeoutError as error:
             error.add_note(f"it is {self.task(task_id, map_index)['state']}\n{self.log(task_id, map_index)}")
             raise
@@ -304,8 +307,8 @@ class Job:
 
     def ended(self, pools: int) -> float:
         """Wait until no machine is left; return the cost of these pools, which the tab has too."""
-        wait_until(lambda: self.machines() == [], "the end of the machines")
-        wait_until(lambda: all(pool["ended_at"] for pool in self.receipts()), "the end in the ledger")
+        wait_until(lambda: self.machines() == [], "the end of the machines", START_SECONDS, LOOK_SECONDS)
+        wait_until(lambda: all(pool["ended_at"] for pool in self.receipts()), "the end in the ledger", START_SECONDS)
         found = self.receipts()
         assert len(found) == pools
         assert len(self.runs) == len(set(self.runs)), f"a generation has run twice: {self.runs}"
