@@ -55,7 +55,7 @@ SETTINGS = {
 }
 
 FINAL = ("success", "failed")
-START_SECONDS = 300.0
+START_SECONDS = 600.0
 """The limit for a state of a task. Beside other tests, Airflow takes long to begin a try."""
 TRIES = 5
 ANSWER_SECONDS = 120.0

@@ -28,10 +28,10 @@ from tests.integrations.airflow_server import DAGS, FINAL, AirflowServer, Job, p
 from tests.ledger.fixtures import postgresql_server, run_on  # noqa: F401 - a fixture
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.timeout(3600)]
 AT_ONCE = 5
 """How many cells run at the same time. Each takes a worker of Airflow and a node."""
-LONG = 300.0
+LONG = 600.0
 """The limit of a wait, in seconds: a machine with other tests takes long to begin a try."""
 SETTINGS = {
     "AIRFLOW__CORE__PARALLELISM": "16",
@@ -261,6 +261,7 @@ class Cells:
         """Let a cell come to its moment, and strike; return it and the number of its try then."""
         name, kind = cell
         death = DEATHS[name]
+        job: Job | None = None
         try:
             job = Job(self.server, self.folder / "-".join(cell).replace(" ", "-"), death.dags.format(KINDS[kind]))
             death.until(job)
@@ -268,6 +269,8 @@ class Cells:
             death.strike(job)
         except Exception as error:
             self.errors[cell] = error
+            if job is not None:
+                job.go()
             return None
         return job, tried
 
