@@ -12,10 +12,15 @@ of the machine use a whole processor for that.
 """
 
 
-def wait_until[T](condition: Callable[[], T], what: str = "a condition", seconds: float = WAIT_SECONDS) -> T:
+def wait_until[T](
+    condition: Callable[[], T],
+    what: str = "a condition",
+    seconds: float = WAIT_SECONDS,
+    longest_pause_seconds: float = LONGEST_PAUSE_SECONDS,
+) -> T:
     """Return what the condition returns, once it holds. Raises TimeoutError with its name."""
     deadline = time.monotonic() + seconds
-    for _ in pauses(0.005):
+    for _ in pauses(0.005, longest_pause_seconds):
         if found := condition():
             return found
         if time.monotonic() > deadline:
@@ -23,7 +28,7 @@ def wait_until[T](condition: Callable[[], T], what: str = "a condition", seconds
     raise TimeoutError(f"waited {seconds:g} s for {what}")
 
 
-def pauses(shortest_seconds: float) -> Iterator[None]:
+def pauses(shortest_seconds: float, longest_seconds: float = LONGEST_PAUSE_SECONDS) -> Iterator[None]:
     """Yield before each look at a condition, after a pause that is SHARE_OF_PAUSES times as long as the last look.
 
     So a wait leaves the processors to other tests, also if its condition asks a server or lists all processes.
@@ -31,4 +36,4 @@ def pauses(shortest_seconds: float) -> Iterator[None]:
     while True:
         began = time.monotonic()
         yield
-        time.sleep(min(max(shortest_seconds, SHARE_OF_PAUSES * (time.monotonic() - began)), LONGEST_PAUSE_SECONDS))
+        time.sleep(min(max(shortest_seconds, SHARE_OF_PAUSES * (time.monotonic() - began)), longest_seconds))

@@ -123,21 +123,6 @@ class DeferredAttempt(DurableAttempt):
                 self._announce(pool_id)
                 return True
 
-    def _end_lost(self, adopted: Generation) -> None:
-        """End what may be left of a pool that cannot be adopted: its call must not run beside the next one.
-
-        Raises what `sky.release` raises. Then nothing is rented, and the next try does the same again.
-        """
-        try:
-            with self._interruptible():
-                sky.release(adopted.pool_id, credentials=self.credentials)
-        except sky.BadRequest as error:
-            costs = costs_of(self._work, self._log)
-            if costs is None or adopted.pool_id in {one.pool_id for one in costs}:  # its machines are elsewhere
-                raise
-            self._log.warning("nothing is known of the pool of try %d: %s", adopted.number, error)
-        self._log.warning("the pool of try %d is ended, and so is its call: it begins again", adopted.number)
-
     def _why_gone(self, pool_id: str, max_cost: float | None, why_unpaid: str) -> sky.SkywardError:
         costs = costs_of(self._work, self._log) or ()
         cost = usd(one for one in costs if one.pool_id == pool_id)

@@ -56,6 +56,8 @@ class DurableAttempt(TaskAttempt):
         self._generation: Generation | None = None
         self._supervisor = os.getppid()
         self._has_adopted = False
+        self._cleared: Generation | None = None
+        """The generation that a user has cleared, if its calls may run still."""
 
     # ── run ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -73,6 +75,8 @@ class DurableAttempt(TaskAttempt):
         is_to_stay_warm = has_results = False
         try:
             self._open_or_adopt(spec, adopted)
+            if self._cleared is not None and self._pool is not None:  # on a pool that goes on
+                self._cancel(self._pool, self._cleared)
             if adopted is None or self._pool_id() != adopted.pool_id:
                 if adopted is not None:
                     self._log.warning("the pool of try %d is gone, and so is its call: it begins again", adopted.number)
@@ -95,11 +99,35 @@ class DurableAttempt(TaskAttempt):
     def _begin(self, pool_name: str) -> tuple[Generation, Generation | None]:
         """Return the generation that this try would begin, and the one of an earlier try whose call may be adopted."""
         before = Generation.of(self._states.get(STATE_KEY))
-        mine = begun(self._work, int(self._task_instance.try_number), pool_name)
+        mine = self._new_generation(pool_name)
         adopted = before if may_adopt(before, self._work, pool_name) else None
+        if adopted is not None and adopted.is_cleared(mine.max_tries):
+            self._log.info("the task was cleared while try %d ran: it begins again", adopted.number)
+            if self._owns_pool:
+                self._end_lost(adopted)
+            self._cleared, adopted = adopted, None
         self._remember(adopted or mine)
         self._log.info("pool %s, call %s", pool_name, (adopted or mine).call_id)
         return mine, adopted
+
+    def _new_generation(self, pool_name: str) -> Generation:
+        max_tries = getattr(self._task_instance, "max_tries", None)
+        return begun(self._work, int(self._task_instance.try_number), pool_name, max_tries)
+
+    def _end_lost(self, before: Generation) -> None:
+        """End what may be left of a pool that is not adopted: its call must not run beside the next one.
+
+        Raises what `sky.release` raises. Then nothing is rented, and the next try does the same again.
+        """
+        try:
+            with self._interruptible():
+                sky.release(before.pool_id, credentials=self.credentials)
+        except sky.BadRequest as error:
+            costs = costs_of(self._work, self._log)
+            if costs is None or before.pool_id in {one.pool_id for one in costs}:  # its machines are elsewhere
+                raise
+            self._log.warning("nothing is known of the pool of try %d: %s", before.number, error)
+        self._log.warning("the pool of try %d is ended, and so is its call: it begins again", before.number)
 
     def _lease_seconds(self, spec: sky.PoolSpec) -> float:
         """Return for how long the nodes live without a worker: until the next try can have adopted the call."""
@@ -136,8 +164,7 @@ class DurableAttempt(TaskAttempt):
                 self._log.warning(
                     "the pool does not know the calls of try %d any more: they begin again", adopted.number
                 )
-                number = int(self._task_instance.try_number)
-                generation = replace(begun(self._work, number, generation.pool_name), pool_id=pool.id)
+                generation = replace(self._new_generation(generation.pool_name), pool_id=pool.id)
                 generation = replace(generation, cursors=(0,) * len(calls))
                 ids = generation.call_ids(len(calls))
             else:
@@ -259,7 +286,7 @@ class DurableAttempt(TaskAttempt):
             return
         goes_on = not self._owns_pool or bool(is_to_stay_warm and pool.spec.keep_warm)
         if goes_on and not has_results:  # the next try begins its own call
-            self._cancel(pool)
+            self._cancel(pool, self._generation)
         is_left = pool.spec.keep_warm or self._has_adopted or self._is_killed
         self._end(pool.hand_over, pool.id if is_left and not goes_on else "")
 
@@ -285,9 +312,8 @@ class DurableAttempt(TaskAttempt):
             costs = costs_of(self._work, self._log)
         return None if costs is None else self._bill(costs)["cost_usd"]
 
-    def _cancel(self, pool: sky.ComputePool) -> None:
+    def _cancel(self, pool: sky.ComputePool, generation: Generation | None) -> None:
         """End the calls, and wait for a moment until they have ended: then the ledger has what they have cost."""
-        generation = self._generation
         calls: list[sky.DetachedCall[Any]] = []
         if generation is not None and generation.phase in {Phase.STARTING, Phase.STARTED}:
             for call_id in generation.call_ids(len(generation.cursors)):

@@ -41,7 +41,8 @@ class Generation:
     """One run of a task's function, which several tries may follow. Stored as JSON.
 
     `number` is the try that has begun it. `pool_id` is "" before the pool is open. `cursors` are the numbers of the
-    lines of each call that are in the task log.
+    lines of each call that are in the task log. `max_tries` is Airflow's number of the last try then, which a clear
+    raises; None if it is not known.
     """
 
     number: int
@@ -50,6 +51,7 @@ class Generation:
     call_id: str
     pool_id: str = ""
     cursors: tuple[int, ...] = ()
+    max_tries: int | None = None
 
     @classmethod
     def of(cls, stored: object) -> Self | None:
@@ -68,6 +70,7 @@ class Generation:
                 call_id=str(known["call_id"]),
                 pool_id=str(known["pool_id"]),
                 cursors=tuple(max(0, int(cursor)) for cursor in known["cursors"]),
+                max_tries=None if known.get("max_tries") is None else int(known["max_tries"]),
             )
         except (KeyError, TypeError, ValueError):
             return None
@@ -75,6 +78,10 @@ class Generation:
     def to_json(self) -> dict[str, Any]:
         """Return plain data for the state store."""
         return asdict(self) | {"phase": str(self.phase), "cursors": list(self.cursors)}
+
+    def is_cleared(self, max_tries: int | None) -> bool:
+        """Return whether a user has cleared the task since: then its call is not adopted."""
+        return None not in {self.max_tries, max_tries} and self.max_tries != max_tries
 
     def call_ids(self, count: int) -> tuple[str, ...]:
         """Return the ids of its calls: one, or with `map_over` one for each item."""
@@ -88,9 +95,9 @@ def pool_name_of(work: sky.Work) -> str:
     return f"{_UNFIT.sub('-', f'airflow-{work.workflow}-{work.task}')[:_NAME_CHARACTERS]}-{digest}"
 
 
-def begun(work: sky.Work, try_number: int, pool_name: str) -> Generation:
+def begun(work: sky.Work, try_number: int, pool_name: str, max_tries: int | None = None) -> Generation:
     """Return the generation that a try begins."""
-    return Generation(try_number, Phase.RENTING, pool_name, f"{pool_name_of(work)}/{try_number}")
+    return Generation(try_number, Phase.RENTING, pool_name, f"{pool_name_of(work)}/{try_number}", max_tries=max_tries)
 
 
 def may_adopt(before: Generation | None, work: sky.Work, pool_name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The plugin: a tab "Skyward" on each task instance and a tab "Cost" on each DAG run.
+"""The plugin: the tab "Skyward" of a task instance, the tab "Cost" of a DAG run, and the end of tasks that users mark.
 
 Airflow imports plugins in all its processes, so FastAPI is imported only when Airflow asks for the app.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from airflow.plugins_manager import AirflowPlugin
+
+from airflow_provider_skyward import marks
 
 BUNDLE_URL = "skyward/tabs.js"
 """Relative: Airflow's UI resolves it against its own base URL, which may have a path."""
@@ -27,6 +29,7 @@ class SkywardPlugin(AirflowPlugin):
 
     name = "skyward"
     fastapi_apps = _Apps()
+    listeners: ClassVar[list[Any]] = [marks]
     react_apps: ClassVar[list[dict[str, str]]] = [
         {"name": "Skyward", "url_route": "skyward", "destination": "task_instance", "bundle_url": BUNDLE_URL},
         {"name": "Cost", "url_route": "skyward-cost", "destination": "dag_run", "bundle_url": BUNDLE_URL},

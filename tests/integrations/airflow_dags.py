@@ -1,7 +1,7 @@
-"""The DAGs of `test_airflow_server.py`: one task each, whose function counts its runs and waits for a file.
+"""The DAGs of tests with a server: one task each, whose function counts its runs and waits for a file.
 
-`folder` of the run's configuration has the files `runs`, with the try that has begun each run of the function, and
-`go`, which lets the function end.
+`folder` of the run's configuration has the files `runs`, with the try that has begun each run of the function,
+`overlaps`, with those that began beside another run, and `go`, which lets the function end.
 """
 
 from datetime import timedelta
@@ -12,6 +12,7 @@ from airflow.sdk import dag
 
 import skyward_core as sky
 from airflow_provider_skyward.operators import SkywardOperator
+from airflow_provider_skyward.pools import SkywardCreatePool, SkywardReleasePool
 
 LOCAL = sky.Local(price_per_hour=36.0)
 CALL: dict[str, Any] = {
@@ -23,18 +24,26 @@ CALL: dict[str, Any] = {
 
 def work(folder: str, mark: str) -> int:
     """Count this run, then write lines until the file `go` is there."""
+    import fcntl
     import time
 
     path = Path(folder)
-    with (path / "runs").open("a") as runs:
-        runs.write(mark + "\n")
-    number = 0
-    while not (path / "go").exists():
-        number += 1
-        print("line", number, flush=True)
-        time.sleep(0.2)
-    print("the end", flush=True)
-    return 42
+    with (path / "lock").open("w") as lock:  # the kernel opens it when this process ends, however it does
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with (path / "overlaps").open("a") as overlaps:
+                overlaps.write(mark + "\n")
+        with (path / "runs").open("a") as runs:
+            runs.write(mark + "\n")
+        number = 0
+        while not (path / "go").exists():
+            number += 1
+            print("line", number, flush=True)
+            time.sleep(0.2)
+        print("the end", flush=True)
+        (path / "ended").touch()
+        return 42
 
 
 def one_task(dag_id: str, **keywords: Any) -> None:
@@ -48,6 +57,37 @@ def one_task(dag_id: str, **keywords: Any) -> None:
 
 
 one_task("attended")
-one_task("durable", retries=2)
-one_task("deferred", deferrable=True, retries=2)
+one_task("durable", retries=4)
+one_task("deferred", deferrable=True, retries=4)
 one_task("timed", deferrable=True, execution_timeout=timedelta(seconds=12))
+one_task("ended_with_worker", durable=False, retries=4)
+for kind, keywords in {
+    "durable": {},
+    "ended_with_worker": {"durable": False},
+    "deferred": {"deferrable": True},
+}.items():
+    one_task(f"{kind}_timed", retries=4, execution_timeout=timedelta(seconds=90), **keywords)
+
+
+def on_shared_pool(dag_id: str, **keywords: Any) -> None:
+    """Make a DAG with the task `work` between a setup and a teardown."""
+
+    @dag(dag_id=dag_id, schedule=None, max_active_runs=16)
+    def shared() -> None:
+        create = SkywardCreatePool(task_id="create", provider=LOCAL, retries=4)
+        release = SkywardReleasePool(task_id="release", skyward_pool=create.output)
+        shared = SkywardOperator(
+            task_id="work",
+            python_callable=work,
+            skyward_pool=create.output,
+            retries=4,
+            **{name: value for name, value in CALL.items() if name != "provider"},
+            **keywords,
+        )
+        create >> shared >> release
+
+    shared()
+
+
+on_shared_pool("shared")
+on_shared_pool("shared_timed", execution_timeout=timedelta(seconds=90))

@@ -1,4 +1,5 @@
-"""A real Airflow for tests: api-server, scheduler, dag-processor and triggerer on SQLite, driven through the REST API.
+"""A real Airflow for tests: api-server, scheduler, dag-processor and triggerer, driven through the REST API. Its database
+and its ledger are SQLite, if the environment says nothing else.
 
 All its processes, and the machines of its tasks, have the folder of the server in their environment, or run in it. A
 guard, which is this file as a program, ends them when the test process has ended in whatever way:
@@ -17,6 +18,9 @@ from typing import Any
 
 import httpx
 
+import skyward_core as sky
+from skyward_core.worker.watchdog import POOL_TAG, tagged_processes
+from tests.integrations.airflow_host import micro
 from tests.ports import free_ports
 from tests.waiting import wait_until
 
@@ -45,11 +49,18 @@ SETTINGS = {
     "TRIGGERER__JOB_HEARTBEAT_SEC": "2",
     "TRIGGERER__TRIGGERER_HEALTH_CHECK_THRESHOLD": "20",
     "WORKERS__MIN_HEARTBEAT_INTERVAL": "2",
+    "WORKERS__EXECUTION_API_TIMEOUT": "60",
     "USAGE_DATA_COLLECTION__ENABLED": "False",
     "LOGGING__LOGGING_LEVEL": "INFO",
 }
 
+FINAL = ("success", "failed")
+START_SECONDS = 600.0
+"""The limit for a state of a task. Beside other tests, Airflow takes long to begin a try."""
 TRIES = 5
+ANSWER_SECONDS = 120.0
+LOOK_SECONDS = 1.0
+"""The pause between two looks at a task, at most: the looks of a dozen tests would slow the server down."""
 BELOW_THE_KERNELS = range(20_000, 32_768)
 """Ports that no connection gets by itself, by the default of Linux."""
 
@@ -101,7 +112,7 @@ class AirflowServer:
             "LOGGING__WORKER_LOG_SERVER_PORT": str(log_ports[0]),
             "LOGGING__TRIGGER_LOG_SERVER_PORT": str(log_ports[1]),
         }
-        self.ledger_url = f"sqlite:///{home}/ledger.db"
+        self.ledger_url = environ.get("SKYWARD_LEDGER", f"sqlite:///{home}/ledger.db")
         self.environ = {
             **os.environ,
             **{f"AIRFLOW__{name}": value for name, value in settings.items()},
@@ -115,12 +126,12 @@ class AirflowServer:
             [sys.executable, __file__, str(home)], stdin=subprocess.PIPE, start_new_session=True
         )
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._http = httpx.Client(base_url=self.url, timeout=30.0)
+        self._http = httpx.Client(base_url=self.url, timeout=ANSWER_SECONDS)
         try:
             subprocess.run([*_airflow(), "db", "migrate"], env=self.environ, check=True, capture_output=True)
             for name in COMPONENTS:
                 self.start(name)
-            wait_until(self.is_healthy, "a healthy Airflow")
+            wait_until(self.is_healthy, "a healthy Airflow", START_SECONDS)
             token = self._http.get("/auth/token").json()["access_token"]
             self._http.headers["Authorization"] = f"Bearer {token}"
         except BaseException:
@@ -189,7 +200,7 @@ class AirflowServer:
         def is_there() -> bool:
             return self._http.get(f"/api/v2/dags/{dag_id}").status_code == 200
 
-        wait_until(is_there, f"the DAG {dag_id}")
+        wait_until(is_there, f"the DAG {dag_id}", START_SECONDS)
         run = self.ask("POST", f"/api/v2/dags/{dag_id}/dagRuns", json={"logical_date": None, "conf": conf})
         return DagRun(self, dag_id, run["dag_run_id"])
 
@@ -216,7 +227,7 @@ class DagRun:
             return task if task["state"] in wanted else None
 
         try:
-            task = wait_until(found, f"{task_id} to be {wanted}")
+            task = wait_until(found, f"{task_id} to be {wanted}", START_SECONDS, LOOK_SECONDS)
         except TimeoutError as error:
             error.add_note(f"it is {self.task(task_id, map_index)['state']}\n{self.log(task_id, map_index)}")
             raise
@@ -265,6 +276,61 @@ class DagRun:
         """Return what the tab "Skyward" of a task instance shows."""
         query = {"run_id": self.run_id, "task_id": task_id, "map_index": map_index}
         return self.server.ask("GET", f"/skyward/dags/{self.dag_id}/task", params=query)
+
+
+class Job:
+    """A DAG run whose function has its files in a folder."""
+
+    def __init__(self, server: AirflowServer, folder: Path, dag_id: str) -> None:
+        self.server = server
+        self.folder = folder
+        folder.mkdir()
+        self.run: DagRun = server.trigger(dag_id, folder=str(folder))
+
+    @property
+    def runs(self) -> list[str]:
+        """What began each run of the function."""
+        path = self.folder / "runs"
+        return path.read_text().split() if path.exists() else []
+
+    def begun(self, count: int = 1) -> None:
+        """Wait until the function runs for the time `count`."""
+        wait_until(lambda: len(self.runs) >= count, f"run {count} of the function", START_SECONDS)
+
+    def go(self) -> None:
+        """Let the function end."""
+        (self.folder / "go").touch()
+
+    def receipts(self) -> list[dict[str, Any]]:
+        work = sky.Work(system="airflow", workflow=self.run.dag_id, run=self.run.run_id)
+        return sky.receipts_of(work, ledger_url=self.server.ledger_url)
+
+    def ended(self, pools: int) -> float:
+        """Wait until no machine is left; return the cost of these pools, which the tab has too."""
+        wait_until(lambda: self.machines() == [], "the end of the machines", START_SECONDS, LOOK_SECONDS)
+        wait_until(lambda: all(pool["ended_at"] for pool in self.receipts()), "the end in the ledger", START_SECONDS)
+        found = self.receipts()
+        assert len(found) == pools
+        assert len(self.runs) == len(set(self.runs)), f"a generation has run twice: {self.runs}"
+        cost = sum(pool["total_cost_usd"] for pool in found)
+        assert cost > 0
+        return cost
+
+    def machines(self) -> list[int]:
+        ids = {pool["pool_id"] for pool in self.receipts()}
+        return [pid for pid, environ in tagged_processes() if environ.get(POOL_TAG) in ids]
+
+    def check_bill(self, pools: int, map_index: int = -1) -> None:
+        """The XCom, the tab and the ledger have one cost."""
+        cost, bill = self.ended(pools), self.run.xcom("skyward_cost", map_index=map_index)
+        tab = self.run.tab(map_index=map_index)
+        assert bill["is_final"]
+        assert micro(bill["all_tries_usd"]) == micro(tab["cost_usd"]) == micro(cost)
+        assert sorted(pool["pool_id"] for pool in tab["pools"]) == sorted(bill["pools"])
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
 
 
 def _error(line: Mapping[str, Any]) -> str:

@@ -18,15 +18,12 @@ import pytest
 if importlib.util.find_spec("airflow") is None:
     pytest.skip("Airflow is not installed", allow_module_level=True)
 
-import skyward_core as sky
-from skyward_core.worker.watchdog import POOL_TAG, tagged_processes
 from tests.integrations.airflow_host import micro
-from tests.integrations.airflow_server import DAGS, AirflowServer, DagRun
+from tests.integrations.airflow_server import DAGS, FINAL, AirflowServer, DagRun, Job, parent_of
 from tests.page_blocks import programs
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(900)]
-FINAL = ("success", "failed")
 
 
 @pytest.fixture(scope="module")
@@ -42,57 +39,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AirflowServer]:
     server.close()
 
 
-class Job:
-    """A DAG run whose function has its files in a folder."""
-
-    def __init__(self, server: AirflowServer, folder: Path, dag_id: str) -> None:
-        self.server = server
-        self.folder = folder
-        folder.mkdir()
-        self.run: DagRun = server.trigger(dag_id, folder=str(folder))
-
-    @property
-    def runs(self) -> list[str]:
-        """What began each run of the function."""
-        path = self.folder / "runs"
-        return path.read_text().split() if path.exists() else []
-
-    def begun(self, count: int = 1) -> None:
-        """Wait until the function runs for the time `count`."""
-        wait_until(lambda: len(self.runs) >= count, f"run {count} of the function")
-
-    def go(self) -> None:
-        """Let the function end."""
-        (self.folder / "go").touch()
-
-    def receipts(self) -> list[dict[str, Any]]:
-        work = sky.Work(system="airflow", workflow=self.run.dag_id, run=self.run.run_id)
-        return sky.receipts_of(work, ledger_url=self.server.ledger_url)
-
-    def ended(self, pools: int) -> float:
-        """Wait until no machine is left; return the cost of these pools, which the tab has too."""
-        wait_until(lambda: self.machines() == [], "the end of the machines")
-        wait_until(lambda: all(pool["ended_at"] for pool in self.receipts()), "the end in the ledger")
-        found = self.receipts()
-        assert len(found) == pools
-        assert len(self.runs) == len(set(self.runs)), f"a generation has run twice: {self.runs}"
-        cost = sum(pool["total_cost_usd"] for pool in found)
-        assert cost > 0
-        return cost
-
-    def machines(self) -> list[int]:
-        ids = {pool["pool_id"] for pool in self.receipts()}
-        return [pid for pid, environ in tagged_processes() if environ.get(POOL_TAG) in ids]
-
-    def check_bill(self, pools: int, map_index: int = -1) -> None:
-        """The XCom, the tab and the ledger have one cost."""
-        cost, bill = self.ended(pools), self.run.xcom("skyward_cost", map_index=map_index)
-        tab = self.run.tab(map_index=map_index)
-        assert bill["is_final"]
-        assert micro(bill["all_tries_usd"]) == micro(tab["cost_usd"]) == micro(cost)
-        assert sorted(pool["pool_id"] for pool in tab["pools"]) == sorted(bill["pools"])
-
-
 @pytest.fixture
 def start(server: AirflowServer, tmp_path: Path) -> Iterator[Any]:
     jobs: list[Job] = []
@@ -104,10 +50,6 @@ def start(server: AirflowServer, tmp_path: Path) -> Iterator[Any]:
     yield begin
     for job in jobs:
         job.go()
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
 
 
 def test_a_task_runs_and_a_deferred_one_too(start: Any) -> None:

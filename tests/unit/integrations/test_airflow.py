@@ -26,7 +26,7 @@ from airflow.sdk.exceptions import AirflowRuntimeError, ErrorType
 from airflow.sdk.execution_time.comms import ErrorResponse
 
 import skyward_core as sky
-from airflow_provider_skyward import deferred_attempt, durable_attempt, get_provider_info, stop_order
+from airflow_provider_skyward import deferred_attempt, durable_attempt, get_provider_info, marks, stop_order
 from airflow_provider_skyward.airflow_compat import known_level
 from airflow_provider_skyward.bills import Cost, bill_of, make_final, micro
 from airflow_provider_skyward.call_follower import LEASE_SECONDS, CallFollower
@@ -540,6 +540,41 @@ def test_a_pool_that_cannot_be_adopted_is_ended_before_another_is_rented(world: 
     generation = world.start()
     assert world.done == ["release sky-old", "rent", f"start {NAME}/2/0", "detach sky-new"]
     assert (generation.number, generation.pool_id) == (2, "sky-new")
+
+
+def test_the_call_of_a_task_that_was_cleared_is_ended_and_not_adopted(world: World) -> None:
+    """A clear raises Airflow's number of tries. Its trigger may not have ended the pool yet, or nobody does."""
+    world.states[STATE_KEY] = replace(OLD, max_tries=2).to_json()
+    generation = world.start()
+    assert world.done == ["release sky-old", "rent", f"start {NAME}/2/0", "detach sky-new"]
+    assert (generation.number, generation.max_tries) == (2, 3)
+
+
+def test_a_clear_waits_until_the_old_pool_is_ended(world: World) -> None:
+    cleared = replace(OLD, max_tries=2)
+    world.states[STATE_KEY] = cleared.to_json()
+    world.why_not_released = sky.InstancesLeft("still there", ())
+    with pytest.raises(sky.InstancesLeft):
+        world.start()
+    assert world.done == ["release sky-old"]
+    assert Generation.of(world.states[STATE_KEY]) == cleared
+
+
+@pytest.mark.parametrize(
+    ("operator", "previous", "is_ended"),
+    [("SkywardOperator", None, True), ("SkywardOperator", "running", False), ("SkywardCreatePool", None, False)],
+)
+def test_a_mark_ends_the_pools_of_the_task_that_live(
+    operator: str, previous: str | None, is_ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Airflow names the state before each end but a mark. Others use the pool of a setup."""
+    pools = [{"pool_id": "sky-old", "ended_at": "2026-11-28"}, {"pool_id": "sky-new", "ended_at": None}]
+    ended: list[str] = []
+    monkeypatch.setattr(sky, "receipts_of", lambda work: pools if work == replace(WORK, attempt="") else [])
+    monkeypatch.setattr(stop_order, "order_stop", ended.append)
+    task = SimpleNamespace(operator=operator, dag_id="d", run_id="r", task_id="t", map_index=-1, try_number=1)
+    marks.on_task_instance_success(previous, task)
+    assert ended == (["sky-new"] if is_ended else [])
 
 
 def test_a_pool_out_of_reach_is_waited_for_and_then_ended_first(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
