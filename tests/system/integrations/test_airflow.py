@@ -269,9 +269,61 @@ def test_what_a_run_without_a_date_lacks_is_said_before_anything_is_rented(airfl
     assert ran.state == "failed"
     why = "is not known, because this DAG run has no logical date: an asset, or a request without a date, has started it. Use run_id or params"
     assert f"AirflowFailException: argument: 'ds' {why}" in ran.log
-    assert f"AirflowFailException: a template of 'template': 'ts' {why}" in ran.log
+    assert (
+        f"AirflowFailException: the template in op_args of the task 'template' cannot be rendered: 'ts' {why}"
+        in ran.log
+    )
     assert "up_for_retry" not in ran.log, "another try would lack it too"
     assert "skyward_pool" not in {key for _, _, key in ran.xcoms}, "nothing was rented"
+
+
+@pytest.mark.parametrize(
+    ("keywords", "said", "remedy"),
+    [
+        (
+            "nodes='{{ params.nodse }}'",
+            "nodes of the task 't' cannot be rendered: 'dict object' has no attr",
+            "default(",
+        ),
+        ("env={'A': '{{ [] | first }}'}", "env of the task 't' cannot be rendered: No first item", "default("),
+        (
+            "op_args=['{{ nonesuch }}']",
+            "op_args of the task 't' cannot be rendered: 'nonesuch' is undefined",
+            "default(",
+        ),
+        (
+            "accelerator='{{ params.gpu }'",
+            "accelerator of the task 't' cannot be rendered: unexpected '}'",
+            "{% raw %}",
+        ),
+        (
+            "node_output='{{ 1 | uper }}'",
+            "node_output of the task 't' cannot be rendered: No filter named 'uper'",
+            "{% raw %}",
+        ),
+        ("op_args=[Away()]", "[Errno 111] it may be there at the next try", ""),
+    ],
+    ids=["a param", "deep", "a name", "braces", "a filter", "no template"],
+)
+def test_an_error_of_a_template_has_its_keyword_and_what_to_do(
+    airflow: Airflow, keywords: str, said: str, remedy: str
+) -> None:
+    """Airflow renders before it executes, so nothing is rented. The error is final, as another try would have it too."""
+    code = f"""
+        from airflow.sdk.exceptions import AirflowFailException
+        class Away:
+            def resolve(self, context): raise ConnectionError(111, "it may be there at the next try")
+        @dag(schedule=None)
+        def d():
+            SkywardOperator(task_id="t", python_callable=len, {keywords})
+        try:
+            d().task_dict["t"].render_template_fields({{"params": {{"nodes": 2}}}})
+        except (AirflowFailException, ConnectionError) as error:
+            answer = str(error)
+    """
+    answer = airflow.evaluate(code)
+    assert answer.removeprefix("the template in ").startswith(said)
+    assert remedy in answer
 
 
 # ── connections ──────────────────────────────────────────────────────────────────────────────────────────────────────
