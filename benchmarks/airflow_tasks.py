@@ -24,7 +24,7 @@ from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.integrations.airflow_server import AirflowServer, DagRun
+from tests.integrations.airflow_server import FINAL, AirflowServer, DagRun
 from tests.waiting import wait_until
 
 WORK = '''
@@ -133,7 +133,7 @@ def measured(folder: Path, rounds: int) -> Found:
 def seconds_of(server: AirflowServer, way: str) -> float:
     """Run a task; return its time."""
     run = server.trigger(way)
-    task = run.wait(("success", "failed"))
+    task = run.wait(FINAL)
     assert task["state"] == "success", run.log()
     assert run.xcom("return_value") == ANSWER
     return (at(task["end_date"]) - at(task["start_date"])).total_seconds()
@@ -151,7 +151,7 @@ def adoption(server: AirflowServer, folder: Path) -> dict[str, float]:
         os.kill(pid, signal.SIGKILL)
     (folder / "go").touch()
     wait_until(lambda: run.task()["try_number"] == 2, "the next try")
-    task = run.wait(("success", "failed"))
+    task = run.wait(FINAL)
     assert task["state"] == "success", run.log()
     assert run.xcom("return_value") == ANSWER
     began = at(task["start_date"])

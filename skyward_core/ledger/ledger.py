@@ -427,11 +427,12 @@ class Ledger:
             by, pool_id=pool_id, since=since, until=until, work=work, split=split, unreadable=unreadable
         )
 
-    def cost_parts(self, work: Work) -> list[CostPart]:
+    def cost_parts(self, work: Work, ended_between: tuple[datetime, datetime] | None = None) -> list[CostPart]:
         """Return the parts of the cost of pools that are for a work: one for each pool, and each work that has the same
-        text in all fields that are not empty in `work`. Their sum is that of `cost_rows(work=work)`.
+        text in all fields that are not empty in `work`. Their sum is that of `cost_rows(work=work)`. With
+        `ended_between` only pools count that have ended in that time.
         """
-        return self._bills.cost_parts(work)
+        return self._bills.cost_parts(work, ended_between)
 
     # ── accounts ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -49,6 +49,9 @@ SETTINGS = {
     "LOGGING__LOGGING_LEVEL": "INFO",
 }
 
+FINAL = ("success", "failed")
+START_SECONDS = 300.0
+"""The limit for a state of a task. Beside other tests, Airflow takes long to begin a try."""
 TRIES = 5
 BELOW_THE_KERNELS = range(20_000, 32_768)
 """Ports that no connection gets by itself, by the default of Linux."""
@@ -120,7 +123,7 @@ class AirflowServer:
             subprocess.run([*_airflow(), "db", "migrate"], env=self.environ, check=True, capture_output=True)
             for name in COMPONENTS:
                 self.start(name)
-            wait_until(self.is_healthy, "a healthy Airflow")
+            wait_until(self.is_healthy, "a healthy Airflow", START_SECONDS)
             token = self._http.get("/auth/token").json()["access_token"]
             self._http.headers["Authorization"] = f"Bearer {token}"
         except BaseException:

@@ -459,7 +459,7 @@ SECRET = "secret-of-a-connection"
 CONNECTIONS = {
     "skyward_default": {
         "conn_type": "skyward",
-        "password": SECRET,
+        "password": SECRET_KEY,
         "extra": {"ledger_url": "sqlite:///{home}/ledger.sqlite"},
     },
     "no_ledger": {"conn_type": "skyward", "extra": {"ledger_url": "sqlite:////proc/none/ledger.sqlite"}},
@@ -470,6 +470,7 @@ CONNECTIONS = {
         "extra": {"region": "us-east-1, eu-west-1"},
     },
     "aws_default": {"conn_type": "aws", "login": "AKIB", "password": SECRET, "extra": {"region_name": "eu-west-1"}},
+    "wrong_key": {"conn_type": "skyward", "password": SECRET, "extra": {"ledger_url": "sqlite:///{home}/hook.sqlite"}},
     "skyward_runpod_default": {"conn_type": "skyward_runpod", "password": SECRET, "extra": {"cloud": "secure"}},
     "skyward_vastai_default": {"conn_type": "skyward_vastai", "password": SECRET},
     "skyward_verda_default": {"conn_type": "skyward_verda", "login": "id", "password": SECRET},
@@ -520,6 +521,7 @@ answer = json.loads(json.dumps({
     "ledger": hooks.SkywardHook().get_conn(),
     "ledger_test": hooks.SkywardHook().test_connection(),
     "no_ledger_test": hooks.SkywardHook("no_ledger").test_connection(),
+    "wrong_key_test": hooks.SkywardHook("wrong_key").test_connection(),
     "missing_test": hooks.SkywardHook("there is none").test_connection(),
     "account_test": tested(hooks.RunPodHook, "acc-1"),
     "refused_test": tested(hooks.VerdaHook, sky.CredentialsError("refused")),
@@ -563,10 +565,13 @@ def test_each_connection_type_has_its_form_and_becomes_a_provider_that_shows_no_
 def test_the_test_of_a_connection_answers_with_a_reason(hooks: dict[str, Any]) -> None:
     """The test reads from the ledger or queries the account; a failure has the error's name and text."""
     assert hooks["ledger"].keys() == {"SKYWARD_LEDGER", "SKYWARD_SECRET_KEY"}
-    assert hooks["ledger"]["SKYWARD_SECRET_KEY"] == SECRET
+    assert hooks["ledger"]["SKYWARD_SECRET_KEY"] == SECRET_KEY
     assert hooks["ledger_test"] == [True, "the ledger answers"]
     assert hooks["no_ledger_test"][0] is False
     assert "LedgerError" in hooks["no_ledger_test"][1]
+    assert hooks["wrong_key_test"][0] is False, "a task refuses it too"
+    assert "BadRequest: SKYWARD_SECRET_KEY: key 1 is not 32 bytes in base64" in hooks["wrong_key_test"][1]
+    assert SECRET not in hooks["wrong_key_test"][1]
     assert hooks["missing_test"][0] is False
     assert hooks["account_test"] == [True, "the credentials are valid for the account acc-1"]
     assert hooks["refused_test"] == [False, "CredentialsError: refused"]
