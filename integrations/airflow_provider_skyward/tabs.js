@@ -192,7 +192,7 @@ function Events({ pools }) {
 
 function Links({ links }) {
   const known = Object.entries(links).filter(([name, url]) => url && name !== "Skyward");
-  return h("div", { style: { display: "flex", gap: "16px" } }, known.map(([name, url]) =>
+  return h("div", { style: { display: "flex", gap: "16px", marginBottom: "10px" } }, known.map(([name, url]) =>
     h("a", { key: name, href: url, target: "_blank", rel: "noreferrer", style: { textDecoration: "underline" } }, name)));
 }
 
