@@ -148,7 +148,8 @@ class Bills:
         """Return the parts of the cost of pools that are for a work, one for each pool and exact work."""
         conditions = [_pools_for(work)]
         if ended_between is not None:
-            ended = POOLS.c.ended_microseconds.between(*map(stamp, ended_between))
+            first, last = map(stamp, ended_between)
+            ended = POOLS.c.ended_microseconds.between(first, last)
             conditions.append(RESOURCES.c.pool_id.in_(select(POOLS.c.id).where(ended)))
         totals: dict[tuple[str, Work, str], list[int]] = defaultdict(lambda: [0, 0])
         still_grow: set[tuple[str, Work, str]] = set()
