@@ -9,6 +9,8 @@ Workers on several computers need a shared ledger: SKYWARD_LEDGER=postgresql+psy
 
 A sweep that finds something opens an event of the asset `skyward://sweep/found`, with what it has found in `extra`. A
 DAG with `schedule=[Asset("skyward://sweep/found")]` runs then.
+
+The second task makes the bill (XCom `skyward_cost`) final of each task that was killed in its last try.
 """
 
 import logging
@@ -18,6 +20,7 @@ from airflow.sdk import Asset, AssetAlias, dag, task
 from airflow.sdk.exceptions import AirflowFailException
 
 import skyward_core as sky
+from airflow_provider_skyward.bills import settle_bills
 
 PROVIDERS = None  # the providers of the settings; or a list: [sky.AWS(region="us-east-1"), sky.RunPod()]
 
@@ -66,7 +69,12 @@ def skyward_sweep():
             outlet_events[SWEEP].add(FOUND, extra=extra)
         return [as_line(finding) for finding in report.ended]
 
+    @task(execution_timeout=timedelta(minutes=30))
+    def make_bills_final(params) -> list[str]:
+        return [] if params["dry_run"] else settle_bills()
+
     end_what_is_left_running()
+    make_bills_final()
 
 
 skyward_sweep()

@@ -129,6 +129,7 @@ if TYPE_CHECKING:
     from skyward_core.machines.instances import Node as Node
     from skyward_core.machines.offers import Offer as Offer
     from skyward_core.machines.offers import Requirements as Requirements
+    from skyward_core.machines.sealing import check_secret_key as check_secret_key
     from skyward_core.machines.spot import Spot as Spot
     from skyward_core.machines.spot import SpotLike as SpotLike
     from skyward_core.operations import cost_of as cost_of
@@ -234,6 +235,7 @@ _HOMES = {
     "provisioning.quote": "Quote",
     "secret": "Secret",
     "spec": "PoolSpec Wishes",
+    "machines.sealing": "check_secret_key",
     "machines.spot": "Spot SpotLike",
     "work": "RunContext Work run_context running_for",
     "worker.call_metrics": "report",

@@ -21,6 +21,8 @@ from skyward_core.providers.base import Provider, load_all
 from skyward_core.work import Work
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from skyward_core.cleanup.sweep import SweepReport
     from skyward_core.ledger.ledger import Ledger
     from skyward_core.ledger.rows import CostPart
@@ -138,19 +140,22 @@ def cost_of(work: Work, *, ledger_url: str | None = None) -> dict[str, float]:
         return {row.key: float(row.cost_usd) for row in ledger.cost_rows(entries.CostBy.POOL, work=work)}
 
 
-def cost_parts(work: Work, *, ledger_url: str | None = None) -> list[CostPart]:
+def cost_parts(
+    work: Work, *, ended_between: tuple[datetime, datetime] | None = None, ledger_url: str | None = None
+) -> list[CostPart]:
     """Return what `cost_of` adds up: the part of each pool's cost for each exact work that matches, in whole
     micro-dollars.
 
     `is_final` says that the part does not change any more. With `Work()`, which all match, there are also the rests of
-    pools that belong to nobody: their `pool` is the name. Raises LedgerError.
+    pools that belong to nobody: their `pool` is the name. With `ended_between` only pools count that have ended in that
+    time. Raises LedgerError.
 
     >>> import skyward_core as sky
     >>> sky.cost_parts(sky.Work(workflow="nightly", run="never"))
     []
     """
     with _settled_ledger(ledger_url) as ledger:
-        return ledger.cost_parts(work)
+        return ledger.cost_parts(work, ended_between)
 
 
 def receipts_of(work: Work, *, ledger_url: str | None = None) -> list[dict[str, Any]]:

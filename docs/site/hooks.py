@@ -84,6 +84,7 @@ FROM_MODULES = {
         "VastAIHook",
         "VerdaHook",
     ),
+    "airflow_provider_skyward.bills": ("settle_bills",),
     "airflow_provider_skyward.results": ("read_result",),
     "airflow_provider_skyward.retry": ("default_retry_policy",),
     "airflow_provider_skyward.notifications": ("BudgetNotifier",),

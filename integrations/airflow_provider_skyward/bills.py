@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import skyward_core as sky
@@ -14,6 +15,10 @@ from airflow_provider_skyward.airflow_compat import xcom_class
 
 COST_KEY = "skyward_cost"
 """The XCom with the bill of a task instance."""
+OLDEST, NEWEST = timedelta(hours=3), timedelta(minutes=1)
+"""How long ago a pool has ended, at most and at least, whose tasks get their last bill: a worker that lives writes its
+own in the seconds after the end.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +81,23 @@ def bill_of(
     }
 
 
-def make_final(work: sky.Work, costs: Sequence[Cost]) -> bool:
+def settle_bills(oldest: timedelta = OLDEST, newest: timedelta = NEWEST) -> list[str]:
+    """Make the XCom `skyward_cost` final of task instances that could not do it themselves, such as a task that was
+    killed in its last try; return them, as DAG, run, task and map index.
+
+    Only for a running task. It looks at pools that have ended so long ago. Raises LedgerError.
+    """
+    now = datetime.now(UTC)
+    parts = sky.cost_parts(sky.Work(system="airflow"), ended_between=(now - oldest, now - newest))
+    instances = dict.fromkeys(replace(part.work, attempt="", asset="", partition="") for part in parts)
+    return [str(one) for one in instances if one.task and make_final(one)]
+
+
+def make_final(work: sky.Work, costs: Sequence[Cost] | None = None) -> bool:
     """Write the bill of the ledger into the XCom of a task instance that could not write its last one: its worker was
     killed, or its pool went on. Return whether there was something to write.
+
+    Without `costs` they are read, and nothing is written while they may change: a worker may have the task.
     """
     of_instance: dict[str, Any] = {"dag_id": work.workflow, "run_id": work.run, "task_id": work.task}
     of_instance["map_index"] = int(work.task_run) if work.task_run else -1
@@ -86,7 +105,10 @@ def make_final(work: sky.Work, costs: Sequence[Cost]) -> bool:
     found: Any = xcom.get_one(key=COST_KEY, **of_instance)
     if not isinstance(found, dict) or found.get("is_final") is not False or not found.get("of_tries"):
         return False
-    bill = bill_of(str(found["pool_id"]), [str(number) for number in found["of_tries"]], costs, None)
+    known = [cost_of_part(part) for part in sky.cost_parts(work)] if costs is None else costs
+    bill = bill_of(str(found["pool_id"]), [str(number) for number in found["of_tries"]], known, None)
+    if costs is None and not bill["is_final"]:
+        return False
     if found.get("share_of"):
         bill["pool_cost_usd"] = float(sky.receipt_of(bill["pool_id"])["total_cost_usd"])
     xcom.set(COST_KEY, {**found, **bill}, **of_instance)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from airflow.sdk.definitions.context import KNOWN_CONTEXT_KEYS
 from airflow.sdk.exceptions import AirflowFailException
+from jinja2 import TemplateError, UndefinedError
 
 import skyward_core as sky
 from airflow_provider_skyward.asset_events import EVENTS, node_function
@@ -96,6 +97,16 @@ def without_date(name: str) -> str:
     return (
         f"{name!r} is not known, because this DAG run has no logical date: an asset, or a request without a date, has"
         " started it. Use run_id or params instead, give the argument a default, or start the run with a logical date"
+    )
+
+
+def said_of_template(error: TemplateError) -> str:
+    """Return what is wrong with a template, and what to do."""
+    if not isinstance(error, UndefinedError):
+        return f"{error}. Write {{{{ name }}}}, or {{% raw %}} and {{% endraw %}} around text that has braces itself"
+    return without_date(str(error).partition("'")[2].partition("'")[0]) or (
+        f"{error}. Write a name that this run has (run_id, params.NAME, ...), give the param a default in"
+        " params= of the DAG, or write {{ NAME | default(...) }}"
     )
 
 

@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 _HOOKS = "airflow_provider_skyward.hooks"
+_PLACEHOLDERS = {
+    "Secret key": "the same for all workers; `openssl rand -base64 32` prints one",
+    "Access key id": "AKIA...; empty: the worker's own credentials",
+    "Secret access key": "empty: the worker's own credentials",
+    "API key": "made in the console of the cloud",
+    "Token": "made in the console of the cloud; it may read and write",
+    "Client id": "made in the console of the cloud",
+    "Client secret": "shown once, beside the client id",
+}
 _UNUSED = ("host", "port", "schema", "login", "extra")
 _REGION = {"label": "Region", "description": "one region, or several with commas; empty: the provider's default"}
 
@@ -43,6 +52,7 @@ def _type(
         "ui-field-behaviour": {
             "hidden-fields": [field for field in _UNUSED if field not in relabelled],
             "relabeling": relabelled,
+            "placeholders": {field: _PLACEHOLDERS[label] for field, label in relabelled.items()},
         },
         "conn-fields": fields,
     }

@@ -33,7 +33,12 @@ class SkywardHook(BaseHook):
 
     @staticmethod
     def variables_of(connection: Any) -> dict[str, str]:
-        """Return the environment variables that a connection of this type stands for."""
+        """Return the environment variables that a connection of this type stands for.
+
+        Raises BadRequest for a secret key that no pool takes.
+        """
+        if connection.password:
+            sky.check_secret_key(connection.password)
         found = {
             "SKYWARD_LEDGER": connection.extra_dejson.get("ledger_url"),
             "SKYWARD_SECRET_KEY": connection.password,
@@ -41,7 +46,7 @@ class SkywardHook(BaseHook):
         return {name: _masked(value) for name, value in found.items() if value}
 
     def test_connection(self) -> tuple[bool, str]:
-        """Read from the ledger. It costs nothing."""
+        """Check the secret key, and read from the ledger. It costs nothing."""
         try:
             url = self.get_conn().get("SKYWARD_LEDGER")
             sky.cost_of(sky.Work(system="airflow", workflow="test of the connection", run="none"), ledger_url=url)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from difflib import get_close_matches
 from types import MappingProxyType
@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from airflow.sdk import BaseOperator
 from airflow.sdk.exceptions import AirflowException, AirflowFailException
-from jinja2 import UndefinedError
+from jinja2 import TemplateError
 
 import skyward_core as sky
 from airflow_provider_skyward.asset_events import names_of, write_events
-from airflow_provider_skyward.calls import calls_of, refuse_callable, takes_outlet_events, without_date
+from airflow_provider_skyward.calls import calls_of, refuse_callable, said_of_template, takes_outlet_events
 from airflow_provider_skyward.connections import credentials_of, ledger_of
 from airflow_provider_skyward.deferred_attempt import DeferredAttempt
 from airflow_provider_skyward.durable_attempt import DurableAttempt, can_store
@@ -255,14 +255,16 @@ class SkywardOperator(BaseOperator):
         refuse_without_teardown(self, instance, self.pool_setup_id, is_mapped=is_mapped)
         return self.pool_spec.with_(name=name)
 
-    def _render(self, template: Any, context: Context, dag: Any = None) -> Any:
-        """As Airflow's, and a value that this DAG run lacks is said in words. Another try would lack it too."""
-        try:
-            return super()._render(template, context, dag)
-        except UndefinedError as error:
-            if why := without_date(str(error).split("'")[1]):
-                raise AirflowFailException(f"a template of {self.task_id!r}: {why}") from error
-            raise
+    def _do_render_template_fields(self, parent: Any, template_fields: Iterable[str], *more: Any) -> None:
+        """As Airflow's, and an error of a template is said with its keyword. Another try would have the same error."""
+        for name in template_fields:
+            try:
+                super()._do_render_template_fields(parent, (name,), *more)
+            except TemplateError as error:
+                why = (
+                    f"the template in {name} of the task {self.task_id!r} cannot be rendered: {said_of_template(error)}"
+                )
+                raise AirflowFailException(why) from error
 
     def execute(self, context: Context) -> Any:
         """Run the function on its own pool and return its result; close the pool in every case."""

@@ -146,19 +146,26 @@ function Shares({ shares }) {
 const percent = (value) => (value === null || value === undefined ? "–" : `${value.toFixed(0)} %`);
 const KINDS = [["accelerators", 1, "#3f9a6b"], ["processors", 2, "#5b8fc4"]];
 
+// A line, or for one sample a point: a short line with round ends, because a line without length is not drawn.
+function Line({ colour, at }) {
+  const ends = at.length > 1 ? at : [[at[0][0] - 0.1, at[0][1]], [at[0][0] + 0.1, at[0][1]]];
+  return h("polyline", { points: ends.map((one) => one.map((value) => value.toFixed(2)).join(",")).join(" "), fill: "none",
+    stroke: colour, strokeWidth: at.length > 1 ? 2 : 8, strokeLinecap: "round", vectorEffect: "non-scaling-stroke" });
+}
+
 // The course of the utilisation, in percent of all nodes: a line for each kind that was measured.
 function Course({ points }) {
   const [first, last] = [points[0][0], points.at(-1)[0]];
   const x = (seconds) => (last > first ? (100 * (seconds - first)) / (last - first) : 50);
   const lines = KINDS.map(([name, place, colour]) => [name, colour, points.filter((point) => point[place] !== null)
-    .map((point) => `${x(point[0]).toFixed(2)},${(30 - 0.3 * point[place]).toFixed(2)}`)]).filter(([, , at]) => at.length);
+    .map((point) => [x(point[0]), 30 - 0.3 * point[place]])]).filter(([, , at]) => at.length);
+  const when = last > first ? `${time(first * 1000)} to ${time(last * 1000)}` : `at ${time(first * 1000)}`;
   return h(React.Fragment, null,
     h("svg", { viewBox: "0 0 100 30", preserveAspectRatio: "none", role: "img", "aria-label": "utilisation over time",
       style: { width: "100%", height: "90px", borderLeft: BORDER, borderBottom: BORDER } },
-      lines.map(([name, colour, at]) => h("polyline", { key: name, points: at.join(" "), fill: "none", stroke: colour,
-        strokeWidth: 2, vectorEffect: "non-scaling-stroke" }))),
+      lines.map(([name, colour, at]) => h(Line, { key: name, colour, at }))),
     h("div", { style: { fontSize: "0.8em", opacity: 0.8 } },
-      `0 to 100 %, ${time(first * 1000)} to ${time(last * 1000)}: `,
+      `0 to 100 %, ${when}: `,
       lines.map(([name, colour]) => h("span", { key: name, style: { marginRight: "12px" } },
         h("span", { style: { color: colour } }, "■ "), name))));
 }
@@ -185,7 +192,7 @@ function Events({ pools }) {
 
 function Links({ links }) {
   const known = Object.entries(links).filter(([name, url]) => url && name !== "Skyward");
-  return h("div", { style: { display: "flex", gap: "16px" } }, known.map(([name, url]) =>
+  return h("div", { style: { display: "flex", gap: "16px", marginBottom: "10px" } }, known.map(([name, url]) =>
     h("a", { key: name, href: url, target: "_blank", rel: "noreferrer", style: { textDecoration: "underline" } }, name)));
 }
 
@@ -213,7 +220,13 @@ function TaskTab({ dagId, runId, taskId, mapIndex }) {
     h(Section, { title: "Events" }, h(Events, { pools }))));
 }
 
-const share = (cost, limit) => (limit ? `${usd(limit)} (${((100 * cost) / limit).toFixed(0)} % used)` : "none");
+const share = (cost, limit) => (limit ? `${usd(limit)} (${((100 * cost) / limit).toFixed(0)} % used)` : "no limit");
+
+// The most that these pools may cost together: by max_cost, or by max_lifetime and their prices.
+function ceiling(pools) {
+  const limits = pools.map((pool) => pool.ceiling_usd);
+  return limits.length && !limits.includes(null) ? sum(limits) : null;
+}
 
 function RunTab({ dagId, runId }) {
   const state = useAnswer(`skyward/dags/${encodeURIComponent(dagId)}/run`, { run_id: runId });
@@ -221,15 +234,15 @@ function RunTab({ dagId, runId }) {
   return h(Page, { state }, ({ pools, shares, cost_usd, on_demand_usd, saved_usd }) => h(React.Fragment, null,
     h(Figures, { pairs: [
       ["Cost of the run", usd(cost_usd)], ["At on-demand prices", usd(on_demand_usd)], ["Saved by spot", usd(saved_usd)],
-      ["Machines now", live(pools).length]] }),
+      ["Its pools cost at most", share(costOf(pools), ceiling(pools))], ["Machines now", live(pools).length]] }),
     h(Section, { title: "What the time was spent on" }, h(Buckets, { pools })),
     h(Section, { title: "Tasks" }, h(Table, { head: ["Task", "Pools", "Cost", "Saved"],
       rows: parts(pools).map(([name, part]) => [name, part.pools.size, usd(part.cost), usd(part.saved)]) })),
     Object.keys(shares).length > 0 && h(Shares, { shares }),
-    h(Section, { title: "Pools" }, h(Table, { head: ["Pool", "Task", "Try", "Machines", "Begun", "Ended", "Cost", "max_cost"],
+    h(Section, { title: "Pools" }, h(Table, { head: ["Pool", "Task", "Try", "Machines", "Begun", "Ended", "Cost", "At most"],
       rows: pools.map((pool) => [pool.pool_id, task(pool), pool.work.attempt ?? "", pool.resources.length,
         time(pool.created_at), time(pool.ended_at), usd(pool.total_cost_usd),
-        share(pool.total_cost_usd, pool.max_cost_usd)]) }))));
+        share(pool.total_cost_usd, pool.ceiling_usd)]) }))));
 }
 
 // Airflow looks for the component by the name of the tab.

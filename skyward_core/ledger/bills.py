@@ -155,14 +155,20 @@ class Bills:
                 wanted = sums.where(*conditions).group_by(key)
             return [_cost_row(by, *row) for row in connection.execute(wanted.order_by(key))]
 
-    def cost_parts(self, work: Work) -> list[CostPart]:
+    def cost_parts(self, work: Work, ended_between: tuple[datetime, datetime] | None = None) -> list[CostPart]:
         """Return the parts of the cost of pools that are for a work: one for each pool, and each work that has the same
-        text in all fields that are not empty in `work`. Their sum is that of `cost_rows(work=work)`.
+        text in all fields that are not empty in `work`. Their sum is that of `cost_rows(work=work)`. With
+        `ended_between` only pools count that have ended in that time.
         """
+        conditions = [_pools_for(work)]
+        if ended_between is not None:
+            first, last = map(stamp, ended_between)
+            ended = POOLS.c.ended_microseconds.between(first, last)
+            conditions.append(RESOURCES.c.pool_id.in_(select(POOLS.c.id).where(ended)))
         totals: dict[tuple[str, Work, str], list[int]] = defaultdict(lambda: [0, 0])
         still_grow: set[tuple[str, Work, str]] = set()
         with self._database.read() as connection:
-            for pool_id, bearer, resources, (_, cost, on_demand) in _parts(connection, [_pools_for(work)]):
+            for pool_id, bearer, resources, (_, cost, on_demand) in _parts(connection, conditions):
                 key = pool_id, bearer.work, bearer.pool
                 if is_for(bearer.work, work):
                     _add(totals[key], cost, on_demand)

@@ -10,7 +10,7 @@ from typing import Any
 
 from skyward_core.errors import ZERO_USD, LedgerConflict
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.ledger.rows import Bucket, CostBy, CostRow, Intent, UnreadableRow
+from skyward_core.ledger.rows import Bucket, CostBy, CostRow, Intent, ResourceKind, UnreadableRow
 from skyward_core.ledger.sql_engine import shown
 from skyward_core.ledger.users import PoolUser, users_of
 from skyward_core.providers.base import TYPE_TAG
@@ -26,8 +26,9 @@ def receipt(ledger: Ledger, pool_id: str, *, unreadable: list[UnreadableRow] | N
     millisecond. `resources` are in the order of their requests. Their costs add up to `total_cost_usd`, and so do the
     `buckets`, one of which is the billing rounding. `lines` divide the same total into machines, disks, addresses and
     so on. `users` are the processes that have used a pool with a name; their costs add up to that of the bucket
-    "running calls". `max_cost_usd` is the pool's limit, None if it has none, or is pruned. `left` are the resources
-    that are not known to be gone.
+    "running calls". `max_cost_usd` is the pool's limit, None if it has none, or is pruned. `ceiling_usd` is the most
+    that it may cost: by that limit, or by `max_lifetime` and the dearest price of its machines. `left` are the
+    resources that are not known to be gone.
     """
     pool = ledger.pool(pool_id)
     if pool is None:
@@ -40,6 +41,7 @@ def receipt(ledger: Ledger, pool_id: str, *, unreadable: list[UnreadableRow] | N
         (intent for intent in ledger.intents(pool_id=pool_id, unreadable=unreadable) if str(intent.id) in bills),
         key=lambda intent: intent.id,
     )
+    spec = json.loads(pool.spec_json)
     buckets = ledger.cost_rows(CostBy.BUCKET, pool_id=pool_id, unreadable=None if unreadable is None else [])
     return {
         "pool_id": pool.id,
@@ -47,7 +49,8 @@ def receipt(ledger: Ledger, pool_id: str, *, unreadable: list[UnreadableRow] | N
         "work": pool.work.labels(),
         "provider": pool.provider.get("name"),
         "account": pool.account,
-        "max_cost_usd": json.loads(pool.spec_json).get("max_cost"),
+        "max_cost_usd": spec.get("max_cost"),
+        "ceiling_usd": _ceiling(spec, intents),
         "created_at": _time(pool.created_at),
         "ended_at": _time(pool.ended_at),
         "resources": [_resource(intent, bills[str(intent.id)]) for intent in intents],
@@ -66,6 +69,17 @@ def receipt(ledger: Ledger, pool_id: str, *, unreadable: list[UnreadableRow] | N
         "saved_usd": _sum(row.saved_usd for row in bills.values()),
         "left": [_name(intent) for intent in intents if intent.gone_at is None],
     }
+
+
+def _ceiling(spec: Mapping[str, Any], intents: Iterable[Intent]) -> float | None:
+    """As `ceiling_of` of a quote, with the prices that were paid in place of those that may be."""
+    limits = [spec["max_cost"]] if spec.get("max_cost") is not None else []
+    prices = [float(intent.price.per_hour) for intent in intents if intent.kind is ResourceKind.INSTANCE]
+    lifetime, nodes = spec.get("max_lifetime"), spec.get("nodes", 1)
+    if lifetime is not None and prices:
+        most = max(nodes) if isinstance(nodes, list) else nodes
+        limits.append(round(max(prices) * most * lifetime / 3600, 6))
+    return min(limits, default=None)
 
 
 def _resource(intent: Intent, bill: CostRow) -> dict[str, Any]:

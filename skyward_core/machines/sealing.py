@@ -37,8 +37,21 @@ def secret_keys() -> list[bytes]:
     Raises BadRequest for one that is no base64 of 32 bytes. The message does not show it.
     """
     text = os.environ.get(VARIABLE, "")
-    if not text:
-        return []
+    return _keys_in(text) if text else []
+
+
+def check_secret_key(text: str) -> None:
+    """Raise BadRequest if a text from another place, such as an orchestrator's store, cannot be SKYWARD_SECRET_KEY.
+
+    The message does not show it.
+
+    >>> import skyward_core as sky
+    >>> sky.check_secret_key("c2t5d2FyZCBza3l3YXJkIHNreXdhcmQgc2t5d2FyZCE=")
+    """
+    _keys_in(text)
+
+
+def _keys_in(text: str) -> list[bytes]:
     keys: list[bytes] = []
     for number, part in enumerate(text.split(","), 1):
         try:

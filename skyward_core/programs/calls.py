@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -68,17 +67,10 @@ def script_of(path: Path, args: Sequence[str]) -> Script:
         raise BadRequest(f"{path} cannot be read ({error.strerror}): write the path of a Python file") from error
     except (SyntaxError, ValueError) as error:  # ValueError: no UTF-8, or null bytes
         raise BadRequest(f"{path} is no Python program: {error}") from error
-    search_first(path.resolve().parent)
-    modules = collect([types.FunctionType(code, {"__name__": "__main__"})])
+    modules = collect([types.FunctionType(code, {"__name__": "__main__"})], first=str(path.resolve().parent))
     return Script(
         path.name, {_path_of(one): one.text for one in modules if one.file is not None} | {path.name: text}, tuple(args)
     )
-
-
-def search_first(folder: Path) -> None:
-    """Find modules in a folder first, as the interpreter does for a script in it."""
-    if sys.path[0] != str(folder):
-        sys.path.insert(0, str(folder))
 
 
 def _path_of(source: Source) -> str:

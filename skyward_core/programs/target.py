@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from skyward_core.compute import ComputeFunction, PendingCompute
 from skyward_core.errors import BadRequest
-from skyward_core.programs.calls import script_of, search_first
+from skyward_core.programs.calls import script_of
 from skyward_core.worker.script import run_script
 
 HOW = "write the path of a Python file, or module:function"
@@ -41,7 +42,8 @@ def read_target(target: str, args: Sequence[str]) -> Program:
 
 
 def _call(module: str, function: str, args: Sequence[str]) -> PendingCompute[Any]:
-    search_first(Path.cwd())
+    if sys.path[0] != str(Path.cwd()):
+        sys.path.insert(0, str(Path.cwd()))
     try:
         found: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:

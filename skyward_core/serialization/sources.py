@@ -83,9 +83,9 @@ class _PackedSources(NamedTuple):
 # ── on the client: which modules do bodies import ────────────────────────────────────────────────────────────────────
 
 
-def collect(functions: Iterable[types.FunctionType]) -> tuple[Source, ...]:
+def collect(functions: Iterable[types.FunctionType], first: str | None = None) -> tuple[Source, ...]:
     """Return the modules of the user's project that importing in the bodies of these functions can reach, in the order
-    of their names.
+    of their names. Those of the folder `first` go before what this process has imported, and before its path.
     """
     names: set[str] = set()
     for function in functions:
@@ -93,7 +93,7 @@ def collect(functions: Iterable[types.FunctionType]) -> tuple[Source, ...]:
             names.update(_targets(imports, _package_of(function)))
     if not names:
         return ()
-    walk = _SourceSearch()
+    walk = _SourceSearch(first)
     walk.follow(names)
     return tuple(source for _, source in sorted(walk.found.items()))
 
@@ -148,8 +148,9 @@ def _targets(imports: Iterable[_Import], package: str) -> Iterator[str]:
 class _SourceSearch:
     """Finds the sources of names, then of what these import, until nothing new is found."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: str | None) -> None:
         self.found: dict[str, Source] = {}
+        self._first = first
         self._folders: dict[str, Sequence[str]] = {}
         self._seen: set[str] = set()
         self._foreign = _foreign_names()
@@ -168,9 +169,10 @@ class _SourceSearch:
 
     def _visit(self, name: str) -> Iterable[str]:
         """Add a module, if it is the user's, and return what it imports."""
-        if name in self._foreign and name not in sys.modules:
+        own = self._in_first(name)
+        if own is None and name in self._foreign and name not in sys.modules:
             return ()
-        file, folders, loader = _locate(name, self._folders.get(name.rpartition(".")[0]))
+        file, folders, loader = _placed(name, own) if own else _locate(name, self._folders.get(name.rpartition(".")[0]))
         if file is None and folders is None:
             if "." not in name:
                 self._foreign.add(name)
@@ -182,6 +184,14 @@ class _SourceSearch:
         if folders is not None:
             self._folders[name] = folders
         return _targets(text.imports, name if folders is not None else name.rpartition(".")[0])
+
+    def _in_first(self, name: str) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec of a module below the folder that goes first; None if it is elsewhere."""
+        if self._first is None:
+            return None
+        spec = _find_spec(name, self._folders.get(name.rpartition(".")[0]) or [self._first, *sys.path])
+        places = [] if spec is None else [spec.origin or "", *(spec.submodule_search_locations or ())]
+        return spec if any(place.startswith(f"{self._first}{os.sep}") for place in places) else None
 
 
 _foreign: tuple[Any, set[str]] = (None, set())
@@ -217,11 +227,18 @@ def _locate(name: str, parent_folders: Sequence[str] | None) -> _Location:
     if isinstance(module, types.ModuleType):
         file, folders = getattr(module, "__file__", None), getattr(module, "__path__", None)
         loader = getattr(module, "__loader__", None)
-    elif (spec := _find_spec(name, parent_folders)) is not None:
-        file, folders = spec.origin if spec.has_location else None, spec.submodule_search_locations
-        loader = spec.loader
     else:
-        return _Location()
+        spec = _find_spec(name, parent_folders)
+        return _Location() if spec is None else _placed(name, spec)
+    return _of_user(name, file, folders, loader)
+
+
+def _placed(name: str, spec: importlib.machinery.ModuleSpec) -> _Location:
+    file = spec.origin if spec.has_location else None
+    return _of_user(name, file, spec.submodule_search_locations, spec.loader)
+
+
+def _of_user(name: str, file: str | None, folders: Iterable[str] | None, loader: object) -> _Location:
     folders = None if folders is None else list(folders)
     place = file or next(iter(folders or ()), None)
     if place is None or not os.path.isabs(place) or not ownership.is_of_user(name, place):

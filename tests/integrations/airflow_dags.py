@@ -56,7 +56,7 @@ def one_task(dag_id: str, **keywords: Any) -> None:
     only_work()
 
 
-one_task("attended")
+one_task("attended", max_cost=5.0)
 one_task("durable", retries=4)
 one_task("deferred", deferrable=True, retries=4)
 one_task("timed", deferrable=True, execution_timeout=timedelta(seconds=12))

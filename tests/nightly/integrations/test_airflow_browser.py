@@ -4,9 +4,11 @@ Chromium is Debian's, and Playwright drives it. Without them the tests fail. `ma
 the docs. The browser reaches no other server.
 """
 
+import base64
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import Page
@@ -55,15 +57,29 @@ def test_the_pages_of_a_task_and_of_its_run(page: Page, server: AirflowServer, t
         "Utilisation",
     )
     take(page, "skyward-tab")
+    one_sample(page, run.stored("skyward_metrics"))
     page.goto(f"{address}/plugin/skyward-cost")
     assert cost in shown(
-        page, "max_cost", "Cost of the run", "At on-demand prices", run.xcom("skyward_cost")["pool_id"]
+        page, "Cost of the run", "At on-demand prices", "5.0000 USD", "% used", run.xcom("skyward_cost")["pool_id"]
     )
     take(page, "cost-tab")
     page.goto(f"{address}/tasks/work")
     text = shown(page, "the end", "Release", "returned value: 42")
     assert "releasing" not in text
     take(page, "task-log")
+
+
+def one_sample(page: Page, metrics: dict[str, Any]) -> None:
+    """The chart of a task with one sample, as short tasks have it, shows a point for each kind."""
+    stored = {"key": "skyward_metrics", "value": metrics | {"course": [[1_800_000_000.0, 40.0, 70.0, 0.01]]}}
+    page.route("**/state-store/skyward_metrics*", lambda route: route.fulfill(json=stored))
+    page.reload()
+    shown(page, "0 to 100 %, at ")
+    points = page.locator("svg[aria-label='utilisation over time'] polyline").all()
+    boxes = [point.bounding_box() for point in points]
+    assert [box is not None and box["width"] > 0 for box in boxes] == [True, True]
+    page.screenshot(path="/tmp/air-one-sample.png")
+    page.unroute("**/state-store/skyward_metrics*")
 
 
 def test_the_form_of_a_connection_has_masked_fields_and_a_test(page: Page, server: AirflowServer) -> None:
@@ -74,7 +90,7 @@ def test_the_form_of_a_connection_has_masked_fields_and_a_test(page: Page, serve
     page.get_by_role("combobox").last.click()
     page.keyboard.type("skyward")
     page.get_by_role("option", name="Skyward", exact=True).click()
-    page.locator("input[name=password]").fill("a-key-of-32-characters-or-more-0123")
+    page.locator("input[name=password]").fill(base64.b64encode(b"k" * 32).decode())
     page.get_by_role("button", name="Extra Fields", exact=True).click()
     page.locator("input[name=element_ledger_url]").fill(server.ledger_url)
     fields = [page.locator(f"input[name={name}]") for name in ("element_ledger_url", "password")]

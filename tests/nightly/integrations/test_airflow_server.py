@@ -34,7 +34,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AirflowServer]:
         '@dag(dag_id="pools_of_asset", schedule=[Asset("s3://bucket/new")])\ndef pools',
     )
     pages = {"pools.py": first, "pools_of_asset.py": of_asset}
-    server = AirflowServer(tmp_path_factory.mktemp("airflow"), DAGS | pages)
+    sweep = Path(__file__).parents[3].joinpath("dags/sweep.py").read_text()
+    at_once = sweep.replace("timedelta(minutes=10)", "None", 1).replace("bills()", "bills(newest=timedelta(0))")
+    server = AirflowServer(tmp_path_factory.mktemp("airflow"), DAGS | pages | {"sweep.py": at_once})
     yield server
     server.close()
 
@@ -151,6 +153,26 @@ def test_the_next_try_adopts_the_call_of_a_worker_that_was_killed(start: Any, wh
     assert job.run.wait(FINAL)["state"] == "success"
     assert job.runs == ["1"]
     job.check_bill(pools=1)
+
+
+def test_the_sweep_makes_the_bill_of_a_task_final_that_was_killed_in_its_last_try(
+    start: Any, server: AirflowServer
+) -> None:
+    """No next try writes it. Its pool ends by itself, and then the XCom has what the tab has."""
+    job = start("attended")
+    job.begun()
+    pid = job.run.task()["pid"]
+    for one in (parent_of(pid), pid):
+        os.kill(one, signal.SIGKILL)
+    cost = job.ended(pools=1)
+    job.run.wait("failed")
+    assert job.run.xcom("skyward_cost")["is_final"] is False
+    swept = server.trigger("skyward_sweep")
+    swept.wait("success", "make_bills_final")
+    assert job.run.dag_id in str(swept.xcom("return_value", "make_bills_final"))
+    bill = job.run.xcom("skyward_cost")
+    assert (bill["is_final"], micro(bill["cost_usd"]), micro(bill["all_tries_usd"])) == (True, micro(cost), micro(cost))
+    assert micro(job.run.tab()["cost_usd"]) == micro(cost)
 
 
 def test_a_deferred_task_outlives_its_triggerer_and_its_scheduler(start: Any, server: AirflowServer) -> None:

@@ -269,9 +269,61 @@ def test_what_a_run_without_a_date_lacks_is_said_before_anything_is_rented(airfl
     assert ran.state == "failed"
     why = "is not known, because this DAG run has no logical date: an asset, or a request without a date, has started it. Use run_id or params"
     assert f"AirflowFailException: argument: 'ds' {why}" in ran.log
-    assert f"AirflowFailException: a template of 'template': 'ts' {why}" in ran.log
+    assert (
+        f"AirflowFailException: the template in op_args of the task 'template' cannot be rendered: 'ts' {why}"
+        in ran.log
+    )
     assert "up_for_retry" not in ran.log, "another try would lack it too"
     assert "skyward_pool" not in {key for _, _, key in ran.xcoms}, "nothing was rented"
+
+
+@pytest.mark.parametrize(
+    ("keywords", "said", "remedy"),
+    [
+        (
+            "nodes='{{ params.nodse }}'",
+            "nodes of the task 't' cannot be rendered: 'dict object' has no attr",
+            "default(",
+        ),
+        ("env={'A': '{{ [] | first }}'}", "env of the task 't' cannot be rendered: No first item", "default("),
+        (
+            "op_args=['{{ nonesuch }}']",
+            "op_args of the task 't' cannot be rendered: 'nonesuch' is undefined",
+            "default(",
+        ),
+        (
+            "accelerator='{{ params.gpu }'",
+            "accelerator of the task 't' cannot be rendered: unexpected '}'",
+            "{% raw %}",
+        ),
+        (
+            "node_output='{{ 1 | uper }}'",
+            "node_output of the task 't' cannot be rendered: No filter named 'uper'",
+            "{% raw %}",
+        ),
+        ("op_args=[Away()]", "[Errno 111] it may be there at the next try", ""),
+    ],
+    ids=["a param", "deep", "a name", "braces", "a filter", "no template"],
+)
+def test_an_error_of_a_template_has_its_keyword_and_what_to_do(
+    airflow: Airflow, keywords: str, said: str, remedy: str
+) -> None:
+    """Airflow renders before it executes, so nothing is rented. The error is final, as another try would have it too."""
+    code = f"""
+        from airflow.sdk.exceptions import AirflowFailException
+        class Away:
+            def resolve(self, context): raise ConnectionError(111, "it may be there at the next try")
+        @dag(schedule=None)
+        def d():
+            SkywardOperator(task_id="t", python_callable=len, {keywords})
+        try:
+            d().task_dict["t"].render_template_fields({{"params": {{"nodes": 2}}}})
+        except (AirflowFailException, ConnectionError) as error:
+            answer = str(error)
+    """
+    answer = airflow.evaluate(code)
+    assert answer.removeprefix("the template in ").startswith(said)
+    assert remedy in answer
 
 
 # ── connections ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -407,7 +459,7 @@ SECRET = "secret-of-a-connection"
 CONNECTIONS = {
     "skyward_default": {
         "conn_type": "skyward",
-        "password": SECRET,
+        "password": SECRET_KEY,
         "extra": {"ledger_url": "sqlite:///{home}/ledger.sqlite"},
     },
     "no_ledger": {"conn_type": "skyward", "extra": {"ledger_url": "sqlite:////proc/none/ledger.sqlite"}},
@@ -418,6 +470,7 @@ CONNECTIONS = {
         "extra": {"region": "us-east-1, eu-west-1"},
     },
     "aws_default": {"conn_type": "aws", "login": "AKIB", "password": SECRET, "extra": {"region_name": "eu-west-1"}},
+    "wrong_key": {"conn_type": "skyward", "password": SECRET, "extra": {"ledger_url": "sqlite:///{home}/hook.sqlite"}},
     "skyward_runpod_default": {"conn_type": "skyward_runpod", "password": SECRET, "extra": {"cloud": "secure"}},
     "skyward_vastai_default": {"conn_type": "skyward_vastai", "password": SECRET},
     "skyward_verda_default": {"conn_type": "skyward_verda", "login": "id", "password": SECRET},
@@ -468,6 +521,7 @@ answer = json.loads(json.dumps({
     "ledger": hooks.SkywardHook().get_conn(),
     "ledger_test": hooks.SkywardHook().test_connection(),
     "no_ledger_test": hooks.SkywardHook("no_ledger").test_connection(),
+    "wrong_key_test": hooks.SkywardHook("wrong_key").test_connection(),
     "missing_test": hooks.SkywardHook("there is none").test_connection(),
     "account_test": tested(hooks.RunPodHook, "acc-1"),
     "refused_test": tested(hooks.VerdaHook, sky.CredentialsError("refused")),
@@ -511,10 +565,13 @@ def test_each_connection_type_has_its_form_and_becomes_a_provider_that_shows_no_
 def test_the_test_of_a_connection_answers_with_a_reason(hooks: dict[str, Any]) -> None:
     """The test reads from the ledger or queries the account; a failure has the error's name and text."""
     assert hooks["ledger"].keys() == {"SKYWARD_LEDGER", "SKYWARD_SECRET_KEY"}
-    assert hooks["ledger"]["SKYWARD_SECRET_KEY"] == SECRET
+    assert hooks["ledger"]["SKYWARD_SECRET_KEY"] == SECRET_KEY
     assert hooks["ledger_test"] == [True, "the ledger answers"]
     assert hooks["no_ledger_test"][0] is False
     assert "LedgerError" in hooks["no_ledger_test"][1]
+    assert hooks["wrong_key_test"][0] is False, "a task refuses it too"
+    assert "BadRequest: SKYWARD_SECRET_KEY: key 1 is not 32 bytes in base64" in hooks["wrong_key_test"][1]
+    assert SECRET not in hooks["wrong_key_test"][1]
     assert hooks["missing_test"][0] is False
     assert hooks["account_test"] == [True, "the credentials are valid for the account acc-1"]
     assert hooks["refused_test"] == [False, "CredentialsError: refused"]

@@ -269,17 +269,18 @@ from airflow_provider_skyward.plugin import SkywardPlugin
 def nothing():
     return 1
 
-def rent(**work):
+def rent(limits, **work):
     pool = sky.ComputePool.from_spec(
-        sky.PoolSpec(provider=sky.Local(price_per_hour=36.0), display="quiet", max_cost=2.5),
+        sky.PoolSpec.of(provider=sky.Local(price_per_hour=36.0), display="quiet", **limits),
         work=sky.Work(system="airflow", **work))
     with pool:
         sky.compute(nothing)() >> pool
     return pool.id
 
 pools = {
-    "try 1": rent(workflow="tabs", run="run 1/a", task="train", attempt="1"),
-    "other dag": rent(workflow="secret", run="run 1/a", task="train", attempt="1"),
+    "try 1": rent(dict(max_cost=2.5), workflow="tabs", run="run 1/a", task="train", attempt="1"),
+    "try 2": rent(dict(max_lifetime=1800), workflow="tabs", run="run 1/a", task="train", attempt="2"),
+    "other dag": rent({}, workflow="secret", run="run 1/a", task="train", attempt="1"),
 }
 manager = init_auth_manager()
 client = TestClient(SkywardPlugin.fastapi_apps[0]["app"])
@@ -315,8 +316,8 @@ def test_the_tabs_have_the_bills_of_the_ledger_for_who_may_read_them(airflow: Ai
     assert [answer["status"]["no rights"][path] for path in bills] == [403, 403]
     assert set(answer["status"]["viewer"].values()) == {200}
     assert answer["run"] == answer["task"]
-    assert [pool["pool_id"] for pool in answer["run"]["pools"]] == [answer["pools"]["try 1"]]
-    assert [pool["max_cost_usd"] for pool in answer["run"]["pools"]] == [2.5]
+    pools = [(pool["pool_id"], pool["max_cost_usd"], pool["ceiling_usd"]) for pool in answer["run"]["pools"]]
+    assert pools == [(answer["pools"]["try 1"], 2.5, 2.5), (answer["pools"]["try 2"], None, 18.0)]
     assert micro(answer["run"]["cost_usd"]) == sum(map(micro, answer["cost"].values())) > 0
     assert answer["no run"] == 422
     assert (answer["unknown"]["cost_usd"], answer["unknown"]["pools"]) == (0, [])

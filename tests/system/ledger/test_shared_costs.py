@@ -243,6 +243,12 @@ def test_the_parts_of_the_cost_for_a_work_are_those_of_exact_works(ledger: Ledge
     ledger.close_all([1], "it is gone")
     assert all(part.is_final for part in ledger.cost_parts(system))
     assert ledger.cost_parts(Work(run="another")) == []
+    pool = ledger.pool("sky-a")
+    assert pool is not None
+    assert (ended := pool.ended_at) is not None
+    second = timedelta(seconds=1)
+    assert ledger.cost_parts(system, (ended - second, ended)) == ledger.cost_parts(system)
+    assert ledger.cost_parts(system, (ended + second, ended + 2 * second)) == []
 
 
 def test_a_part_counts_in_full_while_the_time_of_the_machines_is_noted_late(ledger: Ledger, clock: Clock) -> None:

@@ -58,6 +58,15 @@ def test_the_provider_info_is_valid_by_airflows_schema() -> None:
     assert {"Framework :: Apache Airflow", "Framework :: Apache Airflow :: Provider"} <= set(project["classifiers"])
 
 
+def test_each_field_with_a_name_of_ours_says_what_to_write() -> None:
+    """A form shows the placeholder until something is written."""
+    info: dict[str, Any] = get_provider_info()
+    for one in info["connection-types"]:
+        behaviour = one["ui-field-behaviour"]
+        assert behaviour["placeholders"].keys() == behaviour["relabeling"].keys(), one["connection-type"]
+        assert all(behaviour["placeholders"].values())
+
+
 def test_each_name_of_the_provider_info_is_one_of_ours() -> None:
     """The modules exist, and define the named classes; looks at the source, because an import takes seconds."""
     info: dict[str, Any] = get_provider_info()

@@ -108,6 +108,27 @@ def test_a_receipt_has_the_state_of_each_resource(ledger: Ledger, clock: Clock) 
     assert "secret" not in written, "other fields of the provider than its name may be secret"
 
 
+@pytest.mark.parametrize(
+    ("spec", "ceiling"),
+    [
+        ({}, None),
+        ({"max_cost": 2.5, "nodes": 2}, 2.5),
+        ({"max_lifetime": 7200.0, "nodes": 2}, 6.0),  # the dearer machine costs 1.50 USD per hour
+        ({"max_lifetime": 7200.0, "nodes": [1, 3], "max_cost": 20.0}, 9.0),
+        ({"max_lifetime": 7200.0, "nodes": [1, 3], "max_cost": 8.0}, 8.0),
+    ],
+)
+def test_a_receipt_has_the_most_that_the_pool_may_cost(
+    ledger: Ledger, spec: dict[str, Any], ceiling: float | None
+) -> None:
+    open_pool(ledger, "limited", spec_json=json.dumps(spec))
+    assert receipt(ledger, "limited")["ceiling_usd"] == spec.get("max_cost"), "nothing was rented yet"
+    for name, price in (("a", SPOT), ("b", Price(Decimal("0.5")))):
+        intend(ledger, name, price, pool_id="limited")
+    intend(ledger, "key", Price(Decimal(9)), ResourceKind.OTHER, pool_id="limited")
+    assert receipt(ledger, "limited")["ceiling_usd"] == ceiling
+
+
 def test_a_receipt_adds_up(ledger: Ledger, clock: Clock) -> None:
     found = of_an_afternoon(ledger, clock)
     (row,) = ledger.cost_rows(CostBy.POOL, pool_id="p")

@@ -1,5 +1,6 @@
 """`skyward run`: what is to run, what is printed, signals, and programs on a real pool of this machine."""
 
+import importlib
 import io
 import logging
 import signal
@@ -46,6 +47,25 @@ def test_a_script_brings_the_modules_that_it_imports(project: Path) -> None:
     (script,) = program.call.args
     assert (program.name, program.is_script, script.args) == ("train.py", True, ("--epochs", "3"))
     assert script.files.keys() == {"train.py", "tool/__init__.py", "tool/part.py", "deep.py"}
+
+
+def test_a_script_finds_the_modules_of_its_own_folder_first(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `python script.py` does: also where this process has imported others of these names, as a DAG file has."""
+    for folder in (project, project / "job"):
+        (folder / "parts").mkdir(parents=True)
+        (folder / "parts/__init__.py").touch()
+        (folder / "parts/part.py").write_text(f"X = {folder.name!r}\n")
+        (folder / "labels.py").write_text(f"X = {folder.name!r}\n")
+    (project / "shared.py").touch()
+    (project / "job/train.py").write_text("import labels, parts.part, shared\n")
+    monkeypatch.syspath_prepend(project)
+    for name in ("labels", "parts.part"):
+        assert importlib.import_module(name).X == "project"
+    before = [*sys.path]
+    (script,) = sky.script_call("job/train.py").args
+    assert script.files.keys() == {"labels.py", "parts/__init__.py", "parts/part.py", "shared.py", "train.py"}
+    assert (script.files["labels.py"], script.files["parts/part.py"]) == ("X = 'job'\n", "X = 'job'\n")
+    assert sys.path == before, "the path of the process that makes the call is left as it was"
 
 
 def test_files_of_a_call_lie_beside_its_script_or_are_where_the_command_begins(project: Path) -> None:
