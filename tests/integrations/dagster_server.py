@@ -23,6 +23,7 @@ telemetry: {enabled: false}
 nux: {enabled: false}
 run_monitoring: {enabled: true, poll_interval_seconds: 2, start_timeout_seconds: 180}
 run_retries: {enabled: true, max_retries: 0}
+code_servers: {local_startup_timeout: 600}
 """
 ENDED = {"SUCCESS", "FAILURE", "CANCELED"}
 
@@ -194,7 +195,7 @@ def served(folder: Path, definitions: str, **environ: str) -> Iterator[DagsterSe
         )
     server = DagsterServer(folder, f"http://127.0.0.1:{port}", process)
     try:
-        wait_until(lambda: _is_ready(server), "dagster dev", 300)
+        wait_until(lambda: _is_ready(server), "dagster dev", 600)
         yield server
     finally:
         process.send_signal(signal.SIGINT)

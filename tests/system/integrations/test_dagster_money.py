@@ -1,5 +1,6 @@
 """Dagster: the parts of a run's bill, and what the events of a pool become in the run's log. No pool is opened."""
 
+import base64
 import math
 import threading
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -577,6 +579,14 @@ def test_a_running_step_is_observed_every_fifteen_seconds(instance: Any, monkeyp
     assert expected.items() <= values.items()
 
 
+def lines_of_picture(chart: str) -> list[str]:
+    """The points of each line of the picture in Markdown, from left to right; 110 is 0 %, 10 is 100 %."""
+    head, data = chart.splitlines()[0].removesuffix(")").split(",")
+    assert head == "![utilisation](data:image/svg+xml;base64"
+    svg = ET.fromstring(base64.b64decode(data))
+    return [line.attrib["points"] for line in svg if line.tag.endswith("}polyline")][:2]
+
+
 def test_what_was_measured_is_metadata(instance: Any) -> None:
     """Means and maxima of the nodes' measurements while calls ran, what these have reported, the course, and a table
     of machines with a link.
@@ -608,6 +618,10 @@ def test_what_was_measured_is_metadata(instance: Any) -> None:
     (row,) = found[NODES_TABLE].records
     assert (row.data["machine"], row.data["market"], row.data["console"]) == ("i-1", "spot", found[CONSOLE].value)
     assert "| accelerators | ▁█ | 50 % | 100 % |" in found[CHART].value
+    assert lines_of_picture(found[CHART].value) == [
+        "50.0,110.0 530.0,10.0",
+        "50.0,100.0 210.0,80.0 370.0,60.0 530.0,80.0",
+    ]
     assert savings(OpenPool(), 0.5) == 1.0  # type: ignore[arg-type]
     usage = Usage(0.5, 1.0, 1, "none", savings_usd=1.0, measured={GPU_UTIL_PCT: 50.0})
     assert {"skyward/savings_usd": 1.0, GPU_UTIL_PCT: 50.0}.items() <= plain(usage).items()
