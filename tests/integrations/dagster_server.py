@@ -188,7 +188,12 @@ def served(folder: Path, definitions: str, **environ: str) -> Iterator[DagsterSe
     (folder / "definitions.py").write_text(definitions)
     port = free_port()
     command = [sys.executable, "-m", "dagster", "dev", "-f", "definitions.py", "-h", "127.0.0.1", "-p", str(port)]
-    settings = {"DAGSTER_HOME": str(folder), "SKYWARD_LEDGER": f"sqlite:///{folder}/ledger.db", **environ}
+    settings = {
+        "DAGSTER_HOME": str(folder),
+        "SKYWARD_LEDGER": f"sqlite:///{folder}/ledger.db",
+        "DAGSTER_GRPC_TIMEOUT_SECONDS": "600",  # runs begin at once: the code server may start one for a minute
+        **environ,
+    }
     with (folder / "dev.log").open("wb") as log:
         process = subprocess.Popen(
             command, cwd=folder, env={**os.environ, **settings}, stdout=log, stderr=log, start_new_session=True

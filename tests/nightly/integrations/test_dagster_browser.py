@@ -124,9 +124,13 @@ def test_the_plots_have_a_point_of_cost_for_each_materialization(
 
 
 def test_the_metadata_are_a_table_with_the_machines(page: Page, server: DagsterServer, runs: list[Run]) -> None:
+    """And a chart of the utilisation, which Dagster's page takes in."""
     newest = events_of(runs, "MaterializationEvent")[-1]
+    page.set_viewport_size({"width": 1600, "height": 1000})
     page.goto(f"{server.url}/assets/model")
     page.get_by_text(NODES_TABLE, exact=True).wait_for()
+    chart = page.locator('img[src^="data:image/svg+xml"]').first
+    assert chart.evaluate("image => image.decode().then(() => image.naturalWidth)") > 400
     text = page.inner_text("body")
     assert newest[POOL_ID]["text"] in text
     assert "A100 80GB" in text
@@ -135,6 +139,7 @@ def test_the_metadata_are_a_table_with_the_machines(page: Page, server: DagsterS
     assert all(machine in text for machine in machines)
     move_up(page, "accuracy")
     take(page, "metadata")
+    page.set_viewport_size({"width": 1280, "height": 800})
 
 
 def test_the_gantt_chart_has_the_spans_of_the_steps(page: Page, server: DagsterServer, runs: list[Run]) -> None:
