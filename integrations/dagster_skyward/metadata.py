@@ -25,6 +25,7 @@ SECONDS_PLACES = 3
 """Decimal places of the seconds, so that a person can read them."""
 GPU_UTIL_PCT = "skyward/gpu_util_pct"
 CPU_UTIL_PCT = "skyward/cpu_util_pct"
+MEMORY_GB, MEMORY_MAX_GB = "skyward/memory_gb", "skyward/memory_max_gb"
 MEASURED = {
     "gpu_percent_mean": GPU_UTIL_PCT,
     "gpu_percent_max": "skyward/gpu_util_max_pct",
@@ -101,6 +102,8 @@ def record(context: StepContext, pool: object, usage: Usage) -> None:
 def numbers_of(use: sky.Utilisation) -> dict[str, float | str]:
     """Return what was measured while the step's calls ran, and the last values of what they have reported."""
     measured = {MEASURED[name]: value for name, value in use.numbers().items()}
+    if use.memory_gb.count:
+        measured |= {MEMORY_GB: round(use.memory_gb.mean, 3), MEMORY_MAX_GB: round(use.memory_gb.greatest, 3)}
     return measured | {f"{REPORTED}{name}": value for name, value in use.last_values().items()}
 
 

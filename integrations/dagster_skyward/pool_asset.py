@@ -1,4 +1,6 @@
-"""The asset of the pools that the steps of a job's runs share: what is for no step of a run is observed there."""
+"""The assets of pools: what is for no step is observed there, of the pools that the steps of a job's runs share, and of
+each pool with a name.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -6,7 +8,7 @@ from typing import Any
 import dagster as dg
 
 POOLS = ("skyward", "pools")
-"""The first parts of its key. The job follows."""
+"""The first parts of their keys. The job or the name follows."""
 OF_DAGSTER = "__"
 """Dagster's names for the runs of assets that are in no job of their own begin so."""
 TOTAL_USD = "skyward/pool_cost_usd"
@@ -16,6 +18,18 @@ PHASES, MACHINES, USERS = "skyward/phases", "skyward/machines", "skyward/users"
 def pools_key(job: str) -> dg.AssetKey:
     """Return the key of the pools of a job's runs."""
     return dg.AssetKey([*POOLS, "assets" if job.startswith(OF_DAGSTER) else job])
+
+
+def key_of_pool(receipt: Mapping[str, Any]) -> dg.AssetKey:
+    """Return the key of a pool that belongs to no run: by its name, in which the id of a run is "run"; of a backfill's
+    the key of the pools of its job.
+    """
+    if receipt["work"]:
+        return pools_key(receipt["work"].get("workflow", ""))
+    name: str = receipt["name"]
+    for run in {user["work"].get("run") for user in receipt["users"]} - {None, ""}:
+        name = name.replace(run, "run")
+    return dg.AssetKey([*POOLS, *name.split("/")])
 
 
 def pools_metadata(receipts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -4,7 +4,8 @@
 
 The ledger has the bill of each step, also of one that was killed, and the rest that is for the run. The run's events
 have what was reported of them. The difference is written: to the assets of a step, and in an event of the step or of
-the run. So the events are the state: a settler that is killed between two lines leaves them incomplete, and the next
+the run. What no call has held of a pool that belongs to no run is an observation of the pool's asset, once it has
+ended. So the events are the state: a settler that is killed between two lines leaves them incomplete, and the next
 one writes what is missing. Who settles: the process of a step for its own steps, the last one that needs a shared pool
 for all that have ended, and the sensors of `upkeep` for runs that have ended.
 
@@ -27,6 +28,7 @@ from typing import Any
 import dagster as dg
 
 import skyward_core as sky
+from dagster_skyward.backfills import OF_BACKFILL
 from dagster_skyward.dagster_events import report_note, report_observation
 from dagster_skyward.metadata import (
     COST_USD,
@@ -37,7 +39,7 @@ from dagster_skyward.metadata import (
     equal_parts,
     partition_of,
 )
-from dagster_skyward.pool_asset import pools_key, pools_metadata
+from dagster_skyward.pool_asset import key_of_pool, pools_key, pools_metadata
 
 STATE_TAG = "skyward/costs"
 """The run's tag that says whether all its costs are in its events."""
@@ -54,6 +56,8 @@ OF_COSTS = {
 }
 FINISHED = [dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED]
 RUNS_AT_ONCE = 50
+LAST_OBSERVATIONS = 200
+"""Of an asset of pools: so many are looked through for a pool that has ended just now."""
 
 _log = logging.getLogger("skyward")
 
@@ -91,23 +95,93 @@ def settle(instance: dg.DagsterInstance, run: dg.DagsterRun, steps: Collection[s
         return steps is None and len(final) == len(bills) and not written
 
 
-def settle_ended_runs(instance: dg.DagsterInstance) -> list[str]:
+def settle_ended_runs(instance: dg.DagsterInstance, open_pools: set[str] | None = None) -> list[str]:
     """Settle the runs that have ended and whose costs are not all reported; return the ids of those that are settled
     now.
 
-    The oldest come first. An error with one run is logged, and the next tick tries again.
+    The oldest come first. An error with one run is logged, and the next tick tries again. `open_pools` are the pools
+    for which `report_rests` is asked at each tick. The open ones of a run are added, and the run is settled at the next
+    tick only, when they are kept.
     """
     wanted = dg.RunsFilter(tags={STATE_TAG: OPEN}, statuses=FINISHED)
     settled: list[str] = []
+    kept = frozenset(open_pools or ())
     for record in instance.get_run_records(wanted, limit=RUNS_AT_ONCE, ascending=True):
         run = record.dagster_run
         try:
-            if settle(instance, run) or settle(instance, run):  # the second one looks what the first one has left
+            if not (settle(instance, run) or settle(instance, run)):  # the second one looks what the first one has left
+                continue
+            found = report_rests(instance, _pools_used_by(run.run_id))
+            if open_pools is not None:
+                open_pools |= found
+            if open_pools is None or found <= kept:
                 instance.add_run_tags(run.run_id, {STATE_TAG: REPORTED})
                 settled.append(run.run_id)
         except sky.SkywardError as error:
             _log.warning("the costs of the run %s could not be reported yet: %s", run.run_id, error)
     return settled
+
+
+# ── pools of no run ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def report_rests(instance: dg.DagsterInstance, pool_ids: Collection[str]) -> set[str]:
+    """Observe what no call has held of those of these pools that belong to no run, once, when they have ended.
+
+    These have a name from their user, or are those of a backfill. Returns those that have not ended. Raises
+    LedgerError, and what Dagster's storage raises.
+    """
+    if not pool_ids:
+        return set()
+    with _turn(instance) as is_mine:
+        receipts = {pool_id: _receipt_of(pool_id) for pool_id in sorted(pool_ids)}
+        of_no_run = {pool_id: its for pool_id, its in receipts.items() if its is not None and _is_of_no_run(its)}
+        ended = {pool_id for pool_id, its in of_no_run.items() if its["ended_at"] is not None and not its["left"]}
+        for pool_id in sorted(ended) if is_mine else ():
+            _report_rest(instance, of_no_run[pool_id])
+        return of_no_run.keys() - (ended if is_mine else set())
+
+
+def _receipt_of(pool_id: str) -> dict[str, Any] | None:
+    """None if the ledger does not have the pool: it is another ledger now."""
+    try:
+        return sky.receipt_of(pool_id)
+    except sky.LedgerConflict:
+        return None
+
+
+def _pools_used_by(run_id: str) -> set[str]:
+    return {part.pool_id for part in sky.cost_parts(sky.Work(system="dagster", run=run_id))}
+
+
+def _is_of_no_run(receipt: Mapping[str, Any]) -> bool:
+    """Whether the run of a settler does not bear its rest."""
+    work: Mapping[str, str] = receipt["work"]
+    return (not work and receipt["name"] is not None) or (
+        work.get("system") == "dagster" and work.get("run", "").startswith(OF_BACKFILL)
+    )
+
+
+def _report_rest(instance: dg.DagsterInstance, receipt: Mapping[str, Any]) -> None:
+    held = sum(round(user["cost_usd"] * MICRO_PER_USD) for user in receipt["users"])
+    rest = round(receipt["total_cost_usd"] * MICRO_PER_USD) - held
+    key, pool_id = key_of_pool(receipt), receipt["pool_id"]
+    if rest <= 0 or _is_observed(instance, key, pool_id):
+        return
+    metadata = {OTHER_COST_USD: rest / MICRO_PER_USD, POOL_ID: pool_id, **_as_metadata([dict(receipt)])}
+    instance.report_runless_asset_event(
+        dg.AssetObservation(
+            key,
+            description="what no step has used of the pool",
+            metadata={**metadata, **pools_metadata([receipt])},
+        )
+    )
+
+
+def _is_observed(instance: dg.DagsterInstance, key: dg.AssetKey, pool_id: str) -> bool:
+    records = instance.fetch_observations(key, limit=LAST_OBSERVATIONS).records
+    observed = [one.asset_observation.metadata for one in records if one.asset_observation is not None]
+    return any(its.get(POOL_ID) == dg.MetadataValue.text(pool_id) and OTHER_COST_USD in its for its in observed)
 
 
 # ── what is reported ─────────────────────────────────────────────────────────────────────────────────────────────────

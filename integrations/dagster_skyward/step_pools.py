@@ -32,7 +32,7 @@ from dagster_skyward.run_steps import (
     release_pools,
     steps_to_come,
 )
-from dagster_skyward.settlement import forget_parent, note_open, settle
+from dagster_skyward.settlement import forget_parent, note_open, report_rests, settle
 from dagster_skyward.step import Step, Use
 from dagster_skyward.step_events import StepEvents
 from dagster_skyward.step_log import Log
@@ -265,6 +265,7 @@ class StepPools:
         try:
             own = {step.work.task for step in self._steps.values() if step.work.task}
             settle(instance, run, own | ended_steps(instance, run.run_id) if self._has_released else own)
+            report_rests(instance, [pool.id for spec, pool in self._current if spec.name is not None and pool.id])
         except Exception:  # Dagster's storage or the ledger fails; the ledger still has the whole bill
             _log.exception("the costs of the steps could not all be reported")
 

@@ -3,6 +3,8 @@
 Spans of the Gantt chart are pairs of engine events with markers. Everything is written in the thread of `LogWriter`.
 """
 
+import base64
+import html
 import math
 import sys
 import time
@@ -20,6 +22,15 @@ PROVISION, BOOTSTRAP, RUN, WAIT = "skyward_provision", "skyward_bootstrap", "sky
 """Spans: machines are requested; they are prepared; the step uses the pool; its calls wait for slots of others."""
 SPAN_SECONDS = 5.0
 """How often the end of the span RUN is moved: a step may make thousands of calls."""
+LEFT, WIDE, HIGH = 50, 480, 100
+"""Of a picture of the utilisation, in pixels: what is left of the lines, and their room."""
+COLOURS = {
+    "gpu_percent": "#2f6fde",
+    "gpu_memory_percent": "#8a4fd3",
+    "cpu_percent": "#d9822b",
+    "memory_percent": "#2e9e6b",
+}
+"""By the names of `sky.Utilisation.measured`. They can be told apart on white and on black."""
 NODES_TABLE, CONSOLE, CHART = "skyward/node_table", "skyward/console", "skyward/utilization"
 
 
@@ -37,14 +48,36 @@ class StepReport:
         return numbers_of(self.use)
 
     def chart(self) -> str:
-        """Return the course of the utilisation as a table of Markdown; "" without a measurement."""
+        """Return the course of the utilisation as a picture and a table in Markdown; "" without a measurement."""
         rows = [
             f"| {self.use.words_of(name)} | {its.sparkline(0, 100)} | {its.mean:.0f} % | {its.greatest:.0f} % |"
             for name, its in self.use.measured.items()
         ]
-        return "\n".join(
-            ["| | 0 to 100 % over time | mean | greatest |", "| --- | --- | --- | --- |", *rows] if rows else []
-        )
+        head = ["| | 0 to 100 % over time | mean | greatest |", "| --- | --- | --- | --- |"]
+        return "\n".join([_picture(self.use), "", *head, *rows] if rows else [])
+
+
+def _picture(use: sky.Utilisation) -> str:
+    """Return lines from 0 to 100 % as an image in Markdown: Dagster's pages show images of data, and no tags of SVG."""
+    parts = [
+        f'<text x="{LEFT - 4}" y="{_height(percent) + 4}" text-anchor="end">{percent} %</text>'
+        f'<path d="M{LEFT} {_height(percent)}H{LEFT + WIDE}" stroke="#8885"/>'
+        for percent in (0, 50, 100)
+    ]
+    for number, (name, its) in enumerate(use.measured.items()):
+        points = its.points * (2 if its.count == 1 else 1)
+        places = ((LEFT + WIDE * at / (len(points) - 1), _height(one)) for at, one in enumerate(points))
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        colour, words = COLOURS[name], html.escape(use.words_of(name))
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<text x="{LEFT + WIDE + 12}" y="{20 + 18 * number}" fill="{colour}">{words}</text>')
+    start = f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDE + 170}" height="{HIGH + 20}"'
+    svg = f'{start} font-family="sans-serif" font-size="12" fill="#888">{"".join(parts)}</svg>'
+    return f"![utilisation](data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()})"
+
+
+def _height(percent: float) -> float:
+    return 10 + HIGH * (1 - min(100.0, max(0.0, percent)) / 100)
 
 
 class Spans:

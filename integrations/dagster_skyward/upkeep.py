@@ -2,6 +2,7 @@
 sweep.
 """
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import dagster as dg
 import skyward_core as sky
 from dagster_skyward.backfills import is_pool_of_backfill, runs_to_come
 from dagster_skyward.run_steps import KEEP_TAG, WILL_RETRY_TAG, pools_of, release_pools
-from dagster_skyward.settlement import settle_ended_runs
+from dagster_skyward.settlement import report_rests, settle_ended_runs
 
 
 def upkeep(cron_schedule: str = "*/10 * * * *", *, providers: Sequence[sky.Provider] | None = None) -> dg.Definitions:
@@ -18,8 +19,9 @@ def upkeep(cron_schedule: str = "*/10 * * * *", *, providers: Sequence[sky.Provi
 
     `skyward_release_after_failure` and `skyward_release_after_cancel` end the pools that the steps of such a run share,
     except if the run is tried again or its resource has `keep_on_failure`. `skyward_report_costs` writes what is
-    missing of the costs of ended runs, as observations. `skyward_sweep` ends machines of dead pools. It queries
-    `providers` too for machines that the ledger does not have; None means those of the settings.
+    missing of the costs of ended runs, and of pools that belong to no run, as observations. `skyward_sweep` ends
+    machines of dead pools. It queries `providers` too for machines that the ledger does not have; None means those of
+    the settings.
     """
     sweep = _sweep_job(providers)
     return dg.Definitions(
@@ -44,8 +46,12 @@ def upkeep(cron_schedule: str = "*/10 * * * *", *, providers: Sequence[sky.Provi
 
 
 def _report_costs(context: dg.SensorEvaluationContext) -> dg.SkipReason:
-    """Report what the processes of runs could not: their pools had not ended, or they were killed."""
-    settled = settle_ended_runs(context.instance)
+    """Report what the processes of runs could not: their pools had not ended, or they were killed. The cursor has the
+    pools that belong to no run and have not ended.
+    """
+    open_pools = report_rests(context.instance, json.loads(context.cursor or "[]"))
+    settled = settle_ended_runs(context.instance, open_pools)
+    context.update_cursor(json.dumps(sorted(open_pools)))
     return dg.SkipReason(f"all costs are reported of: {', '.join(settled) or 'no further run'}")
 
 

@@ -19,6 +19,7 @@ MAX_USD = 1_000_000_000_000
 MAX_NAME_LENGTH = 200
 """The ledger's columns have 255 characters; a scope is a name and a little more."""
 SHOWN_CHARACTERS = 60
+_DURATION = r"([0-9]{1,10}(?:\.[0-9]{1,3})?)([smhd])"
 
 
 def date(text: str) -> datetime:
@@ -28,6 +29,13 @@ def date(text: str) -> datetime:
     except ValueError as error:
         raise typer.BadParameter(f"{text!r} is no date such as 2026-11-21") from error
     return at if at.tzinfo is not None else at.replace(tzinfo=UTC)
+
+
+def since(text: str) -> datetime:
+    """Return a time; of a duration such as 30d the one that is so long ago."""
+    if re.fullmatch(_DURATION, text, re.ASCII) is None:
+        return date(text)
+    return datetime.now(UTC) - timedelta(seconds=duration(text))
 
 
 def count(text: str | int) -> int:
@@ -68,7 +76,7 @@ def seconds(text: str | float) -> float:
 
 def duration(text: str) -> float:
     """Return the seconds of a duration such as 90s, 30m, 2h or 1d, more than zero."""
-    found = re.fullmatch(r"([0-9]{1,10}(?:\.[0-9]{1,3})?)([smhd])", text, re.ASCII)
+    found = re.fullmatch(_DURATION, text, re.ASCII)
     value = 0.0 if found is None else float(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[found[2]]
     if not 0 < value <= MAX_SECONDS:
         raise typer.BadParameter(f"{shortened(text)} is no duration such as 90s, 30m, 2h or 1d")

@@ -51,10 +51,14 @@ class Series:
         """The last value in six digits."""
         return written(self.last)
 
+    @property
+    def points(self) -> list[float]:
+        """The course: means of equally many neighbouring values, the last one perhaps of fewer."""
+        return [*self._points, *([_mean(self._begun)] if self._begun else [])]
+
     def sparkline(self, low: float | None = None, high: float | None = None) -> str:
         """Return the points as bars between two values, by default the least and the greatest point."""
-        points = [*self._points, *([_mean(self._begun)] if self._begun else [])]
-        if not points:
+        if not (points := self.points):
             return ""
         bottom, top = min(points) if low is None else low, max(points) if high is None else high
         return "".join(_bar(point, bottom, top) for point in points)

@@ -47,6 +47,8 @@ class Utilisation:
     def __init__(self) -> None:
         self.measured: dict[str, Series] = {}
         """By the names of `MEASURES`: the course over time, of all nodes together."""
+        self.memory_gb = Series()
+        """The memory that the nodes use, of each node, in GB = 10⁹ bytes."""
         self.reported: dict[str, Series] = {}
         """By the names of `sky.report`, in the order in which they came."""
         self._last: dict[str, Metrics] = {}
@@ -132,6 +134,7 @@ class Utilisation:
             self._sampled_late.add(sample.instance_id)
         for name, value in percentages(sample).items():
             self.measured.setdefault(name, Series()).add(value)
+        self.memory_gb.add(sample.memory_used_mb / 1000)
 
 
 def _share(used: float | None, total: float | None) -> float | None:

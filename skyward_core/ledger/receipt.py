@@ -45,6 +45,7 @@ def receipt(ledger: Ledger, pool_id: str, *, unreadable: list[UnreadableRow] | N
     buckets = ledger.cost_rows(CostBy.BUCKET, pool_id=pool_id, unreadable=None if unreadable is None else [])
     return {
         "pool_id": pool.id,
+        "name": pool.name or None,
         "owner": pool.owner.name,
         "work": pool.work.labels(),
         "provider": pool.provider.get("name"),

@@ -23,6 +23,7 @@ telemetry: {enabled: false}
 nux: {enabled: false}
 run_monitoring: {enabled: true, poll_interval_seconds: 2, start_timeout_seconds: 180}
 run_retries: {enabled: true, max_retries: 0}
+code_servers: {local_startup_timeout: 600}
 """
 ENDED = {"SUCCESS", "FAILURE", "CANCELED"}
 
@@ -32,17 +33,26 @@ LAUNCH = """mutation ($params: ExecutionParams!) { launchRun(executionParams: $p
 TERMINATE = """mutation ($run: String!, $policy: TerminateRunPolicy) { terminateRun(runId: $run, terminatePolicy: $policy) {
   __typename ... on TerminateRunFailure { message } ... on PythonError { message } } }"""
 RUN = """query ($run: ID!) { runOrError(runId: $run) { ... on Run { status parentRunId tags { key value } } } }"""
-RUNS = """query { runsOrError { ... on Runs { results { runId jobName status parentRunId } } } }"""
+RUNS = """query { runsOrError { ... on Runs { results { runId jobName status parentRunId tags { key value } } } } }"""
 EVENTS = """query ($run: ID!, $cursor: String) { logsForRun(runId: $run, afterCursor: $cursor) { ... on EventConnection {
   cursor hasMore events {
     __typename ... on MessageEvent { message stepKey level eventType }
     ... on MaterializationEvent { assetKey { path } metadataEntries { ...Entry } }
     ... on ObservationEvent { assetKey { path } metadataEntries { ...Entry } }
     ... on EngineEvent { metadataEntries { ...Entry } } } } } }
+"""
+ENTRY = """
 fragment Entry on MetadataEntry { __typename label
   ... on FloatMetadataEntry { floatValue } ... on IntMetadataEntry { intValue } ... on TextMetadataEntry { text }
   ... on MarkdownMetadataEntry { mdStr } ... on JsonMetadataEntry { jsonString } ... on UrlMetadataEntry { url }
   ... on TableMetadataEntry { table { records } } }"""
+BACKFILL = """mutation ($params: LaunchBackfillParams!) { launchPartitionBackfill(backfillParams: $params) {
+  __typename ... on LaunchBackfillSuccess { backfillId } ... on PythonError { message } } }"""
+CAPTURED = """query ($run: ID!) { logsForRun(runId: $run) { ... on EventConnection { events {
+  ... on LogsCapturedEvent { fileKey stepKeys } } } } }"""
+OUTPUT = """query ($key: [String!]!) { capturedLogs(logKey: $key) { stdout stderr } }"""
+OBSERVATIONS = """query ($key: AssetKeyInput!) { assetOrError(assetKey: $key) { ... on Asset {
+  assetObservations(limit: 100) { metadataEntries { ...Entry } } } } }"""
 LOCATIONS = """query { workspaceOrError { ... on Workspace { locationEntries { name loadStatus locationOrLoadError {
   __typename ... on PythonError { message } } } } } }"""
 
@@ -68,13 +78,22 @@ class Run:
         """All events so far; each is asked for once."""
         has_more = True
         while has_more:
-            found = self.server.ask(EVENTS, run=self.id, cursor=self._cursor)["logsForRun"]
+            found = self.server.ask(EVENTS + ENTRY, run=self.id, cursor=self._cursor)["logsForRun"]
             self._events += found["events"]
             self._cursor, has_more = found["cursor"], found["hasMore"]
         return self._events
 
+    def output(self, step: str) -> dict[str, str]:
+        """What the tabs stdout and stderr show of a step; of all its tries."""
+        found = {"stdout": "", "stderr": ""}
+        for event in self.server.ask(CAPTURED, run=self.id)["logsForRun"]["events"]:
+            if step in (event.get("stepKeys") or ()):
+                its = self.server.ask(OUTPUT, key=[self.id, "compute_logs", event["fileKey"]])["capturedLogs"]
+                found = {name: text + (its[name] or "") for name, text in found.items()}
+        return found
+
     def await_end(self) -> str:
-        wait_until(lambda: self.status in ENDED, f"the end of {self.id}; its log ends in {self.last()}")
+        wait_until(lambda: self.status in ENDED, f"the end of {self.id}; its log ends in {self.last()}", 300)
         return self.status
 
     def last(self) -> list[str]:
@@ -120,15 +139,41 @@ class DagsterServer:
         assert answer["__typename"] == "LaunchRunSuccess", answer
         return Run(self, answer["run"]["runId"])
 
+    def backfill(self, asset: str, partitions: list[str]) -> str:
+        """Launch a backfill, and return its id."""
+        params = {"assetSelection": [{"path": [asset]}], "partitionNames": partitions}
+        answer = self.ask(BACKFILL, params=params)["launchPartitionBackfill"]
+        assert answer["__typename"] == "LaunchBackfillSuccess", answer
+        return answer["backfillId"]
+
     def runs(self, job: str) -> list[dict[str, Any]]:
         """All runs of a job, newest first."""
         found = self.ask(RUNS)["runsOrError"]["results"]
         return [one for one in found if one["jobName"] == job]
 
+    def runs_with(self, tag: str, value: str) -> list[Run]:
+        """All runs with a tag, newest first."""
+        found = self.ask(RUNS)["runsOrError"]["results"]
+        return [Run(self, one["runId"]) for one in found if {"key": tag, "value": value} in one["tags"]]
+
+    def observations(self, *asset: str) -> list[dict[str, Any]]:
+        """The metadata of the observations of an asset, newest first; none if Dagster does not know it."""
+        found = self.ask(OBSERVATIONS + ENTRY, key={"path": asset})["assetOrError"]
+        return [metadata_of(one) for one in found.get("assetObservations", ())]
+
     def pools(self, run: Run) -> list[str]:
-        """The ids of the pools that were opened for a run."""
+        """The ids of the pools that belong to a run."""
+        return self.pools_for(run.id)
+
+    def pools_for(self, run: str) -> list[str]:
+        """The ids of the pools that belong to a run of this id, or to the backfill; "": to nobody."""
         with Ledger(f"sqlite:///{self.folder}/ledger.db") as ledger:
-            return [entry.id for entry in ledger.pools(include_ended=True) if entry.work.run == run.id]
+            return [entry.id for entry in ledger.pools(include_ended=True) if entry.work.run == run]
+
+    def rentals(self, pool: str) -> int:
+        """How many machines a pool has asked for."""
+        with Ledger(f"sqlite:///{self.folder}/ledger.db") as ledger:
+            return len(ledger.intents(pool_id=pool))
 
     def machines(self, run: Run) -> set[str]:
         """The local nodes of these pools of which a process lives."""
@@ -143,14 +188,19 @@ def served(folder: Path, definitions: str, **environ: str) -> Iterator[DagsterSe
     (folder / "definitions.py").write_text(definitions)
     port = free_port()
     command = [sys.executable, "-m", "dagster", "dev", "-f", "definitions.py", "-h", "127.0.0.1", "-p", str(port)]
-    settings = {"DAGSTER_HOME": str(folder), "SKYWARD_LEDGER": f"sqlite:///{folder}/ledger.db", **environ}
+    settings = {
+        "DAGSTER_HOME": str(folder),
+        "SKYWARD_LEDGER": f"sqlite:///{folder}/ledger.db",
+        "DAGSTER_GRPC_TIMEOUT_SECONDS": "600",  # runs begin at once: the code server may start one for a minute
+        **environ,
+    }
     with (folder / "dev.log").open("wb") as log:
         process = subprocess.Popen(
             command, cwd=folder, env={**os.environ, **settings}, stdout=log, stderr=log, start_new_session=True
         )
     server = DagsterServer(folder, f"http://127.0.0.1:{port}", process)
     try:
-        wait_until(lambda: _is_ready(server), "dagster dev")
+        wait_until(lambda: _is_ready(server), "dagster dev", 600)
         yield server
     finally:
         process.send_signal(signal.SIGINT)

@@ -39,7 +39,11 @@ def calls(
     ] = None,
     since: Annotated[
         datetime | None,
-        typer.Option(parser=values.date, metavar="DATE", help="started on this UTC day (2026-11-21) or later"),
+        typer.Option(
+            parser=values.since,
+            metavar="WHEN",
+            help="started on this UTC day (2026-11-21) or later; 30d: in these days",
+        ),
     ] = None,
     limit: Annotated[
         int,

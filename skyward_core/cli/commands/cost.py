@@ -27,7 +27,11 @@ def cost(
     split: Split = False,
     since: Annotated[
         datetime | None,
-        typer.Option(parser=values.date, metavar="DATE", help="requested on this UTC day (2026-11-21) or later"),
+        typer.Option(
+            parser=values.since,
+            metavar="WHEN",
+            help="requested on this UTC day (2026-11-21) or later; 30d: in these days",
+        ),
     ] = None,
     until: Annotated[
         datetime | None, typer.Option(parser=values.date, metavar="DATE", help="requested before this UTC day")

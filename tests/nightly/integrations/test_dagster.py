@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from typing import Any
 
@@ -262,6 +263,30 @@ def test_credentials_reach_the_provider_and_no_configuration(monkeypatch: pytest
     wrong = resource(credentials=RunPodCredentials(api_key="x"))  # it has provider=sky.Local()
     with pytest.raises(sky.BadRequest, match="credentials of runpod: choose one cloud"):
         wrong.run(None, pool_id)
+
+
+@dg.asset
+def threaded(context: dg.AssetExecutionContext, compute: SkywardResource) -> set[str]:
+    """Make calls from threads that know nothing of the step but its context."""
+    with ThreadPoolExecutor(4) as threads:
+        found = set(threads.map(lambda _: compute.run(context, busy).value, range(4)))
+        own = [threads.submit(compute.run, context, square, 3, nodes=1) for _ in range(2)]
+        assert {one.result().value for one in own} == {9}
+    return found
+
+
+@dg.asset(deps=["threaded"])
+def after_threads(context: dg.AssetExecutionContext, compute: SkywardResource) -> str:
+    return compute.run(context, busy).value
+
+
+def test_threads_of_a_step_call_for_the_step(instance):
+    """No thread needs a copy of the step's context variables."""
+    result = materialize([threaded, after_threads], resource(nodes=2), instance)
+    assert result.output_for_node("threaded") == {result.output_for_node("after_threads")}
+    costs, parts = costs_in_events(instance, result.run_id), parts_of(result.run_id)
+    assert costs == parts
+    assert parts["threaded"] > parts["after_threads"] > 0
 
 
 # ── money ────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -14,11 +14,13 @@ from playwright.sync_api import Page
 pytest.importorskip("dagster")
 
 from dagster_skyward.metadata import COST_USD, OTHER_COST_USD, POOL_ID
+from dagster_skyward.pool_asset import MACHINES, PHASES, POOLS, TOTAL_USD, USERS
 from dagster_skyward.step_report import BOOTSTRAP, NODES_TABLE, PROVISION, RUN
 from tests.integrations.dagster_server import DagsterServer, Run, metadata_of, served
 from tests.integrations.pictures import page, take  # noqa: F401 - a fixture
+from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.timeout(900)]
 SECRETS = {"HF_TOKEN": "hf_kept_by_nodes", "TEAM_AWS_ID": "AKIA_kept_by_aws", "TEAM_AWS_KEY": "key_kept_by_aws"}
 
 DEFINITIONS = '''
@@ -58,6 +60,16 @@ defs = dg.Definitions(
     },
 )
 '''
+
+LAUNCHED = """resources:
+  compute:
+    config:
+      accelerator: {name: A100, count: 2}
+      nodes: {least: 1, most: 4}
+      spot: if-available
+      max_cost: 5.0
+      WRONG
+"""
 
 POINTS = """canvas => {
     let part = canvas[Object.keys(canvas).find(key => key.startsWith("__reactFiber"))];
@@ -112,9 +124,13 @@ def test_the_plots_have_a_point_of_cost_for_each_materialization(
 
 
 def test_the_metadata_are_a_table_with_the_machines(page: Page, server: DagsterServer, runs: list[Run]) -> None:
+    """And a chart of the utilisation, which Dagster's page takes in."""
     newest = events_of(runs, "MaterializationEvent")[-1]
+    page.set_viewport_size({"width": 1600, "height": 1000})
     page.goto(f"{server.url}/assets/model")
     page.get_by_text(NODES_TABLE, exact=True).wait_for()
+    chart = page.locator('img[src^="data:image/svg+xml"]').first
+    assert chart.evaluate("image => image.decode().then(() => image.naturalWidth)") > 400
     text = page.inner_text("body")
     assert newest[POOL_ID]["text"] in text
     assert "A100 80GB" in text
@@ -123,6 +139,7 @@ def test_the_metadata_are_a_table_with_the_machines(page: Page, server: DagsterS
     assert all(machine in text for machine in machines)
     move_up(page, "accuracy")
     take(page, "metadata")
+    page.set_viewport_size({"width": 1280, "height": 800})
 
 
 def test_the_gantt_chart_has_the_spans_of_the_steps(page: Page, server: DagsterServer, runs: list[Run]) -> None:
@@ -134,6 +151,42 @@ def test_the_gantt_chart_has_the_spans_of_the_steps(page: Page, server: DagsterS
         page.locator(f'[data-tooltip="{name}"]').first.wait_for(state="attached")
     assert {span.get_attribute("data-tooltip") for span in spans.all()} == expected
     take(page, "gantt")
+
+
+def test_the_tab_stdout_has_the_lines_of_the_nodes(page: Page, server: DagsterServer, runs: list[Run]) -> None:
+    page.goto(f"{server.url}/runs/{runs[-1].id}")
+    page.get_by_text("stdout", exact=True).first.click()
+    page.get_by_text("epoch 6").first.wait_for()
+    text = page.inner_text("body")
+    assert re.search(r"\[node [01]\] epoch 6", text)
+    assert "RESOURCE_INIT" not in text, "these are the events"
+    take(page, "stdout")
+
+
+def test_the_asset_of_the_pools_has_what_no_step_has_used(page: Page, server: DagsterServer, runs: list[Run]) -> None:
+    """A point for each run, and the newest bill by phase, machine and user."""
+    wait_until(lambda: len(server.observations(*POOLS, "training")) == len(runs), "the rests of the runs", 300)
+    newest = server.observations(*POOLS, "training")[0]
+    page.goto(f"{server.url}/assets/{'/'.join(POOLS)}/training?view=events")
+    page.get_by_text(USERS, exact=True).first.wait_for()
+    text = page.inner_text("body")
+    assert newest[POOL_ID]["text"] in text
+    assert all(words in text for words in (TOTAL_USD, PHASES, MACHINES, "none: start, idle time and end"))
+    move_up(page, PHASES)
+    take(page, "pool-asset")
+
+
+def test_the_launchpad_knows_the_fields_of_a_pool(page: Page, server: DagsterServer) -> None:
+    """It marks a field that is none, and may launch without it."""
+    page.goto(f"{server.url}/locations/__repository__@definitions.py/jobs/training/playground")
+    page.locator(".CodeMirror").first.wait_for()
+    page.wait_for_load_state("networkidle")
+    for wrong, words in (("colour: red", 'unexpected config entry "colour"'), ("", "No errors")):
+        page.locator(".CodeMirror").first.evaluate(
+            "(found, text) => found.CodeMirror.setValue(text)", LAUNCHED.replace("WRONG", wrong)
+        )
+        page.get_by_text(words).first.wait_for(timeout=60_000)
+    take(page, "launchpad")
 
 
 def test_the_pages_of_the_resources_show_names_and_no_secrets(

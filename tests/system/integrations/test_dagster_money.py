@@ -1,5 +1,6 @@
 """Dagster: the parts of a run's bill, and what the events of a pool become in the run's log. No pool is opened."""
 
+import base64
 import math
 import threading
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -19,6 +21,7 @@ from dagster_skyward.metadata import (  # noqa: E402
     COST_USD,
     CPU_UTIL_PCT,
     GPU_UTIL_PCT,
+    MEMORY_GB,
     OTHER_COST_USD,
     POOL_ID,
     RECEIPT,
@@ -27,18 +30,21 @@ from dagster_skyward.metadata import (  # noqa: E402
     equal_parts,
     plain,
 )
-from dagster_skyward.pool_asset import MACHINES, PHASES, TOTAL_USD, USERS  # noqa: E402
+from dagster_skyward.pool_asset import MACHINES, PHASES, POOLS, TOTAL_USD, USERS  # noqa: E402
 from dagster_skyward.settlement import (  # noqa: E402
+    OPEN,
     REPORTED,
     STATE_TAG,
     TOTAL_TAG,
     forget_parent,
     note_open,
+    report_rests,
     settle,
     settle_ended_runs,
 )
 from dagster_skyward.step_events import StepEvents  # noqa: E402
 from dagster_skyward.step_report import BOOTSTRAP, CHART, CONSOLE, NODES_TABLE, PROVISION, RUN, WAIT, savings  # noqa: E402
+from dagster_skyward.upkeep import _report_costs  # noqa: E402
 from skyward_core.ledger.ledger import Ledger  # noqa: E402
 from skyward_core.ledger.rows import Bucket, Price, ResourceKind, ResourceRequest  # noqa: E402
 from skyward_core.ledger.uses import NewUse, UseCount  # noqa: E402
@@ -76,10 +82,11 @@ class Bill:
     def __init__(self, url: str) -> None:
         self.ledger = Ledger(url)
 
-    def open(self, work: sky.Work) -> None:
+    def open(self, work: sky.Work, name: str = "") -> None:
         expires = datetime.now(UTC) + timedelta(hours=1)
+        owner, provider = Owner.here(), {"name": "local"}
         self.ledger.open_pool(
-            POOL, owner=Owner.here(), provider={"name": "local"}, spec_json="{}", lease_expires_at=expires, work=work
+            POOL, owner=owner, provider=provider, spec_json="{}", lease_expires_at=expires, work=work, name=name
         )
         request = ResourceRequest(
             ResourceKind.INSTANCE, "local", "here", POOL, POOL, {}, expires, Price(Decimal("3.6"))
@@ -336,6 +343,67 @@ def test_the_sensor_settles_ended_runs_until_their_bills_are_final(
     assert [its.get(STATE_TAG) for its in tags] == [REPORTED, None]
 
 
+def rest_of_pool(instance: Any, *key: str) -> list[dict[str, Any]]:
+    """The metadata of the observations of an asset of pools that are in no run."""
+    records = instance.fetch_observations(dg.AssetKey([*POOLS, *key]), limit=100).records
+    assert all(not record.run_id for record in records)
+    return [{name: its.value for name, its in one.asset_observation.metadata.items()} for one in records]
+
+
+@pytest.mark.parametrize(
+    ("name", "owner", "key"),
+    [
+        ("team", sky.Work(), ("team",)),
+        ("team/RUN/eu", sky.Work(), ("team", "run", "eu")),
+        ("dagster/backfill-abc/1", sky.Work("dagster", "ops", "backfill-abc"), ("ops",)),
+    ],
+    ids=["a name", "a name with the run's id", "a backfill"],
+)
+def test_the_rest_of_a_pool_of_no_run_is_observed_once_it_has_ended(
+    name: str, owner: sky.Work, key: tuple[str, ...], bill: Bill, instance: Any
+) -> None:
+    """By the sensor, which keeps in its cursor which pools have not ended: the run is reported when that is kept. A run
+    that comes after the end finds that nothing is missing.
+    """
+    cursor: str | None = None
+    first, second = (instance.create_run_for_job(ops, status=dg.DagsterRunStatus.SUCCESS) for _ in range(2))
+
+    def tick() -> list[str]:
+        """Return which of the runs are reported."""
+        nonlocal cursor
+        with dg.build_sensor_context(instance, cursor=cursor) as context:
+            _report_costs(context)
+            cursor = context.cursor
+        tags = [instance.get_run_by_id(run.run_id).tags for run in (first, second)]
+        return [its.get(STATE_TAG, "") for its in tags]
+
+    bill.open(owner, name.replace("RUN", first.run_id))
+    bill.use(work(first, "made", "made"), 0.3)
+    note_open(instance, first.run_id)
+    assert [tick(), cursor] == [[OPEN, ""], f'["{POOL}"]']
+    assert tick() == [REPORTED, ""]
+    assert rest_of_pool(instance, *key) == []
+    bill.use(work(second, "failed", "failed"), 0.2)
+    note_open(instance, second.run_id)
+    bill.end()
+    assert [tick(), cursor] == [[REPORTED, REPORTED], "[]"]
+    report_rests(instance, [POOL])
+    (metadata,) = rest_of_pool(instance, *key)
+    assert (metadata[POOL_ID], metadata[OTHER_COST_USD], metadata[TOTAL_USD]) == (POOL, 0.5, 1.0)
+    assert metadata[RECEIPT]["pool_id"] == POOL
+    assert [row.data["USD"] for row in metadata[USERS].records] == [0.3, 0.2, 0.5]
+
+
+def test_a_pool_of_a_run_has_its_rest_in_that_run(bill: Bill, instance: Any) -> None:
+    """Not at an asset of pools with names; nor is a pool asked for again that the ledger does not have."""
+    run = instance.create_run_for_job(ops)
+    bill.open(work(run), "dagster/of-a-run/1")
+    assert report_rests(instance, [POOL, "sky-of-another-ledger"]) == set()
+    bill.end()
+    report_rests(instance, [POOL])
+    assert rest_of_pool(instance, "dagster", "of-a-run", "1") == []
+
+
 @pytest.mark.parametrize("count", range(1, 6))
 def test_equal_parts_add_up_and_grow_with_the_amount(count: int) -> None:
     """So what was reported when a step ended is never more than its part at the end of the pool."""
@@ -382,7 +450,7 @@ class OpenPool:
 
 
 def metrics(gpu: float | None, cpu: float) -> sky.Metrics:
-    return sky.Metrics("i-1", 0, cpu, 0.0, 0.0, 0.0, gpu_utilization=gpu)
+    return sky.Metrics("i-1", 0, cpu, 50.0, 100 * cpu, 8000.0, gpu_utilization=gpu)
 
 
 def run_with(what: Any, instance: Any) -> list[Any]:
@@ -506,12 +574,17 @@ def test_a_running_step_is_observed_every_fifteen_seconds(instance: Any, monkeyp
         if entry.is_dagster_event and entry.dagster_event.is_asset_observation
     ]
     assert [one.metadata["skyward/running_seconds"].value for one in observed] == [15.0, 30.0]
-    values = observed[0].metadata
-    assert (values[RUNNING_COST_USD].value, values[GPU_UTIL_PCT].value, values[CPU_UTIL_PCT].value) == (
-        0.25,
-        50.0,
-        20.0,
-    )
+    values = {name: its.value for name, its in observed[0].metadata.items()}
+    expected = {RUNNING_COST_USD: 0.25, GPU_UTIL_PCT: 50.0, CPU_UTIL_PCT: 20.0, MEMORY_GB: 2.0}
+    assert expected.items() <= values.items()
+
+
+def lines_of_picture(chart: str) -> list[str]:
+    """The points of each line of the picture in Markdown, from left to right; 110 is 0 %, 10 is 100 %."""
+    head, data = chart.splitlines()[0].removesuffix(")").split(",")
+    assert head == "![utilisation](data:image/svg+xml;base64"
+    svg = ET.fromstring(base64.b64decode(data))
+    return [line.attrib["points"] for line in svg if line.tag.endswith("}polyline")][:2]
 
 
 def test_what_was_measured_is_metadata(instance: Any) -> None:
@@ -534,8 +607,10 @@ def test_what_was_measured_is_metadata(instance: Any) -> None:
         "skyward/gpu_util_max_pct": 100.0,
         CPU_UTIL_PCT: 30.0,
         "skyward/cpu_util_max_pct": 50.0,
-        "skyward/memory_pct": 0.0,
-        "skyward/memory_max_pct": 0.0,
+        "skyward/memory_pct": 50.0,
+        "skyward/memory_max_pct": 50.0,
+        MEMORY_GB: 3.0,
+        "skyward/memory_max_gb": 5.0,
         "skyward/reported/loss": 0.25,
         "skyward/reported/lr": "NaN",
     }
@@ -543,6 +618,10 @@ def test_what_was_measured_is_metadata(instance: Any) -> None:
     (row,) = found[NODES_TABLE].records
     assert (row.data["machine"], row.data["market"], row.data["console"]) == ("i-1", "spot", found[CONSOLE].value)
     assert "| accelerators | ▁█ | 50 % | 100 % |" in found[CHART].value
+    assert lines_of_picture(found[CHART].value) == [
+        "50.0,110.0 530.0,10.0",
+        "50.0,100.0 210.0,80.0 370.0,60.0 530.0,80.0",
+    ]
     assert savings(OpenPool(), 0.5) == 1.0  # type: ignore[arg-type]
     usage = Usage(0.5, 1.0, 1, "none", savings_usd=1.0, measured={GPU_UTIL_PCT: 50.0})
     assert {"skyward/savings_usd": 1.0, GPU_UTIL_PCT: 50.0}.items() <= plain(usage).items()

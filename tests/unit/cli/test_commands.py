@@ -114,7 +114,8 @@ def test_calls_have_states_costs_and_their_sum(skyward: Skyward) -> None:
     assert ([call["call"] for call in found["calls"]], found["cost_usd"]) == (["a"], 2 * price)
     assert skyward.json("calls --pool sky-2") == {"calls": [], "cost_usd": 0.0}
     since = (now - timedelta(days=1)).date()
-    assert [call["call"] for call in skyward.json(f"calls --since {since}")["calls"]] == ["a"]
+    for since in (since, "36h", "1.5d"):
+        assert [call["call"] for call in skyward.json(f"calls --since {since}")["calls"]] == ["a"]
     assert len(skyward("calls --limit 1").splitlines()) == 3
 
 

@@ -10,7 +10,15 @@ import skyward_core as sky
 def sample(cpu: float, instance_id: str = "i-0", *, memory: float = 10.0, gpu: float | None = None) -> sky.Metrics:
     used = None if gpu is None else 800 * gpu
     return sky.Metrics(
-        instance_id, 0, cpu, memory, 0.0, 0.0, gpu_utilization=gpu, gpu_memory_used_mb=used, gpu_memory_total_mb=80_000
+        instance_id,
+        0,
+        cpu,
+        memory,
+        320 * memory,
+        32_000,
+        gpu_utilization=gpu,
+        gpu_memory_used_mb=used,
+        gpu_memory_total_mb=80_000,
     )
 
 
@@ -39,6 +47,7 @@ def test_samples_count_while_calls_run():
         "memory_percent_max": 50.0,
     }
     assert use.words() == "processor 40 % (most 70 %), memory 20 % (most 50 %)"
+    assert (use.memory_gb.mean, use.memory_gb.greatest) == (pytest.approx(6.4), 16.0)
 
 
 def test_without_calls_there_are_no_numbers():

@@ -68,6 +68,7 @@ def of_an_afternoon(ledger: Ledger, clock: Clock) -> dict[str, Any]:
 def test_a_receipt_has_the_state_of_each_resource(ledger: Ledger, clock: Clock) -> None:
     found = of_an_afternoon(ledger, clock)
     assert (found["pool_id"], found["owner"], found["provider"], found["account"]) == ("p", "ada@laptop", "verda", None)
+    assert found["name"] is None
     assert found["max_cost_usd"] is None
     assert (found["created_at"], found["ended_at"]) == ("2026-11-21T12:00:00+00:00", "2026-11-21T12:51:00+00:00")
     assert [resource["name"] for resource in found["resources"]] == ["p-0", "p-1", "key", "p-2"]
