@@ -259,7 +259,10 @@ def settled_page(whole_usd: float, tasks: Sequence[Mapping[str, Any]], pool_ids:
     others = total([rest, *(row["USD"] for row in tasks[MOST_TASK_LINES:])])
     rows += [["other tasks, opening, idle time, the end", usd(others)]]
     rows += [["**Total**", f"**{usd(whole_usd)}**"]]
-    words = "The process of this run was killed, or Prefect's API did not answer it: these figures are the ledger's."
+    words = (
+        "This run uses no machines now, and its process has not written its bill: it was killed, or Prefect's API did"
+        " not answer it. These figures are the ledger's."
+    )
     return f"{words}\n\n{table(['task', 'USD'], rows)}\n\n{_receipt_words(pool_ids)}"
 
 

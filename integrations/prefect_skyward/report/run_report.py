@@ -50,7 +50,7 @@ SOON: dict[type[sky.SkywardEvent], float] = {
 
 _log = logging.getLogger("skyward")
 _late: WeakSet[RunReport] = WeakSet()
-"""Those that may still write, though their flow runs have ended."""
+"""Those that may still write, though their flow runs have ended; nobody has waited for them."""
 
 
 class RunReport:
@@ -75,7 +75,7 @@ class RunReport:
         self._has_task_artifact: set[str] = set()
         self._uses: dict[str, tuple[sky.PoolUse, int]] = {}
         """By id: uses whose cost has changed since it was asked last, and how many of their calls have ended."""
-        self._is_changed = self._has_warned = False
+        self._is_changed = self._has_warned = self._is_closed = False
         self._due_at = math.inf
         """When the pages are to be written because of an event."""
         self._has_written = threading.Event()
@@ -141,8 +141,9 @@ class RunReport:
         It waits CLOSE_SECONDS at most, and not for the pages of earlier runs. The thread goes on after that; the end of
         the process waits for it.
         """
-        if self in _late:
+        if self._is_closed:
             return
+        self._is_closed = True
         self._inbox.put(None)
         _late.add(self)
         _wait_at_exit()
@@ -397,9 +398,10 @@ def _wait_at_exit() -> None:
 
 
 def wait_for_late_reports() -> None:
-    """Wait EXIT_SECONDS at most for what flow runs that have ended still have to write."""
+    """Wait EXIT_SECONDS at most for what flow runs that have ended still have to write, once for each."""
     until = time.monotonic() + EXIT_SECONDS
     for report in list(_late):
+        _late.discard(report)
         report.wait(max(0.0, until - time.monotonic()))
 
 

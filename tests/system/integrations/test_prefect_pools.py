@@ -23,7 +23,8 @@ import skyward_core as sky
 from prefect_skyward import SkywardTaskRunner, on_skyward, ui
 from prefect_skyward.flow_pools import FlowPools
 from prefect_skyward.money import MoneyEnd
-from prefect_skyward.node_objects import NO_API, raise_if_prefect_s_api_was_used
+from prefect_skyward.node_objects import raise_if_prefect_s_api_was_used
+from prefect_skyward.prefect_context import NO_API
 from prefect_skyward.remote_call import state_of
 from prefect_skyward.report import run_report
 from prefect_skyward.report.run_report import RunReport
