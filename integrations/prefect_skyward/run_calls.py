@@ -258,10 +258,16 @@ def work_of_task(work: sky.Work) -> sky.Work:
     )
 
 
+def is_detached(context: FlowRunContext | None) -> bool:
+    """Whether this process is not that of the flow, but one of its task runner's, or a task worker."""
+    return context is not None and context.detached
+
+
 def facts_of(context: FlowRunContext | None, on_event: sky.Callback | None) -> FlowFacts:
     """Return what the pools of the current flow run need to know of it."""
     log = RunLog.of_flow()
     run = context.flow_run if context is not None else None
     work = work_of_flow(context)
-    report = RunReport(run.id, log, work, run.flow_id) if run is not None else None
+    # another process than the flow's has a part of the run only: the ledger has the whole (kept_runs.py)
+    report = RunReport(run.id, log, work, run.flow_id) if run is not None and not is_detached(context) else None
     return FlowFacts(work, log, RunLogs(log), report, MoneyEnd(run, log, report), on_event)

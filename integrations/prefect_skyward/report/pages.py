@@ -96,7 +96,7 @@ def summary(state: RunState) -> str:
 
 def used(measure: str, percent: float | None) -> str:
     """Return a mean utilisation in words; "" for none."""
-    return "" if percent is None else f"{measure} {percent:.0f} %"
+    return "" if percent is None else f"{measure} {percent:.0f} %".strip()
 
 
 def cost_tag(amount: float, measure: str = "", percent: float | None = None, *, is_final: bool = True) -> str:

@@ -311,9 +311,14 @@ class RunReport:
             self._try(lambda: self._api.label({FINAL_LABEL: True}))
 
     def _ask_earlier_costs_again(self) -> None:
-        """The machines of an earlier attempt may have ended after this one began; its process may have been killed."""
+        """The machines of an earlier attempt may have ended after this one began; its process may have been killed.
+
+        Other processes of the run, such as those of its task runner, may have pools too.
+        """
         costs, own = sky.cost_of(self._own_work), self._state.tasks.runs
-        self._state.earlier = {pool_id: costs.get(pool_id, usd) for pool_id, usd in self._state.earlier.items()}
+        pools = {pool.pool_id for pool in self._state.pools}
+        others = {pool_id: usd for pool_id, usd in costs.items() if pool_id not in pools}
+        self._state.earlier = {**self._state.earlier, **others}
         parts = [part for part in sky.cost_parts(self._own_work) if part.work.task_run not in own]
         self._earlier_rows[TASKS_KEY] = with_the_ledger(self._earlier_rows.get(TASKS_KEY, []), parts)
 

@@ -63,6 +63,19 @@ def settle_flow_runs() -> int:
     return len(settled)
 
 
+def begin_bill(flow_run_id: UUID) -> None:
+    """Note that a flow run costs, and that its figures are not final; `settle_flow_run` ends that."""
+    RunApi(flow_run_id).label({FINAL_LABEL: False})
+
+
+def settle_flow_run(flow_run_id: UUID) -> None:
+    """Write the final costs of a flow run if no use of a pool is left. Else another process or a later call does it."""
+    with SyncClientContext.get_or_create() as context:
+        run = context.client.read_flow_run(flow_run_id)
+    if _settle(run):
+        write_trend(run.flow_id)
+
+
 def settle_earlier_runs(flow_id: UUID, but: UUID) -> None:
     """Write the costs of runs of a flow whose figures are not final, except for this run. Raises the first error, after
     all were tried.

@@ -691,15 +691,19 @@ def test_the_amount_of_a_run_stands_beside_the_use_of_its_accelerators_or_else_o
 def test_the_last_runs_of_a_flow_are_a_table_with_bars() -> None:
     """The newest run comes first; the highest cost has the longest bar, and no cost is invisible."""
     newest = RunFigures("calm-fox", "http://ui/1", "Completed", "11-27 09:00", 3.0, "accelerators", 52.0)
-    older = RunFigures("old-owl", "", "Running", "11-26 09:00", 0.01, is_final=False)
+    older = RunFigures("an-owl-of-a-long-name", "", "AwaitingConcurrencySlot", "11-26 09:00", 0.01, is_final=False)
     page = flow_trend.trend_page([newest, older])
-    assert page.startswith("**$3.01** for the last 2 runs, $1.50 for one in the mean.")
+    head, *_ = page.splitlines()
+    assert head.startswith(
+        "**$3.01** for the last 2 runs, $1.50 for one in the mean. The utilisation is that of the acc"
+    )
+    assert head.endswith("≥ is so far: the bill is not final.")
     (first, second) = page.splitlines()[-2:]
-    assert first == ("| 11-27 09:00 | [calm-fox](http://ui/1) | Completed | $3.00 | █████ | accelerators 52 % | ███ |")
-    assert second == "| 11-26 09:00 | old-owl | Running | $0.0100 so far | █ |  |  |"
+    assert first == "| 11-27 09:00 | [calm-fox](http://ui/1) | Completed | $3.00 ████ | 52 % ██ |"
+    assert second.split(" | ")[1:] == ["an-owl-of-a-long-…", "AwaitingCon…", "≥ $0.0100 █", " |"]
     assert flow_trend.trend_summary([newest]) == "last run $3.00 · accelerators 52 %"
     assert flow_trend.trend_summary([older, newest]) == "last run $0.0100 so far · the last 2 runs $3.01"
-    assert flow_trend.trend_page([RunFigures("free", "", "Completed", "", 0.0)]).endswith("| $0 |  |  |  |")
+    assert flow_trend.trend_page([RunFigures("free", "", "Completed", "", 0.0)]).endswith("| $0 |  |")
 
 
 def test_flows_with_similar_names_have_separate_artifacts() -> None:
