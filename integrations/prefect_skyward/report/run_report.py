@@ -39,7 +39,9 @@ EXIT_SECONDS = 10.0
 MOST_TASK_ROWS, MOST_LIVE_TASK_ROWS = 1_000, 50
 """Rows of the table of task runs, at the end and while the flow runs."""
 MOST_TASK_ARTIFACTS = 20
-"""How many task runs get an artifact of their own: each is a request, and 1,000 task runs may end in two seconds."""
+"""How many task runs get an artifact of their own: each is a request, and 1,000 task runs may end in two seconds. If
+there are more, only those that report get one.
+"""
 UNREPORTED = (sky.LogLine, sky.CallRetrying, sky.CallsWaiting, sky.ContactLost, sky.ContactRegained, sky.Error)
 SOON: dict[type[sky.SkywardEvent], float] = {
     sky.InfraCreating: 0.0,
@@ -359,13 +361,15 @@ class RunReport:
         self._api.write(TASKS_KEY, "table", (earlier + pages.task_rows(runs))[:MOST_TASK_ROWS], words)
 
     def _write_runs(self) -> None:
-        """Write the artifacts of single task runs: of those that report, and at the end of those that cost most."""
+        """Write the artifacts of single task runs: of those that report, and at the end of all if they are few."""
         tasks = self._state.tasks
         wanted = [tasks.runs[name] for name in sorted(tasks.changed)]
         tasks.changed.clear()
         if self._state.is_final:
             reporting = [tasks.runs[name] for name in sorted(self._has_task_artifact)]
-            wanted = [*reporting, *wanted, *tasks.costliest(MOST_TASK_ARTIFACTS)]
+            # of a thousand, twenty requests would only delay the end of the run: the table has what each has cost
+            few = tasks.costliest() if len(tasks.runs) <= MOST_TASK_ARTIFACTS else []
+            wanted = [*reporting, *wanted, *few]
         for run in wanted:
             if run.task_run_id not in self._has_task_artifact and len(self._has_task_artifact) >= MOST_TASK_ARTIFACTS:
                 continue
