@@ -267,7 +267,7 @@ def test_a_script_and_flows_share_a_pool_with_a_name(opener: str, api: str, even
 
     @contextlib.contextmanager
     def script() -> Iterator[None]:
-        with sky.ComputePool(name=name, provider=sky.Local(), display="quiet") as pool:
+        with sky.ComputePool(name=name, provider=sky.Local(price_per_hour=36.0), display="quiet") as pool:
             yield
             assert sky.compute(address_of_the_api)() >> pool is None
 
