@@ -49,13 +49,15 @@ def skyward_sweep(is_dry_run: bool = False) -> list[str]:
         for each in report.ended
     ]
     create_table_artifact(rows, key="skyward-sweep", description="Machines that the sweep has ended")
-    if not is_dry_run and (settled := settle_flow_runs()):
-        get_run_logger().info("wrote the final costs of %d flow runs whose processes could not", settled)
-    if report.failures:
-        raise RuntimeError(
-            "some machines could not be listed or ended; the next sweep tries again: "
-            + "; ".join(map(str, report.failures))
-        )
+    try:
+        if not is_dry_run and (settled := settle_flow_runs()):
+            get_run_logger().info("wrote the final costs of %d flow runs whose processes could not", settled)
+    finally:  # machines are more important than pages
+        if report.failures:
+            raise RuntimeError(
+                "some machines could not be listed or ended; the next sweep tries again: "
+                + "; ".join(map(str, report.failures))
+            )
     return [as_line(finding) for finding in report.ended]
 
 

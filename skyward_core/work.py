@@ -122,9 +122,14 @@ class RunContext:
     """The level (of `logging`) from which on the run's log takes records; 0: as this process shows the lines of
     nodes.
     """
+    env: Mapping[str, str] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
+    """Variables of the call's process while it runs, also while its function is loaded: no secrets. Those of the pool
+    are settings that all its users have in common; these are of one call.
+    """
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tags", tuple(sorted(self.tags)))
+        object.__setattr__(self, "env", MappingProxyType(dict(self.env)))
         object.__setattr__(self, "parameters", MappingProxyType(_plain_parameters(self.parameters)))
 
     def plain(self) -> tuple[Any, ...]:

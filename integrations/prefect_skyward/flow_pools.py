@@ -80,10 +80,11 @@ class FlowPools:
     def end_idle(self) -> None:
         """Begin to end the pools that have had no calls for `idle_timeout` seconds.
 
-        Notes those whose money is used up.
+        Notes those whose money is used up, and tells those who wait for machines why.
         """
         for life in tuple(self._current):
             life.note_its_end()
+            life.tell_why()
         if self._idle_timeout is None:
             return
         oldest = time.monotonic() - self._idle_timeout

@@ -6,9 +6,11 @@ the machines are gone.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -17,7 +19,8 @@ from prefect.context import FlowRunContext
 import skyward_core as sky
 from prefect_skyward.cancellation import Cancellation
 from prefect_skyward.flow_pools import FlowPools
-from prefect_skyward.run_calls import RunCalls, facts_of, work_of_flow
+from prefect_skyward.report.settlement import begin_bill, settle_flow_run
+from prefect_skyward.run_calls import RunCalls, facts_of, is_detached, work_of_flow
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
@@ -44,10 +47,12 @@ class KeptRuns:
             return run.calls
 
     def _watch(self, run: _KeptRun) -> None:
+        run.bill(begin_bill)
         while not run.has_ended():
             run.calls.pools.end_idle()
             time.sleep(WATCH_SECONDS)
         run.end()
+        run.bill(settle_flow_run)
         while run.is_cancelled and not run.is_left():  # its next calls get no new pools
             time.sleep(WATCH_SECONDS)
         run.settle()
@@ -60,6 +65,7 @@ class _KeptRun:
     def __init__(self, context: FlowRunContext, flow_run: FlowRun) -> None:
         self.flow_run = flow_run
         self.is_ending = False
+        self._is_detached = is_detached(context)
         self._runner: Any = context.task_runner
         base = sky.PoolSpec()
         facts = facts_of(context, None)
@@ -96,6 +102,15 @@ class _KeptRun:
         except Exception as failure:  # no caller is left that could take it; the reapers go on
             self.calls.pools.facts.log.say(logging.CRITICAL, f"a pool could not be closed: {failure}")
         self.calls.nested.end()
+
+    def bill(self, step: Callable[[UUID], None]) -> None:
+        """Do a step of the bill if this process has no report of the run. What it cannot do is done by the next run of
+        the flow: also when the interpreter ends, and starts no thread any more.
+        """
+        if self._is_detached and threading.main_thread().is_alive():
+            log = self.calls.pools.facts.log
+            do = functools.partial(log.run, step, self.flow_run.id)
+            sky.after_the_work("the cost of the flow run", do, functools.partial(log.say, logging.WARNING))
 
     def settle(self) -> None:
         self._cancellation.settle()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
 from prefect.context import FlowRunContext
+from prefect.exceptions import TerminationSignal
 from prefect.futures import PrefectConcurrentFuture, PrefectFuture
 from prefect.settings import get_current_settings
 from prefect.tasks import Task
@@ -29,6 +30,7 @@ from prefect_skyward.flow_pools import FlowPools
 from prefect_skyward.options import changed
 from prefect_skyward.prefect_context import with_prefect_s_api
 from prefect_skyward.remote_call import AsyncCall, SyncCall, TaskRunOnPool, unless_the_work_is_done
+from prefect_skyward.report.run_report import wait_for_late_reports
 from prefect_skyward.run_calls import RunCalls, facts_of, work_of_flow
 
 if TYPE_CHECKING:
@@ -210,6 +212,8 @@ class LiveRunner:
         finally:
             if self._cancellation is not None and self._is_the_flows_runner and not is_stopped:
                 self._cancellation.settle()
+            if isinstance(error, TerminationSignal):  # Prefect sends the signal again, and nothing runs after that
+                wait_for_late_reports()
 
     def _release(self, *, is_failure: bool, is_stopped: bool = False) -> None:
         """End the pools and the threads, in any state.

@@ -20,10 +20,8 @@ from prefect.tasks import Task
 
 import skyward_core as sky
 from prefect_skyward.options import TARGET, beneath
-from prefect_skyward.prefect_context import ADDRESS, with_settings
+from prefect_skyward.prefect_context import NO_API_SCHEME
 
-NO_API_SCHEME = "skyward-node:"
-NO_API = f"{NO_API_SCHEME}//a-node-has-no-way-to-prefects-api"
 _WITH_CONTEXT = "let it run in Prefect's context: SkywardTaskRunner(prefect_context=True), with Prefect in the image"
 _OF_A_TASK = re.compile(r"'function' object has no attribute '(submit|map|delay|apply_async|with_options)'")
 
@@ -41,16 +39,6 @@ or among the arguments of a function that is no task. A failure is the exception
 """
 
 _is_in_context: ContextVar[bool] = ContextVar("skyward_prefect_context", default=False)
-
-
-def without_prefect_s_api(spec: sky.PoolSpec) -> sky.PoolSpec:
-    """Give nodes an address at which each use of Prefect's API fails at once; an address of the user has precedence.
-
-    Without an address Prefect's client starts a server on the node, with a database in the home directory. If it may
-    not do that, its concurrency limits wait for ever (3.6 to 3.7).
-    """
-    whole = with_settings(spec)  # a spec with an `env` takes none from the settings of this machine
-    return spec.with_(env={ADDRESS: NO_API, **whole.image.env, **(whole.env or {})})
 
 
 def raise_if_prefect_s_api_was_used(error: Exception) -> None:

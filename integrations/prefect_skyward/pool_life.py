@@ -5,21 +5,26 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
 
 import skyward_core as sky
 from prefect_skyward.money import MoneyEnd
-from prefect_skyward.node_objects import portable, without_prefect_s_api
+from prefect_skyward.node_objects import portable
+from prefect_skyward.prefect_context import without_prefect_s_api
 from prefect_skyward.report.pool_state import SharedPool
 from prefect_skyward.report.run_report import RunReport
 from prefect_skyward.secrets import values_of
 from prefect_skyward.ui import RunLog, RunLogs
 
 BREAK_OFF_SECONDS = 0.25
+TELL_SECONDS = 5.0
+"""The least time between two reasons that task runs get while they wait for machines."""
+MOST_TOLD = 20
+"""How many of them get another reason than the first: each is an event, and a thousand may wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,10 @@ class PoolLife:
         self._is_noted = False
         self._uses: dict[sky.Work, sky.PoolUse] = {}
         self._using = threading.Lock()
+        self._telling = threading.Lock()
+        self._waiting: list[Callable[[str], None]] = []
+        self._why = self._told = ""
+        self._told_at = -TELL_SECONDS
 
     def start(self, spent_usd: float) -> None:
         """Open the pool, in a thread. `spent_usd` was spent by earlier pools of this spec, under the same limit."""
@@ -121,6 +130,27 @@ class PoolLife:
         except sky.SkywardError:  # another end; or this one is not complete, and is looked at again
             pass
 
+    @contextmanager
+    def telling(self, say: Callable[[str], None]) -> Generator[None]:
+        """Let `say` have the reason why it is not open yet, at once, and until the end of the block when it changes."""
+        with self._telling:
+            say(self._why)
+            self._waiting.append(say)
+        try:
+            yield
+        finally:
+            with self._telling:
+                self._waiting.remove(say)
+
+    def tell_why(self) -> None:
+        """Tell the first MOST_TOLD that wait why it is not open yet, if that has changed; not often."""
+        if self._why == self._told or time.monotonic() - self._told_at < TELL_SECONDS:
+            return
+        with self._telling:
+            self._told, self._told_at = self._why, time.monotonic()
+            for say in self._waiting[:MOST_TOLD]:
+                say(self._told)
+
     def terminate_now(self) -> None:
         """Leave the machines to the reaper and return at once."""
         self._is_stopping = True
@@ -143,7 +173,7 @@ class PoolLife:
 
     def _open(self, spent_usd: float) -> None:
         facts = self._facts
-        sinks: list[sky.Callback] = [facts.logs]
+        sinks: list[sky.Callback] = [facts.logs, self._note_why]
         try:
             if facts.report is not None:
                 sinks.append(facts.report.sink(self.name))
@@ -169,6 +199,10 @@ class PoolLife:
             # an opening may last longer than `idle_timeout`; until `opened` is done no other thread reads this
             self.idle_since = time.monotonic()
             self.opened.set_result(pool)
+
+    def _note_why(self, event: sky.SkywardEvent) -> None:
+        if isinstance(event, sky.CandidateRefused | sky.InstanceLaunching | sky.InstanceLost):
+            _, self._why = sky.Narrator().tell(event) or (0, self._why)
 
     def _report_shared(self, pool: sky.ComputePool) -> None:
         """Report a pool with a name: this flow run has a share of its cost. Raises nothing, or no call would begin."""

@@ -1,8 +1,9 @@
 """`prefect_context=True`: what a pool needs so that calls have Prefect's context, and what travels with each of them
 (docs/decisions/0038-prefect-s-context-on-nodes.md).
 
-The API's address is a variable of the pool. The keys are secrets of the pool: the spec has their names, and their
-values are read when it opens. With a call travels what describes its runs, as plain text.
+The API's address is a variable of the pool; if the pool has a name, of each call, so that programs beside Prefect can
+share it. The keys are secrets of the pool: the spec has their names, and their values are read when it opens. With a
+call travels what describes its runs, as plain text.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from prefect.settings import get_current_settings
 import skyward_core as sky
 
 ADDRESS = "PREFECT_API_URL"
+NO_API_SCHEME = "skyward-node:"
+NO_API = f"{NO_API_SCHEME}//a-node-has-no-way-to-prefects-api"
 RUN_LOGGERS = ("prefect.task_runs", "prefect.flow_runs")
 _KEYS = ("PREFECT_API_KEY", "PREFECT_API_AUTH_STRING", "PREFECT_CLIENT_CUSTOM_HEADERS")
 _NODE_SIDE = Path(__file__).with_name("node_context.py")
@@ -39,16 +42,35 @@ def with_prefect_s_api(spec: sky.PoolSpec) -> sky.PoolSpec:
     refuse_without_prefect(whole)
     own = whole.secrets or {}
     env, secrets = dict(whole.env or {}), {name: sky.Secret.from_env(name) for name in _values()}
-    if ADDRESS not in {*env, *whole.image.env, *own}:
+    if not _has_address(whole):
         address = _address(whole)
         if urlsplit(address).username:
             secrets[ADDRESS] = sky.Secret.from_env(ADDRESS)
-        else:
+        elif whole.name is None:
             env[ADDRESS] = address
     changes: dict[str, Any] = {"env": env} if env else {}
     if secrets:
         changes["secrets"] = {**secrets, **own}
     return spec.with_(**changes)
+
+
+def without_prefect_s_api(spec: sky.PoolSpec) -> sky.PoolSpec:
+    """Give nodes an address at which each use of Prefect's API fails at once; an address of the user has precedence.
+
+    Without an address Prefect's client starts a server on the node, with a database in the home directory. If it may
+    not do that, its concurrency limits wait for ever (3.6 to 3.7).
+    """
+    if spec.name is not None:
+        return spec
+    whole = with_settings(spec)  # a spec with an `env` takes none from the settings of this machine
+    return spec.with_(env={ADDRESS: NO_API, **whole.image.env, **(whole.env or {})})
+
+
+def env_of_calls(spec: sky.PoolSpec, *, in_prefect_s_context: bool) -> dict[str, str]:
+    """Return what calls on a pool with a name have in place of the pool's own address of the API. Raises BadRequest."""
+    if spec.name is None or _has_address(whole := with_settings(spec)):
+        return {}
+    return {ADDRESS: _address(whole) if in_prefect_s_context else NO_API}
 
 
 def keys_of_prefect(spec: sky.PoolSpec) -> dict[str, str]:
@@ -174,6 +196,10 @@ def _values() -> dict[str, str]:
         json.dumps(headers) if headers else "",
     )
     return {name: value for name, value in zip(_KEYS, values, strict=True) if value}
+
+
+def _has_address(spec: sky.PoolSpec) -> bool:
+    return ADDRESS in {*(spec.env or {}), *spec.image.env, *(spec.secrets or {})}
 
 
 def _address(spec: sky.PoolSpec) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from contextvars import copy_context
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from prefect.context import FlowRunContext, TaskRunContext
@@ -19,7 +19,7 @@ from prefect_skyward.nested_runs import NestedRuns
 from prefect_skyward.node_objects import PLAIN, packing, portable
 from prefect_skyward.options import StepSpecs, target_of
 from prefect_skyward.pool_life import FlowFacts, PoolLife
-from prefect_skyward.prefect_context import facts_of_call, in_prefect_s_context, with_prefect_s_api
+from prefect_skyward.prefect_context import env_of_calls, facts_of_call, in_prefect_s_context, with_prefect_s_api
 from prefect_skyward.report.run_report import RunReport
 from prefect_skyward.ui import RunLog, RunLogs
 
@@ -32,6 +32,7 @@ class Step:
     spec: sky.PoolSpec
     broadcast: bool = False
     prefect_context: bool = False
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def pending(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> sky.PendingCompute[Any]:
         """Return the call of the task run of this thread."""
@@ -104,6 +105,7 @@ class RunCalls:
         self._parent = parent
         self._is_stopping = False
         self._futures: set[Future[Any]] = set()
+        self._envs: dict[tuple[str, bool], Mapping[str, str]] = {}
         flow = FlowRunContext.get()
         run = flow.flow_run if flow is not None else None
         # once for all calls: they may be long, and each of a thousand calls would look through them
@@ -121,7 +123,15 @@ class RunCalls:
         in_context = self.prefect_context if wish is None else wish
         if in_context and (not self.prefect_context or spec is not self.base):
             spec = with_prefect_s_api(spec)
-        return Step(target.fn, spec, bool(target.options.broadcast), in_context)
+        return Step(target.fn, spec, bool(target.options.broadcast), in_context, self._env_of(spec, in_context))
+
+    def _env_of(self, spec: sky.PoolSpec, in_context: bool) -> Mapping[str, str]:
+        """Once for all calls on a pool with a name, because it reads the settings of this machine."""
+        if spec.name is None:
+            return {}
+        if (found := self._envs.get((spec.name, in_context))) is None:
+            found = self._envs[spec.name, in_context] = env_of_calls(spec, in_prefect_s_context=in_context)
+        return found
 
     def refuse_what_cannot_travel(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise NotPicklable before a pool is opened for a call. An open one says the same of the call itself."""
@@ -133,7 +143,10 @@ class RunCalls:
         """Submit the call for the task run of this thread."""
         use = life.use_of(work_of_task(self._work))
         pending = step.pending(args, kwargs)
-        with sky.running_for(context_of_run(self._parameters)), packing(in_prefect_s_context=step.prefect_context):
+        with (
+            sky.running_for(context_of_run(self._parameters, step.env)),
+            packing(in_prefect_s_context=step.prefect_context),
+        ):
             if step.broadcast:
                 return self._broadcast(life, use, step, pending)
             return self._note(life, use, self._follow(step, lambda: [use.submit(pending)])[0])
@@ -147,7 +160,10 @@ class RunCalls:
         if step.broadcast:
             raise sky.BadRequest("broadcast=True: the items of a generator on each worker: submit it, for their lists")
         use = life.use_of(work_of_task(self._work))
-        with sky.running_for(context_of_run(self._parameters)), packing(in_prefect_s_context=step.prefect_context):
+        with (
+            sky.running_for(context_of_run(self._parameters, step.env)),
+            packing(in_prefect_s_context=step.prefect_context),
+        ):
             items = use.stream(step.pending(args, kwargs))
         with items:
             self._note(life, use, self._follow(step, lambda: [items.future])[0])
@@ -200,7 +216,7 @@ class RunCalls:
         )
 
 
-def context_of_run(parameters: Mapping[str, Any]) -> sky.RunContext:
+def context_of_run(parameters: Mapping[str, Any], env: Mapping[str, str]) -> sky.RunContext:
     """Return what travels with a call of this thread's task run. `parameters`: the plain ones of the flow run."""
     flow, task = FlowRunContext.get(), TaskRunContext.get()
     run = flow.flow_run if flow is not None else None
@@ -219,6 +235,7 @@ def context_of_run(parameters: Mapping[str, Any]) -> sky.RunContext:
         deployment=str(run.deployment_id or "") if run is not None else "",
         run_count=task_run.run_count if task_run is not None else 0,
         log_level=RunLog.of_task().logger.getEffectiveLevel(),
+        env=env,
     )
 
 
@@ -241,10 +258,16 @@ def work_of_task(work: sky.Work) -> sky.Work:
     )
 
 
+def is_detached(context: FlowRunContext | None) -> bool:
+    """Whether this process is not that of the flow, but one of its task runner's, or a task worker."""
+    return context is not None and context.detached
+
+
 def facts_of(context: FlowRunContext | None, on_event: sky.Callback | None) -> FlowFacts:
     """Return what the pools of the current flow run need to know of it."""
     log = RunLog.of_flow()
     run = context.flow_run if context is not None else None
     work = work_of_flow(context)
-    report = RunReport(run.id, log, work, run.flow_id) if run is not None else None
+    # another process than the flow's has a part of the run only: the ledger has the whole (kept_runs.py)
+    report = RunReport(run.id, log, work, run.flow_id) if run is not None and not is_detached(context) else None
     return FlowFacts(work, log, RunLogs(log), report, MoneyEnd(run, log, report), on_event)

@@ -63,10 +63,12 @@ class RunLog:
         """Write one line at a level of `logging`.
 
         Does not raise the SystemExit of a console whose reader was killed, as a worker may be: it would end a thread
-        that has the machines to end. The API has the line by then.
+        that has the machines to end. The API has the line by then. While the interpreter ends, Prefect starts no worker
+        for its logs any more: lines of that time are on the console only.
         """
+        logger = self.logger if threading.main_thread().is_alive() else get_logger("skyward")
         with contextlib.suppress(SystemExit):  # rich's, `Console.on_broken_pipe`
-            self.run(self.logger.log, level, "%s", text)
+            self.run(logger.log, level, "%s", text)
 
     def say_record(self, level: int, text: str) -> None:
         """Write a record that a node has made, also below the level of the run's logger: the levels of this process's

@@ -3,6 +3,9 @@
     Running ──the pool is not open──▶ WaitingForMachines ──it is open──▶ Running
                                               └──it could not be opened──▶ what the engine makes of the error
 
+Its message says why: which machines are requested, or who had none. For the first task runs that wait it changes with
+that.
+
 The engine sets the first Running before it calls the function, because it looks for a cached result first. Prefect's
 server takes the states of task runs from events, and asks nothing.
 """
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
 from prefect.context import TaskRunContext
@@ -35,9 +39,15 @@ def waiting_for_machines(life: PoolLife) -> Generator[None]:
         yield
         return
     run, name = context.task_run, f" {life.spec.name}" if life.spec.name else ""
-    why = f"the pool{name} ({life.spec_text}) is being opened; the flow run's log says how far that is"
-    _enter(run, Pending(name=WAITING, message=f"waiting for machines: {why}"))
-    yield
+    own = copy_context()
+
+    def say(why: str) -> None:
+        words = f"the pool{name} ({life.spec_text}) is being opened{f': {why}' if why else ''}"
+        text = f"waiting for machines: {words}; the flow run's log says how far that is"
+        own.run(_enter, run, Pending(name=WAITING, message=text))
+
+    with life.telling(say):
+        yield
     running: State[Any] = Running()
     if run.run_count <= 1:
         run.start_time = running.timestamp

@@ -64,8 +64,8 @@ class DetachedCalls:
         pickled = pickled_arguments(pending, surroundings.run, replace_object)
         arguments = Parcel(pickled.data, tuple(bytes(buffer) for buffer in pickled.buffers))
         run_id = wanted.run_id
-        levels = surroundings.levels
-        call = Call(run_id, function_name, arguments, run_id, pending.timeout_seconds, levels=levels)
+        levels, env = surroundings.levels, surroundings.env
+        call = Call(run_id, function_name, arguments, run_id, pending.timeout_seconds, levels=levels, env=env)
         batch = pickle.dumps(Batch(detached_key(wanted.call_id), (call,), {function_name: function}), protocol=5)
         annotations = {
             RETRIES: self._retries,

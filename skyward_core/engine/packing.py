@@ -58,7 +58,20 @@ class PackedFunction:
         job_id = job_id or call_id
         names, keeps = tuple(used), not self.shared
         timeout_seconds, use, levels = pending.timeout_seconds, surroundings.use, surroundings.levels
-        call = Call(call_id, self.name, arguments, job_id, timeout_seconds, names, keeps, ahead, None, use, levels)
+        call = Call(
+            call_id,
+            self.name,
+            arguments,
+            job_id,
+            timeout_seconds,
+            names,
+            keeps,
+            ahead,
+            None,
+            use,
+            levels,
+            surroundings.env,
+        )
         return Entry(call, self.parcel, worker, in_group, shared=used, title=self.title)
 
 
@@ -96,7 +109,7 @@ def pickled_arguments(
 
 
 class Surroundings(NamedTuple):
-    """What a call finds on its node: the fields of its run, () outside of one, and the levels of the loggers.
+    """What a call finds on its node: the fields of its run (() outside of one), levels of loggers, and variables.
 
     `use` is the id of the use that pays for it; "" for none.
     """
@@ -104,6 +117,7 @@ class Surroundings(NamedTuple):
     run: tuple[Any, ...]
     levels: LogLevels
     use: str
+    env: tuple[tuple[str, str], ...] = ()
 
 
 def surroundings_of_calls(own_use: Callable[[], str] = str) -> Surroundings:
@@ -112,7 +126,7 @@ def surroundings_of_calls(own_use: Callable[[], str] = str) -> Surroundings:
     if context is None:
         return Surroundings((), levels_for_nodes(), use)
     # plain, so that plain arguments stay so: cloudpickle would take ten times as long
-    return Surroundings(context.plain(), levels_for_nodes(context.log_level), use)
+    return Surroundings(context.plain(), levels_for_nodes(context.log_level), use, tuple(context.env.items()))
 
 
 def packed_entries(

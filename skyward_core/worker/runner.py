@@ -165,7 +165,8 @@ def _run(packet: Packet, functions: dict[str, sources.Loaded], mask: Mask, sende
     call = packet.call
     started = time.perf_counter()
     try:
-        value, memory = _invoke(packet, functions, sender)
+        with _variables(call.env):
+            value, memory = _invoke(packet, functions, sender)
         spent = (call.arguments.path, memory) if call.arguments.path and memory and packet.may_reuse else None
         return (
             Outcome(call.call_id, OutcomeKind.RESULT, _parcel(value, "result"), seconds=time.perf_counter() - started),
@@ -216,6 +217,21 @@ def completed(value: Any) -> Any:
     if inspect.iscoroutine(value):
         return asyncio.run(value)
     return list(items_of(value)) if is_generator(value) else value
+
+
+@contextlib.contextmanager
+def _variables(env: tuple[tuple[str, str], ...]) -> Generator[None]:
+    """Set the variables of a call in the block, which begins before its function is loaded: modules read them."""
+    before = [(name, os.environ.get(name)) for name, _ in env]
+    os.environ.update(env)
+    try:
+        yield
+    finally:
+        for name, value in before:
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @contextlib.contextmanager

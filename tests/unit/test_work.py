@@ -1,15 +1,19 @@
 """The work of a pool: in the ledger, the receipt, the tags of the machines, and the sums of costs."""
 
 import json
+import os
 import pickletools
 from collections.abc import Iterator
 from contextvars import copy_context
 from dataclasses import replace
 
+import pytest
+
 import skyward_core as sky
 from skyward_core.engine.packing import ArgumentPacker, surroundings_of_calls
 from skyward_core.providers.tagging import work_tags
 from skyward_core.work import WORK_CHARACTERS, paid_by, paying_use
+from skyward_core.worker import runner
 
 TRAIN = sky.Work(
     system="airflow", workflow="nightly", run="manual__2026-11-22T07:00:00+00:00", task="train", attempt="1"
@@ -55,6 +59,16 @@ def test_a_run_context_travels_as_plain_values() -> None:
     parcel = packer.arguments(sky.PendingCompute(len, ([1],)))
     names = [argument for code, argument, _ in pickletools.genops(parcel.data) if code.name.endswith("GLOBAL")]
     assert names == []
+
+
+def test_the_variables_of_a_run_are_those_of_its_calls_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OF_THE_NODE", "before")
+    with sky.running_for(sky.RunContext(env={"OF_THE_NODE": "during", "OF_THE_CALL": "yes"})):
+        variables = surroundings_of_calls().env
+    with pytest.raises(LookupError), runner._variables(variables):
+        assert (os.environ["OF_THE_NODE"], os.environ["OF_THE_CALL"]) == ("during", "yes")
+        raise LookupError
+    assert (os.environ["OF_THE_NODE"], os.environ.get("OF_THE_CALL")) == ("before", None)
 
 
 def test_a_block_of_a_use_may_end_in_another_context() -> None:

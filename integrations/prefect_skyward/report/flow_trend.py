@@ -38,8 +38,8 @@ ENDED = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=
 MOST_RUNS = 30
 READ_RUNS = 50
 """How many of the newest runs that have ended are read; some may have rented nothing."""
-BAR_CHARACTERS = 5
-"""Prefect's page is 710 pixels wide beside its margins, and cuts a wider table off."""
+BAR_CHARACTERS, NAME_CHARACTERS, STATE_CHARACTERS = 4, 18, 12
+"""Prefect's page is 708 pixels wide beside its margins, and cuts a wider table off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,23 +91,29 @@ def trend_page(runs: Sequence[RunFigures]) -> str:
     whole, most = total(run.usd for run in runs), max(run.usd for run in runs)
     words = "the last run" if len(runs) == 1 else f"the last {len(runs)} runs"
     head = f"**{pages.usd(whole)}** for {words}, {pages.usd(whole / len(runs))} for one in the mean."
+    if measures := " or ".join(sorted({run.measure for run in runs if run.measure})):
+        head += f" The utilisation is that of the {measures}."
+    if not all(run.is_final for run in runs):
+        head += " ≥ is so far: the bill is not final."
     rows = [
         [
             run.begun,
-            f"[{run.name}]({run.url})" if run.url else run.name,
-            run.state,
-            _money(run),
-            _bar(run.usd, most),
-            pages.used(run.measure, run.percent),
-            _bar(run.percent or 0.0, 100.0),
+            f"[{_cut(run.name, NAME_CHARACTERS)}]({run.url})" if run.url else _cut(run.name, NAME_CHARACTERS),
+            _cut(run.state, STATE_CHARACTERS),
+            f"{'' if run.is_final else '≥ '}{pages.usd(run.usd)} {_bar(run.usd, most)}".strip(),
+            f"{pages.used('', run.percent)} {_bar(run.percent or 0.0, 100.0)}".strip(),
         ]
         for run in runs
     ]
-    return f"{head}\n\n" + pages.table(["begun (UTC)", "run", "state", "USD", "", "utilisation", ""], rows)
+    return f"{head}\n\n" + pages.table(["begun (UTC)", "run", "state", "USD", "utilisation"], rows)
 
 
 def _money(run: RunFigures) -> str:
     return pages.usd(run.usd) + ("" if run.is_final else " so far")
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def _bar(value: float, most: float) -> str:

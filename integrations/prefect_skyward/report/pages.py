@@ -96,7 +96,7 @@ def summary(state: RunState) -> str:
 
 def used(measure: str, percent: float | None) -> str:
     """Return a mean utilisation in words; "" for none."""
-    return "" if percent is None else f"{measure} {percent:.0f} %"
+    return "" if percent is None else f"{measure} {percent:.0f} %".strip()
 
 
 def cost_tag(amount: float, measure: str = "", percent: float | None = None, *, is_final: bool = True) -> str:
@@ -259,7 +259,10 @@ def settled_page(whole_usd: float, tasks: Sequence[Mapping[str, Any]], pool_ids:
     others = total([rest, *(row["USD"] for row in tasks[MOST_TASK_LINES:])])
     rows += [["other tasks, opening, idle time, the end", usd(others)]]
     rows += [["**Total**", f"**{usd(whole_usd)}**"]]
-    words = "The process of this run was killed, or Prefect's API did not answer it: these figures are the ledger's."
+    words = (
+        "This run uses no machines now, and its process has not written its bill: it was killed, or Prefect's API did"
+        " not answer it. These figures are the ledger's."
+    )
     return f"{words}\n\n{table(['task', 'USD'], rows)}\n\n{_receipt_words(pool_ids)}"
 
 

@@ -7,7 +7,6 @@ the graph of a run shows fifty events.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid5
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
 
 type Page = str | float | Sequence[Mapping[str, Any]]
 """Markdown, percent, or the rows of a table."""
-COST_TAG = re.compile(r"\$[0-9][0-9.,]*( so far)?( · [a-z]+ [0-9]+ %)?")
-"""What `pages.cost_tag` writes; a tag of this form is replaced."""
+TAG_LABEL, BETWEEN = "skyward.cost_tag", " | "
+"""The label has the tags that were written here, so that no other one is replaced, whatever it says."""
 
 
 class RunApi:
@@ -89,9 +88,13 @@ class RunApi:
         if text == self._tag:
             return
         with SyncClientContext.get_or_create() as context:
-            known = context.client.read_flow_run(self._flow_run_id).tags
-            others = [one for one in known if not COST_TAG.fullmatch(one)]
-            context.client.update_flow_run(self._flow_run_id, tags=[*others, text])
+            run = context.client.read_flow_run(self._flow_run_id)
+            ours = str((run.labels or {}).get(TAG_LABEL, "")).split(BETWEEN)
+            # before the tag: a process that is killed between the two leaves no tag of which nobody knows
+            self.label({TAG_LABEL: BETWEEN.join([*(one for one in run.tags if one in ours), text])})
+            context.client.update_flow_run(
+                self._flow_run_id, tags=[*(one for one in run.tags if one not in ours), text]
+            )
         self._tag = text
 
     def emit(

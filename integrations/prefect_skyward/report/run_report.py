@@ -39,7 +39,9 @@ EXIT_SECONDS = 10.0
 MOST_TASK_ROWS, MOST_LIVE_TASK_ROWS = 1_000, 50
 """Rows of the table of task runs, at the end and while the flow runs."""
 MOST_TASK_ARTIFACTS = 20
-"""How many task runs get an artifact of their own: each is a request, and 1,000 task runs may end in two seconds."""
+"""How many task runs get an artifact of their own: each is a request, and 1,000 task runs may end in two seconds. If
+there are more, only those that report get one.
+"""
 UNREPORTED = (sky.LogLine, sky.CallRetrying, sky.CallsWaiting, sky.ContactLost, sky.ContactRegained, sky.Error)
 SOON: dict[type[sky.SkywardEvent], float] = {
     sky.InfraCreating: 0.0,
@@ -50,7 +52,7 @@ SOON: dict[type[sky.SkywardEvent], float] = {
 
 _log = logging.getLogger("skyward")
 _late: WeakSet[RunReport] = WeakSet()
-"""Those that may still write, though their flow runs have ended."""
+"""Those that may still write, though their flow runs have ended; nobody has waited for them."""
 
 
 class RunReport:
@@ -75,7 +77,7 @@ class RunReport:
         self._has_task_artifact: set[str] = set()
         self._uses: dict[str, tuple[sky.PoolUse, int]] = {}
         """By id: uses whose cost has changed since it was asked last, and how many of their calls have ended."""
-        self._is_changed = self._has_warned = False
+        self._is_changed = self._has_warned = self._is_closed = False
         self._due_at = math.inf
         """When the pages are to be written because of an event."""
         self._has_written = threading.Event()
@@ -141,8 +143,9 @@ class RunReport:
         It waits CLOSE_SECONDS at most, and not for the pages of earlier runs. The thread goes on after that; the end of
         the process waits for it.
         """
-        if self in _late:
+        if self._is_closed:
             return
+        self._is_closed = True
         self._inbox.put(None)
         _late.add(self)
         _wait_at_exit()
@@ -310,9 +313,14 @@ class RunReport:
             self._try(lambda: self._api.label({FINAL_LABEL: True}))
 
     def _ask_earlier_costs_again(self) -> None:
-        """The machines of an earlier attempt may have ended after this one began; its process may have been killed."""
+        """The machines of an earlier attempt may have ended after this one began; its process may have been killed.
+
+        Other processes of the run, such as those of its task runner, may have pools too.
+        """
         costs, own = sky.cost_of(self._own_work), self._state.tasks.runs
-        self._state.earlier = {pool_id: costs.get(pool_id, usd) for pool_id, usd in self._state.earlier.items()}
+        pools = {pool.pool_id for pool in self._state.pools}
+        others = {pool_id: usd for pool_id, usd in costs.items() if pool_id not in pools}
+        self._state.earlier = {**self._state.earlier, **others}
         parts = [part for part in sky.cost_parts(self._own_work) if part.work.task_run not in own]
         self._earlier_rows[TASKS_KEY] = with_the_ledger(self._earlier_rows.get(TASKS_KEY, []), parts)
 
@@ -353,13 +361,15 @@ class RunReport:
         self._api.write(TASKS_KEY, "table", (earlier + pages.task_rows(runs))[:MOST_TASK_ROWS], words)
 
     def _write_runs(self) -> None:
-        """Write the artifacts of single task runs: of those that report, and at the end of those that cost most."""
+        """Write the artifacts of single task runs: of those that report, and at the end of all if they are few."""
         tasks = self._state.tasks
         wanted = [tasks.runs[name] for name in sorted(tasks.changed)]
         tasks.changed.clear()
         if self._state.is_final:
             reporting = [tasks.runs[name] for name in sorted(self._has_task_artifact)]
-            wanted = [*reporting, *wanted, *tasks.costliest(MOST_TASK_ARTIFACTS)]
+            # of a thousand, twenty requests would only delay the end of the run: the table has what each has cost
+            few = tasks.costliest() if len(tasks.runs) <= MOST_TASK_ARTIFACTS else []
+            wanted = [*reporting, *wanted, *few]
         for run in wanted:
             if run.task_run_id not in self._has_task_artifact and len(self._has_task_artifact) >= MOST_TASK_ARTIFACTS:
                 continue
@@ -397,9 +407,10 @@ def _wait_at_exit() -> None:
 
 
 def wait_for_late_reports() -> None:
-    """Wait EXIT_SECONDS at most for what flow runs that have ended still have to write."""
+    """Wait EXIT_SECONDS at most for what flow runs that have ended still have to write, once for each."""
     until = time.monotonic() + EXIT_SECONDS
     for report in list(_late):
+        _late.discard(report)
         report.wait(max(0.0, until - time.monotonic()))
 
 

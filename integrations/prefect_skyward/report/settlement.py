@@ -1,8 +1,11 @@
 """The pages of flow runs whose process could not write them to the end: it was killed, or Prefect's API did not answer.
 
-The last thing that the report of a flow run writes is the label `skyward.is_final`. An ended run without it gets its
-figures from the ledger, which has the whole bill: by the next run of the same flow, or by `settle_flow_runs`, which the
+The last thing that the report of a flow run writes is the label `skyward.is_final`. A run without it gets its figures
+from the ledger, once that has the whole bill: by the next run of the same flow, or by `settle_flow_runs`, which the
 sweep of flows/sweep.py calls. Each step may be repeated.
+
+A killed process leaves its run Running in Prefect. So a run is settled too that has not ended there and has no use of a
+pool any more. If its process lives, and rents again, its report writes all of it anew.
 """
 
 from __future__ import annotations
@@ -14,7 +17,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 from uuid import UUID
 
-from prefect.client.schemas.filters import FlowFilter, FlowFilterId
+from prefect.client.schemas.filters import (
+    FlowFilter,
+    FlowFilterId,
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import TERMINAL_STATES, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.context import FlowRunContext, SyncClientContext, TaskRunContext
 
@@ -30,42 +40,84 @@ if TYPE_CHECKING:
 
 COST_KEY, TASKS_KEY = "skyward-cost", "skyward-tasks"
 MOST_RUNS = 50
-"""How many of a flow's runs that have ended last are looked at."""
+"""How many of a flow's runs that have ended last are looked at, and of those that have not ended."""
 MOST_RUNS_OF_ALL = 200
 """The same for all flows together."""
+BEGUN = [StateType.RUNNING, StateType.CANCELLING, StateType.PAUSED]
+NOT_ENDED = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=BEGUN)))
 
 
 def settle_flow_runs() -> int:
-    """Write the final costs of flow runs, of all flows, that have ended and whose processes could not write them.
+    """Write the final costs of flow runs, of all flows, whose processes could not write them.
 
     Returns how many runs it has completed: total, table of task runs, labels, tag and event `skyward.cost.final`, with
     the figures of the ledger. A run whose bill is not final there is left for the next time. May be called at any time,
-    also by several processes at once. Raises LedgerError, and the errors of Prefect's client.
+    also by several processes at once. Raises LedgerError and the errors of Prefect's client: that of a single run after
+    all others were tried.
     """
-    settled = [run for run in _ended_runs(None, MOST_RUNS_OF_ALL) if _is_open(run) and _settle(run)]
+    settled, errors = _settle_all([run for run in _runs(None, MOST_RUNS_OF_ALL) if _is_open(run)])
     for flow_id in {run.flow_id for run in settled}:
         write_trend(flow_id)
+    if errors:
+        raise errors[0]
     return len(settled)
 
 
-def settle_earlier_runs(flow_id: UUID, but: UUID) -> None:
-    """Write the costs of ended runs of a flow whose figures are not final, except for this run."""
-    for run in _ended_runs(FlowFilter(id=FlowFilterId(any_=[flow_id])), MOST_RUNS):
-        if run.id != but and (run.labels or {}).get(FINAL_LABEL) is not True:
-            _settle(run)
+def begin_bill(flow_run_id: UUID) -> None:
+    """Note that a flow run costs, and that its figures are not final; `settle_flow_run` ends that."""
+    RunApi(flow_run_id).label({FINAL_LABEL: False})
 
 
-def _ended_runs(of: FlowFilter | None, most: int) -> list[FlowRun]:
-    """Return runs that have ended, the last ones first."""
+def settle_flow_run(flow_run_id: UUID) -> None:
+    """Write the final costs of a flow run if no use of a pool is left. Else another process or a later call does it."""
     with SyncClientContext.get_or_create() as context:
-        return context.client.read_flow_runs(
-            flow_filter=of, flow_run_filter=ENDED, sort=FlowRunSort.END_TIME_DESC, limit=most
-        )
+        run = context.client.read_flow_run(flow_run_id)
+    if _settle(run):
+        write_trend(run.flow_id)
+
+
+def settle_earlier_runs(flow_id: UUID, but: UUID) -> None:
+    """Write the costs of runs of a flow whose figures are not final, except for this run. Raises the first error, after
+    all were tried.
+    """
+    found = _runs(FlowFilter(id=FlowFilterId(any_=[flow_id])), MOST_RUNS)
+    _, errors = _settle_all([run for run in found if run.id != but and (_is_open(run) or _has_ended_without(run))])
+    if errors:
+        raise errors[0]
+
+
+def _runs(of: FlowFilter | None, most: int) -> list[FlowRun]:
+    """Return runs that have ended, the last ones first, and those that have begun and not ended."""
+    with SyncClientContext.get_or_create() as context:
+        return [
+            run
+            for runs, order in ((ENDED, FlowRunSort.END_TIME_DESC), (NOT_ENDED, FlowRunSort.START_TIME_DESC))
+            for run in context.client.read_flow_runs(flow_filter=of, flow_run_filter=runs, sort=order, limit=most)
+        ]
 
 
 def _is_open(run: FlowRun) -> bool:
     """Whether its process has begun to write its costs, and has not ended that."""
     return (run.labels or {}).get(FINAL_LABEL) is False
+
+
+def _has_ended_without(run: FlowRun) -> bool:
+    """Whether it has ended, and its process may not even have begun to write its costs."""
+    return run.state_type in TERMINAL_STATES and FINAL_LABEL not in (run.labels or {})
+
+
+def _settle_all(runs: Sequence[FlowRun]) -> tuple[list[FlowRun], list[Exception]]:
+    """Return the runs that are settled now, and the errors of those that could not be."""
+    settled: list[FlowRun] = []
+    errors: list[Exception] = []
+    for run in runs:
+        try:
+            if _settle(run):
+                settled.append(run)
+        except Exception as error:
+            error.add_note(f"while the costs of flow run {run.id} were written")
+            errors.append(error)
+    return settled, errors
 
 
 def _settle(run: FlowRun) -> bool:

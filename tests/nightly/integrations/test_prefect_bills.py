@@ -28,11 +28,10 @@ from tests.waiting import wait_until
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
-from prefect.states import Cancelling, Crashed, Pending
+from prefect.states import Cancelling, Pending
 
 import skyward_core as sky
 from prefect_skyward import SkywardTaskRunner
-from prefect_skyward.node_objects import without_prefect_s_api
 from skyward_core.ledger import Ledger, default_url
 from skyward_core.ledger.names_policy import NameState
 
@@ -55,8 +54,10 @@ from prefect.cache_policies import NO_CACHE
 from prefect.flow_engine import load_flow_run, run_flow
 from prefect.runtime import flow_run
 from prefect_skyward import SkywardTaskRunner, cancellation
+from prefect_skyward.report import run_report
 import skyward_core as sky
 
+run_report.CLOSE_SECONDS = 0.0  # the end of the process waits for the pages
 role, end, folder, name, *again = sys.argv[1:]
 settings = {"provider": sky.Local(price_per_hour=3600.0), "lease_seconds": 60.0}
 if role != "own":
@@ -134,8 +135,6 @@ class Program:
             elif self.end in ("SIGKILL", "SIGTERM"):
                 self.process.send_signal(getattr(signal, self.end))
             self.process.wait(60)
-            if self.end == "SIGKILL":  # as a worker, or the crash guard, says of it
-                client.set_flow_run_state(UUID(self.run_id), Crashed(message="its process is gone"), force=True)
 
     def kill(self) -> None:
         self.process.kill()
@@ -146,7 +145,7 @@ def pool_of(name: str) -> sky.ComputePool:
     """The pool of a name, as a flow run opens it."""
     provider = sky.Local(price_per_hour=PRICE)
     spec = sky.PoolSpec.of(name=name, provider=provider, lease_seconds=60.0, display="quiet")
-    return sky.ComputePool.from_spec(without_prefect_s_api(spec))
+    return sky.ComputePool.from_spec(spec)
 
 
 def is_in_use(name: str) -> bool:
@@ -278,6 +277,20 @@ def test_all_places_have_the_same_figure(
 
 def cells(figures: dict[str, int]) -> str:
     return ", ".join(f"{place} {amount / 1_000_000:.6f}" for place, amount in figures.items())
+
+
+def test_a_process_that_is_told_to_end_writes_its_bill_first(api: str, tmp_path: Path) -> None:
+    """It has no worker, which would set the state of its run: after SIGTERM that is Running."""
+    its = Program(api, "own", "SIGTERM", tmp_path / "own", "own")
+    try:
+        its.await_begin()
+        its.stop()
+        assert is_settled(its.run_id), (its.folder / "log").read_text()
+    finally:
+        its.kill()
+    (run,) = asked("/flow_runs/filter", {"flow_runs": {"id": {"any_": [its.run_id]}}})
+    assert run["state_name"] == "Running"
+    assert micro(run["labels"]["skyward.cost_usd"]) == micro(command("receipt", its.pool_id)["total_cost_usd"])
 
 
 def test_a_second_attempt_begins_when_the_killed_one_has_stopped(api: str, tmp_path: Path) -> None:

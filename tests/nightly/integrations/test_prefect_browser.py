@@ -11,14 +11,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib.request import Request, urlopen
+from uuid import UUID
 
 import pytest
 from playwright.sync_api import Page
 
+from prefect_skyward.report.flow_trend import RunFigures, trend_page
 from tests.integrations import session_server
 from tests.integrations.pictures import page, shown, take  # noqa: F401 - a fixture
 from tests.ports import free_port
@@ -157,6 +160,24 @@ def test_the_list_of_artifacts_shows_the_newest_amount_and_the_page_of_the_key_a
     text = shown(page, costs["digits-sweep"]["id"][:8], costs["hardware-per-step"]["id"][:8])
     assert all(cost["id"][:8] in text for cost in costs.values())
     assert costs["digits-sweep"]["description"] in text
+
+
+def test_the_page_of_a_flow_has_its_last_runs_in_a_table_that_is_not_cut_off(
+    page: Page, server: SimpleNamespace, reports: dict[str, Any]
+) -> None:
+    """One of two real runs; and one of the longest names, amounts and states."""
+    assert reports
+    (card,) = asked(server, "/artifacts/latest/filter", {"artifacts": {"key": {"any_": ["skyward-flow-nightly"]}}})
+    assert card["description"].startswith("last run $")
+    url = f"{server.address}/runs/flow-run/{UUID(int=0)}"
+    run = RunFigures("stupendous-hippopotamus", url, "CrashedByServer", "11-27 09:00", 37035.0, "accelerators", 100.0)
+    wide = {"key": "skyward-flow-wide", "type": "markdown", "data": trend_page([replace(run, is_final=False)] * 30)}
+    for artifact_id in (asked(server, "/artifacts/", wide)["id"], card["latest_id"]):
+        page.goto(f"{server.address}/artifacts/artifact/{artifact_id}")
+        shown(page, "utilisation", "begun (UTC)")
+        width, room = page.locator("table").evaluate("one => [one.scrollWidth, one.parentElement.clientWidth]")
+        assert width <= room
+    take(page, "flow-card")
 
 
 def test_the_form_of_a_pool_and_the_page_of_automations(

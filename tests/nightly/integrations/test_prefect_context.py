@@ -244,3 +244,44 @@ def test_without_the_context_a_submit_in_a_task_fails_at_once_and_says_so(events
 
     with pytest.raises(sky.BadRequest, match="prefect_context=True"):
         asks()
+
+
+@task
+def own_name() -> str:
+    return runtime.task_run.task_name
+
+
+@task
+def asks_the_api() -> str:
+    return str(Variable.get("answer"))
+
+
+def address_of_the_api() -> str | None:
+    return os.environ.get("PREFECT_API_URL")
+
+
+@pytest.mark.parametrize("opener", ["a script", "a flow"])
+def test_a_script_and_flows_share_a_pool_with_a_name(opener: str, api: str, events: list[Any]) -> None:
+    """In Prefect's context or not: the address of the API is of each call. Those of the script have none."""
+    name = f"shared-{opener.replace(' ', '-')}"
+
+    @contextlib.contextmanager
+    def script() -> Iterator[None]:
+        with sky.ComputePool(name=name, provider=sky.Local(price_per_hour=36.0), display="quiet") as pool:
+            yield
+            assert sky.compute(address_of_the_api)() >> pool is None
+
+    @flow(task_runner=runner(events, name=name, prefect_context=True))
+    def with_it() -> None:
+        assert own_name.submit().result() == "own_name"
+        with script():
+            assert task(address_of_the_api).submit().result() == api
+
+    @flow(task_runner=runner(events, name=name))
+    def without() -> None:
+        asks_the_api.submit().result()
+
+    with script() if opener == "a script" else contextlib.nullcontext():
+        with_it()
+        with pytest.raises(sky.BadRequest, match="asks Prefect's API"):
+            without()

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 import pytest
@@ -23,7 +23,8 @@ import skyward_core as sky
 from prefect_skyward import SkywardTaskRunner, on_skyward, ui
 from prefect_skyward.flow_pools import FlowPools
 from prefect_skyward.money import MoneyEnd
-from prefect_skyward.node_objects import NO_API, raise_if_prefect_s_api_was_used
+from prefect_skyward.node_objects import raise_if_prefect_s_api_was_used
+from prefect_skyward.prefect_context import NO_API
 from prefect_skyward.remote_call import state_of
 from prefect_skyward.report import run_report
 from prefect_skyward.report.run_report import RunReport
@@ -267,7 +268,7 @@ def provisioned() -> sky.InstanceProvisioned:
 def test_a_page_is_written_at_once_at_a_change_of_the_pool_and_else_every_15_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """However many costs and reports come. Here the 15 seconds do not pass."""
+    """However many costs and reports come, and task runs end: these are rows. Here the 15 seconds do not pass."""
     written: list[str] = []
 
     class Api:
@@ -295,9 +296,13 @@ def test_a_page_is_written_at_once_at_a_change_of_the_pool_and_else_every_15_sec
     take(sky.PoolReady("p-1", 1, 1, 2.0))
     for second in range(1000):
         take(sky.CostUpdate(float(second), second / 1000, 3.6, 0, 1))
+    for number in range(1000):
+        work = sky.Work(task="tiny", task_run=f"run-{number}")
+        report.task_cost(cast("Any", SimpleNamespace(id=f"use-{number}", work=work, cost=1e-6)), calls=1)
     take(sky.CostFinal(1.0, 1000.0, 3.6, 0, 1, 0.0))
     report.close()
     counts = Counter(written)
     assert counts["skyward-machines"] == 3, "at the request, when it is ready, at the end with its bill"
     assert counts["skyward-cost"] == counts["tag"] == 2
     assert counts["labels"] == 1 + 2 + 1, "before there is a cost, with each, and at last that it is final"
+    assert (counts["skyward-tasks"], counts["skyward-task-run"]) == (1, 0)
