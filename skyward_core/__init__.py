@@ -111,8 +111,8 @@ if TYPE_CHECKING:
     from skyward_core.events.events import emit as emit
     from skyward_core.events.events import use_callback as use_callback
     from skyward_core.events.narrator import Narrator as Narrator
-    from skyward_core.events.series import Series as Series
     from skyward_core.events.traces import Traces as Traces
+    from skyward_core.events.utilisation import Series as Series
     from skyward_core.events.utilisation import Utilisation as Utilisation
     from skyward_core.image.image import Image as Image
     from skyward_core.image.volume import S3Volume as S3Volume
@@ -156,8 +156,8 @@ if TYPE_CHECKING:
     from skyward_core.providers.runpod import RunPod as RunPod
     from skyward_core.providers.vastai import VastAI as VastAI
     from skyward_core.providers.verda import Verda as Verda
-    from skyward_core.provisioning.plan import Plan as Plan
-    from skyward_core.provisioning.plan import PlannedTask as PlannedTask
+    from skyward_core.provisioning.quote import Plan as Plan
+    from skyward_core.provisioning.quote import PlannedTask as PlannedTask
     from skyward_core.provisioning.quote import Quote as Quote
     from skyward_core.secret import Secret as Secret
     from skyward_core.serialization.plain_arguments import PlainObject as PlainObject
@@ -219,9 +219,8 @@ _HOMES = {
     "ledger.rows": "CostPart",
     "machines.instances": "Endpoint Instance InstanceState Lease Node",
     "events.narrator": "Narrator",
-    "events.series": "Series",
     "events.traces": "Traces",
-    "events.utilisation": "Utilisation",
+    "events.utilisation": "Series Utilisation",
     "machines.offers": "Offer Requirements",
     "pool.aio": "AsyncCalls",
     "pool.executor": "PoolExecutor",
@@ -231,8 +230,7 @@ _HOMES = {
     "programs.calls": "command_call script_call",
     "providers.base": "Provider",
     "providers.choice": "select_instance",
-    "provisioning.plan": "Plan PlannedTask",
-    "provisioning.quote": "Quote",
+    "provisioning.quote": "Plan PlannedTask Quote",
     "secret": "Secret",
     "spec": "PoolSpec Wishes",
     "machines.sealing": "check_secret_key",

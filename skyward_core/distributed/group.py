@@ -25,8 +25,7 @@ from skyward_core.distributed.training_process import ProcessEnded, TrainingProc
 from skyward_core.errors import BadRequest, CallCrashed
 from skyward_core.serialization import pickling, sources
 from skyward_core.worker.info import ENV, instance_info, to_env
-from skyward_core.worker.log_levels import of_this_process
-from skyward_core.worker.log_records import kept_mark
+from skyward_core.worker.log_records import kept_mark, of_this_process
 
 RENDEZVOUS_SECONDS = 300.0
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from skyward_core.distributed.member import Place
 from skyward_core.serialization.pickling import Pickled
 from skyward_core.serialization.sources import Source
-from skyward_core.worker.log_levels import LogLevels
+from skyward_core.worker.log_records import LogLevels
 
 LOOK_SECONDS = 0.2
 """How often to look whether the other process lives, because its own children may keep the connection open."""

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, cast
 from skyward_core.distributed.group import Group
 from skyward_core.distributed.training_channel import Channel, Failure, TrainingJob
 from skyward_core.serialization import exceptions, pickling, sources
-from skyward_core.worker import call_metrics, log_levels
+from skyward_core.worker import call_metrics, log_records
 from skyward_core.worker.log_records import keep_levels
 from skyward_core.worker.runner import completed
 from skyward_core.worker.watchdog import die_with_parent
@@ -40,7 +40,7 @@ def main() -> NoReturn:
 def _run(channel: Channel, job: TrainingJob) -> None:
     """Run the job and send its end. Tear the framework down only if all ranks have returned."""
     reporter = _settle_in(job.mark)
-    log_levels.of_this_process.set(job.log_levels)
+    log_records.of_this_process.set(job.log_levels)
     undo, pid = ExitStack(), os.getpid()
     try:
         value = _value(channel, job, undo)

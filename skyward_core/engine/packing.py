@@ -19,7 +19,7 @@ from skyward_core.serialization import pickling, sources
 from skyward_core.serialization.plain_arguments import PlainTypes, named_arguments, plain_arguments
 from skyward_core.work import NO_WORK, Work, paying_use, run_context
 from skyward_core.worker import shared_values
-from skyward_core.worker.log_levels import LogLevels
+from skyward_core.worker.log_records import LogLevels
 from skyward_core.worker.shared_values import SharedValue
 from skyward_core.worker.wire import INLINE_BYTES, Call, Parcel
 

@@ -1,4 +1,4 @@
-"""The levels of this process's loggers, as its calls get them on their nodes (`worker/log_levels.py`)."""
+"""The levels of this process's loggers, as its calls get them on their nodes (`worker/log_records.py`)."""
 
 from __future__ import annotations
 

@@ -38,8 +38,7 @@ from skyward_core.events.events import (
     RebalanceRecommended,
     SkywardEvent,
 )
-from skyward_core.events.series import written
-from skyward_core.events.utilisation import Utilisation
+from skyward_core.events.utilisation import Utilisation, written
 
 SECONDS_BETWEEN_COSTS = 60.0
 SECONDS_BETWEEN_REPORTS = 60.0

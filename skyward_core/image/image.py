@@ -26,10 +26,8 @@ from skyward_core.accelerators.cuda import cuda_of
 from skyward_core.errors import BadRequest
 from skyward_core.frozen import Frozen
 from skyward_core.image import local_files, shell
-from skyward_core.image.included_files import IncludedFiles, NodeFile, included_in, pinned
-from skyward_core.image.local_files import LocalFile
-from skyward_core.image.locking import locked
-from skyward_core.image.packages import NAME, Step, canonical, lacks, locked_steps, name_of, read_lock, steps
+from skyward_core.image.local_files import IncludedFiles, LocalFile, NodeFile, included_in, pinned
+from skyward_core.image.packages import NAME, Step, canonical, lacks, locked, locked_steps, name_of, read_lock, steps
 from skyward_core.secret import masked, refuse_masks
 
 

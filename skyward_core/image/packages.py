@@ -1,16 +1,28 @@
 """Arguments and files for uv: which of an image's packages come from which index, and the hashes of files.
 
 Pure text, for uv on a node and on the client.
+
+`locked` makes the lock of an image: on the client, with its own uv, before anything is rented. The network is used only
+for the package index.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
+import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
+
+import uv
+
+from skyward_core.errors import BadRequest
 
 NAME = re.compile(r"\s*([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)")
 """The name at the start of a requirement (PEP 508)."""
@@ -161,3 +173,54 @@ def _of_pylock(text: str) -> list[str]:
         marker = f" ; {package['marker']}" if "marker" in package else ""
         lines.append(" ".join([f"{package['name']}=={package['version']}{marker}", *hashes]))
     return lines
+
+
+COMPILE_SECONDS = 300.0
+COMPILE = ("--universal", "--generate-hashes", "--quiet", "--no-header", "--no-annotate", "--no-progress")
+
+
+def locked(
+    python: str, requirements: Sequence[str], pinned: Mapping[str, Sequence[str]], known: str, env: Mapping[str, str]
+) -> str:
+    """Return a lock of these requirements and their dependencies, for Linux on every architecture.
+
+    It begins with the `known` lock, whose versions are kept. `env` is the image's: its mirror or proxy is used here
+    too. Raises BadRequest with uv's message.
+    """
+    with tempfile.TemporaryDirectory(prefix="skyward-lock-") as folder:
+        (Path(folder) / PROJECT).write_text(project(requirements, pinned))
+        (Path(folder) / "known.txt").write_text(known)
+        command = [
+            uv.find_uv_bin(),
+            "pip",
+            "compile",
+            *COMPILE,
+            "--python",
+            sys.executable,
+            "--python-version",
+            python,
+            "--constraints",
+            "known.txt",
+            PROJECT,
+        ]
+        environment = {name: value for name, value in {**os.environ, **env}.items() if name != "UV_NO_VERIFY_HASHES"}
+        try:
+            done = subprocess.run(
+                command,
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=COMPILE_SECONDS,
+                stdin=subprocess.DEVNULL,
+                cwd=folder,
+                env=environment,
+            )
+        except subprocess.CalledProcessError as error:
+            raise BadRequest(f"the image's packages cannot be locked: {error.stderr.strip()}") from error
+        except subprocess.TimeoutExpired as error:
+            raise BadRequest(
+                f"the package index did not resolve the image's packages within {COMPILE_SECONDS:.0f} s, so they cannot"
+                " be locked"
+            ) from error
+    there = names_of(known)
+    return known + "".join(f"{line}\n" for line in read_lock(done.stdout).splitlines() if name_of(line) not in there)

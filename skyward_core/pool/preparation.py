@@ -16,7 +16,7 @@ from skyward_core.events.narrator import usd
 from skyward_core.machines import spot
 from skyward_core.providers.base import Provider
 from skyward_core.providers.local import Local
-from skyward_core.provisioning.abilities import questions
+from skyward_core.provisioning.alternatives import questions
 from skyward_core.secret import read_values, too_short_to_mask
 from skyward_core.serialization import pickling
 from skyward_core.spec import PoolSpec

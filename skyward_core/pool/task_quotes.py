@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from skyward_core.errors import SkywardError
 from skyward_core.pool.preparation import prepare
 from skyward_core.providers.base import Provider
-from skyward_core.provisioning.plan import PlannedTask
-from skyward_core.provisioning.quote import Quote, ceiling_of, quote
+from skyward_core.provisioning.quote import PlannedTask, Quote, ceiling_of, quote
 from skyward_core.spec import PoolSpec
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from skyward_core.compute import PendingCompute
 from skyward_core.errors import BadRequest
-from skyward_core.image.included_files import NEVER
+from skyward_core.image.local_files import NEVER
 from skyward_core.serialization.sources import Source, collect
 from skyward_core.worker.script import Command, File, Script, run_checked
 

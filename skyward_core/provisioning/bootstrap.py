@@ -25,8 +25,7 @@ from skyward_core.errors import BootstrapFailed, CommandFailed, ProvisioningTime
 from skyward_core.events.events import BootstrapProgress, BootstrapStarting, LogLine, SkywardEvent
 from skyward_core.image import shell
 from skyward_core.image.image import FrozenEnv
-from skyward_core.image.included_files import NodeFile
-from skyward_core.image.local_files import on_node
+from skyward_core.image.local_files import NodeFile, on_node
 from skyward_core.image.mig_shell import partition_gpus
 from skyward_core.image.volume_shell import mount_volumes
 from skyward_core.image.work_shell import make_work

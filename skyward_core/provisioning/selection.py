@@ -32,8 +32,7 @@ from skyward_core.machines import spot
 from skyward_core.machines.instances import Instance
 from skyward_core.machines.offers import Offer, matches
 from skyward_core.providers.base import Provider
-from skyward_core.provisioning.abilities import Question, questions
-from skyward_core.provisioning.alternatives import ask_each, joined, rank_all
+from skyward_core.provisioning.alternatives import Question, ask_each, joined, questions, rank_all
 from skyward_core.provisioning.candidates import (
     MEMORY_SECONDS,
     Candidate,

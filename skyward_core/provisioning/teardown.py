@@ -17,7 +17,7 @@ from skyward_core.concurrency.backoff import Backoff
 from skyward_core.errors import InstancesLeft
 from skyward_core.machines.instances import Instance
 from skyward_core.providers.base import Provider
-from skyward_core.provisioning.termination_request import report_gone, request_termination
+from skyward_core.provisioning.termination import report_gone, request_termination
 
 DEADLINE_SECONDS = 600.0
 """The longest wait, even if a provider says that it may take longer."""

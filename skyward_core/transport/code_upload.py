@@ -26,8 +26,7 @@ from pathlib import Path
 import uv
 
 from skyward_core.errors import BadRequest
-from skyward_core.image.included_files import IncludedFiles, NodeFile
-from skyward_core.image.local_files import LocalFile, sha256_of
+from skyward_core.image.local_files import IncludedFiles, LocalFile, NodeFile, sha256_of
 from skyward_core.image.uv_wheels import VERSION, WHEELS, Wheel
 from skyward_core.paths import cache_places, first_private
 from skyward_core.worker.private_folders import NotPrivate

@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 
 from skyward_core.errors import CommandFailed, ConnectionLost, SkywardError
 from skyward_core.events.events import ContactLost, ContactRegained, SkywardEvent
-from skyward_core.image.included_files import NodeFile
+from skyward_core.image.local_files import NodeFile
 from skyward_core.machines.instances import Instance
 from skyward_core.transport.code_upload import CompressedFile, shipped_archive, shipped_file, shipped_uv
 from skyward_core.transport.ssh_connection import SSHConnection

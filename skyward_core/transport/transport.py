@@ -16,7 +16,7 @@ from typing import Protocol, cast
 from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import SkywardError
 from skyward_core.events.events import SkywardEvent
-from skyward_core.image.included_files import NodeFile
+from skyward_core.image.local_files import NodeFile
 from skyward_core.machines.instances import Instance
 from skyward_core.worker.private_folders import is_private
 from skyward_core.worker.settings import memory_directory, write_atomically

@@ -5,6 +5,10 @@ What a `logging.StreamHandler` writes to stdout or stderr travels as one record.
 A record is one line of the runner's output, `MARK:LEVEL "TEXT"`. Its text is JSON, so that a traceback travels without
 line ends. A line `MARK:report JSON` has metrics of the call (`call_metrics.py`). MARK is the secret that ends the
 output of a call: no call can forge it. All other output stays lines without a level.
+
+The levels of the client's loggers hold on a node: `logging` drops there what it would drop in the client, and no more.
+They travel with each call (`events/levels_for_nodes.py` reads them), because clients with different levels may share a
+pool, and their calls the process of a slot.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ def keep_levels(mark: bytes, streams: tuple[TextIO, TextIO]) -> None:
 
     It changes `logging.StreamHandler` itself: the handlers are the calls' own (`logging.basicConfig()`), or Python's
     last resort, and need not exist yet. The last resort takes records of all levels: loggers drop those that the client
-    does not want (`log_levels.py`). It is no handler of the root logger, so that `basicConfig` in a call works.
+    does not want (`log_records.py`). It is no handler of the root logger, so that `basicConfig` in a call works.
     """
     global _kept_mark  # noqa: PLW0603 - like the handlers, it belongs to the process
     _kept_mark = mark
@@ -90,3 +94,34 @@ def _read(start: str, line: str) -> Iterator[tuple[int | None, str] | CallMetric
             yield CallMetrics.from_text(text) if level == KIND else (int(level), json.loads(text))
         except ValueError:  # cut short: the runner died while it wrote
             yield None, text
+
+
+type LogLevels = tuple[tuple[str, int], ...]
+"""Names of loggers and their levels; "" is the root logger."""
+
+
+class LevelsOfCalls:
+    """Sets the levels of this process's loggers for one call after the other.
+
+    What a call sets itself stays for the calls after it that come with the same levels, as its other global state does.
+    """
+
+    def __init__(self) -> None:
+        self.levels: LogLevels = ()
+        """Those of the last call."""
+        self._before: dict[str, int] = {}
+
+    def set(self, levels: LogLevels) -> None:
+        """Set these levels, and those of the call before as they were before it."""
+        if levels == self.levels:
+            return
+        for name, level in self._before.items():
+            logging.getLogger(name).setLevel(level)
+        self._before = {name: logging.getLogger(name).level for name, _ in levels}
+        self.levels = levels
+        for name, level in levels:
+            logging.getLogger(name).setLevel(level)
+
+
+of_this_process = LevelsOfCalls()
+"""The calls of a runner find it here, as they find the standard output."""

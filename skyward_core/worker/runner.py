@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 from skyward_core.errors import NodeLost, NotPicklable
 from skyward_core.serialization import exceptions, pickling, sources
 from skyward_core.work import RunContext, running_for
-from skyward_core.worker import call_metrics, item_sender, log_levels, shared_values
+from skyward_core.worker import call_metrics, item_sender, log_records, shared_values
 from skyward_core.worker.call_groups import MemoryAllowance
 from skyward_core.worker.environment_variable import RewrittenVariable
 from skyward_core.worker.gpus import is_context_broken
@@ -201,7 +201,7 @@ def _invoke(packet: Packet, functions: dict[str, sources.Loaded], sender: ItemSe
     with _lost_with_its_machine("arguments"):
         memory, data, buffers = packet.call.arguments.open()
     args, kwargs, *run = sources.unpack(data, buffers).value
-    log_levels.of_this_process.set(packet.call.levels)
+    log_records.of_this_process.set(packet.call.levels)
     with running_for(RunContext(*run[0]) if run else None):
         value = function.value(*args, **kwargs)
         if packet.call.ahead:

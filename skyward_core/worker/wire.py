@@ -189,7 +189,7 @@ class Call(NamedTuple):
     `timeout_seconds`: how long the slot lets it run; None: any time. `place`: for a call of a broadcast, the place of
     its node among those of the broadcast, from 0 on, and how many these are; None: as the node's settings say. `use`:
     the id of the use of the pool that pays for it; "": none but its client. `levels`: those of the client's loggers
-    (`log_levels.LogLevels`); all calls of a batch have the same object, which is pickled once. `env`: variables of the
+    (`log_records.LogLevels`); all calls of a batch have the same object, which is pickled once. `env`: variables of the
     process while the call runs.
     """
 

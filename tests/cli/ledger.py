@@ -44,7 +44,7 @@ from skyward_core.live.metrics import NodeUse
 from skyward_core.machines.owner import Owner
 from skyward_core.providers import base
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG
-from skyward_core.provisioning import plan as plans
+from skyward_core.provisioning import quote as plans
 from skyward_core.work import NO_WORK, Work
 from tests.cleanup.pools import FolderProvider
 

@@ -28,7 +28,7 @@ def quote(
 ) -> int:
     """Show what an orchestrator's tasks would rent, and what it costs at most."""
     from skyward_core.pool.task_quotes import quotes_of
-    from skyward_core.provisioning.plan import plans_of
+    from skyward_core.provisioning.quote import plans_of
 
     with redirect_stdout(sys.stderr):  # the definitions are programs, and may print; so do orchestrators
         plans = plans_of(target)

@@ -9,7 +9,7 @@ import pytest
 import skyward_core as sky
 from skyward_core.accelerators.mig import CHANGED_BY_RESET, TABLES, profiles
 from skyward_core.image.mig_shell import partition_gpus
-from skyward_core.provisioning.abilities import refuse
+from skyward_core.provisioning.alternatives import refuse
 from skyward_core.provisioning.bootstrap import node_script
 from skyward_core.provisioning.selection import warn
 from skyward_core.worker.settings import NodeSettings, with_partitions

@@ -61,7 +61,7 @@ from prefect_skyward.report.pool_state import PoolState, SharedPool
 from prefect_skyward.report.task_costs import TaskCosts
 from prefect_skyward.ui import RunLog
 from prefect_skyward.waiting_state import waiting_for_machines
-from skyward_core.events.series import MOST_POINTS, Series
+from skyward_core.events.utilisation import MOST_POINTS, Series
 from skyward_core.serialization import sources
 
 pytestmark = [pytest.mark.filterwarnings("default")]  # Prefect's own warnings are not our faults

@@ -13,7 +13,7 @@ import pytest
 
 from skyward_core.errors import BootstrapFailed, ConnectionLost, PoolClosed
 from skyward_core.image.image import Image
-from skyward_core.image.included_files import IncludedFiles
+from skyward_core.image.local_files import IncludedFiles
 from skyward_core.ledger.budgets import Commitment
 from skyward_core.ledger.journal import Journal
 from skyward_core.ledger.ledger import Ledger

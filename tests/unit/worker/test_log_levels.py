@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from skyward_core.events.levels_for_nodes import levels_for_nodes
-from skyward_core.worker.log_levels import LevelsOfCalls
+from skyward_core.worker.log_records import LevelsOfCalls
 
 
 @contextmanager

@@ -9,8 +9,7 @@ from itertools import pairwise
 import pytest
 
 from skyward_core.worker.log_records import LogLines, split_records
-from skyward_core.worker.progress_bars import SECONDS_BETWEEN_STATES
-from skyward_core.worker.runner_output import Stream
+from skyward_core.worker.runner_output import SECONDS_BETWEEN_STATES, Stream
 
 MARK = b"\x1e0123456789abcdef\x1e"
 RECORD = b'\x1e0123456789abcdef:30 "careful"\n'
