@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self, cast
 
 
 class ItemSource(Protocol):
-    """Where items come from: `engine.item_futures.ItemFuture`. Used by one thread at a time, except `leave_later`."""
+    """Where items come from: `engine.futures.ItemFuture`. Used by one thread at a time, except `leave_later`."""
 
     def take(self) -> Any:
         """Return the next item; waits for it. Raises StopIteration at the end, and the call's exception."""

@@ -183,8 +183,8 @@ class Members:
 
     @property
     def leaving(self) -> list[str]:
-        """Names of held workers of nodes that leave: they get the calls that may run nowhere else, because the node
-        waits for these, and none takes its place.
+        """Names of held workers of nodes that are to leave an elastic pool. They still get the calls that may run
+        nowhere else: their node leaves after these.
         """
         return [
             name

@@ -1,4 +1,4 @@
-"""The size of one session's pool, if it is elastic: what is measured for `engine.scaling`, and what the user sets.
+"""The size of one session's pool, if it is elastic: what is measured for `engine.elastic`, and what the user sets.
 
 The clock's thread calls `look`; any thread may call `scale`. It has no state: recovery decides and acts.
 """
