@@ -355,7 +355,7 @@ def rest_of_pool(instance: Any, *key: str) -> list[dict[str, Any]]:
     [
         ("team", sky.Work(), ("team",)),
         ("team/RUN/eu", sky.Work(), ("team", "run", "eu")),
-        ("dagster/backfill-abc/1", sky.Work("dagster", "ops", "backfill-abc"), ("ops",)),
+        ("dagster/backfill-abc/1", sky.Work("dagster", "weekly", "backfill-abc"), ("weekly",)),
     ],
     ids=["a name", "a name with the run's id", "a backfill"],
 )
