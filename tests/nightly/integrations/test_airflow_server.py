@@ -107,18 +107,6 @@ def test_the_first_example_of_the_page_runs_however_it_is_started(way: str, serv
     assert "[1, 4, 9] for 0." in run.log("tell") or way == "dags test", "whose log is on the terminal"
 
 
-@pytest.mark.parametrize("dag_id", ["attended", "durable"])
-def test_a_running_task_that_a_user_marks_as_failed_leaves_nothing(start: Any, dag_id: str) -> None:
-    """The kill ends the machines. The XCom says that it has no final bill, and the tab has the ledger's."""
-    job = start(dag_id)
-    job.begun()
-    job.run.mark("failed")
-    cost = job.ended(pools=1)
-    assert job.run.task()["state"] == "failed"
-    assert micro(job.run.tab()["cost_usd"]) == micro(cost)
-    assert job.run.xcom("skyward_pool")["pool_id"] == job.receipts()[0]["pool_id"]
-
-
 def test_a_deferred_task_that_a_user_marks_or_clears_leaves_nothing(start: Any) -> None:
     """Marked, its pool ends. Cleared, its pool ends and a fresh run begins, in another generation."""
     marked, cleared = start("deferred"), start("deferred")
