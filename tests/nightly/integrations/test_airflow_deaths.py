@@ -174,7 +174,7 @@ SEEN: dict[str, dict[str, Seen]] = {
     "SIGTERM while it rents": {"durable": Seen(1, 2)},
     "SIGTERM in the call": {"durable": ANEW},
     "the machine is gone": {"durable": ANEW},
-    "cleared while it runs": {"durable": ANEW},
+    "cleared while it runs": {"durable": ANEW, "deferrable": ANEW},
     "cleared after its success": {"durable": ANEW},
     "marked as failed": dict.fromkeys(KINDS, FAILED),
     "marked as success": {"durable": MARKED, "deferrable": MARKED},
