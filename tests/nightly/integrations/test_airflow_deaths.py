@@ -60,6 +60,7 @@ class Seen:
 
 ADOPTED = Seen(1, 1, adopts=True)
 ANEW = Seen(2, 2)
+ANEW_SHARED = Seen(2, 1)
 FAILED = Seen(1, 1, state="failed", needs_go=False)
 MARKED = Seen(1, 1, needs_go=False)
 KINDS = {
@@ -170,11 +171,11 @@ DEATHS: dict[str, Death] = {
     "marked as success before a triggerer took it": without_triggerer(mark_alone("success")),
 }
 SEEN: dict[str, dict[str, Seen]] = {
-    "SIGKILL of the task": {"durable": ADOPTED, "durable=False": ANEW},
+    "SIGKILL of the task": {"durable": ADOPTED, "durable=False": ANEW, "shared pool": ADOPTED},
     "SIGTERM while it rents": {"durable": Seen(1, 2)},
-    "SIGTERM in the call": {"durable": ANEW},
+    "SIGTERM in the call": {"durable": ANEW, "shared pool": ANEW_SHARED},
     "the machine is gone": {"durable": ANEW},
-    "cleared while it runs": {"durable": ANEW, "deferrable": ANEW},
+    "cleared while it runs": {"durable": ANEW, "durable=False": ANEW, "deferrable": ANEW, "shared pool": ANEW_SHARED},
     "cleared after its success": {"durable": ANEW},
     "marked as failed": dict.fromkeys(KINDS, FAILED),
     "marked as success": {"durable": MARKED, "deferrable": MARKED},
