@@ -111,6 +111,10 @@ def kill_task(job: Job) -> None:
     os.kill(job.run.task()["pid"], signal.SIGKILL)
 
 
+def kill_supervisor(job: Job) -> None:
+    os.kill(parent_of(job.run.task()["pid"]), signal.SIGKILL)
+
+
 def evict(job: Job) -> None:
     os.kill(parent_of(job.run.task()["pid"]), signal.SIGTERM)
 
@@ -159,6 +163,7 @@ def start_triggerer(server: AirflowServer) -> None:
 
 DEATHS: dict[str, Death] = {
     "SIGKILL of the task": Death(strike=kill_task),
+    "SIGKILL of the supervisor": Death(strike=kill_supervisor),
     "SIGTERM while it rents": Death(rent, evict),
     "SIGTERM in the call": Death(strike=evict),
     "the machine is gone": Death(strike=end_machines),
@@ -172,13 +177,14 @@ DEATHS: dict[str, Death] = {
 }
 SEEN: dict[str, dict[str, Seen]] = {
     "SIGKILL of the task": {"durable": ADOPTED, "durable=False": ANEW, "shared pool": ADOPTED},
-    "SIGTERM while it rents": {"durable": Seen(1, 2)},
-    "SIGTERM in the call": {"durable": ANEW, "shared pool": ANEW_SHARED},
+    "SIGKILL of the supervisor": {"durable": ADOPTED},
+    "SIGTERM while it rents": {"durable": Seen(1, 2), "durable=False": Seen(1, 2)},
+    "SIGTERM in the call": {"durable": ANEW, "durable=False": ANEW, "shared pool": ANEW_SHARED},
     "the machine is gone": {"durable": ANEW},
     "cleared while it runs": {"durable": ANEW, "durable=False": ANEW, "deferrable": ANEW, "shared pool": ANEW_SHARED},
     "cleared after its success": {"durable": ANEW},
     "marked as failed": dict.fromkeys(KINDS, FAILED),
-    "marked as success": {"durable": MARKED, "deferrable": MARKED},
+    "marked as success": dict.fromkeys(KINDS, MARKED),
     "cleared before a triggerer took it": {"deferrable": ANEW},
     "marked as failed before a triggerer took it": {"deferrable": FAILED},
     "marked as success before a triggerer took it": {"deferrable": MARKED},
