@@ -61,33 +61,19 @@ one_task("durable", retries=4)
 one_task("deferred", deferrable=True, retries=4)
 one_task("timed", deferrable=True, execution_timeout=timedelta(seconds=12))
 one_task("ended_with_worker", durable=False, retries=4)
-for kind, keywords in {
-    "durable": {},
-    "ended_with_worker": {"durable": False},
-    "deferred": {"deferrable": True},
-}.items():
-    one_task(f"{kind}_timed", retries=4, execution_timeout=timedelta(seconds=90), **keywords)
 
 
-def on_shared_pool(dag_id: str, **keywords: Any) -> None:
-    """Make a DAG with the task `work` between a setup and a teardown."""
-
-    @dag(dag_id=dag_id, schedule=None, max_active_runs=16)
-    def shared() -> None:
-        create = SkywardCreatePool(task_id="create", provider=LOCAL, retries=4)
-        release = SkywardReleasePool(task_id="release", skyward_pool=create.output)
-        shared = SkywardOperator(
-            task_id="work",
-            python_callable=work,
-            skyward_pool=create.output,
-            retries=4,
-            **{name: value for name, value in CALL.items() if name != "provider"},
-            **keywords,
-        )
-        create >> shared >> release
-
-    shared()
+@dag(dag_id="shared", schedule=None, max_active_runs=16)
+def shared() -> None:
+    """`work` between a setup and a teardown."""
+    create = SkywardCreatePool(task_id="create", provider=LOCAL, retries=4)
+    release = SkywardReleasePool(task_id="release", skyward_pool=create.output)
+    its = {name: value for name, value in CALL.items() if name != "provider"}
+    (
+        create
+        >> SkywardOperator(task_id="work", python_callable=work, skyward_pool=create.output, retries=4, **its)
+        >> release
+    )
 
 
-on_shared_pool("shared")
-on_shared_pool("shared_timed", execution_timeout=timedelta(seconds=90))
+shared()

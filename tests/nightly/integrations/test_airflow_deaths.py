@@ -61,7 +61,6 @@ class Seen:
 ADOPTED = Seen(1, 1, adopts=True)
 ANEW = Seen(2, 2)
 ANEW_SHARED = Seen(2, 1)
-GOES_ON = Seen(1, 1)
 FAILED = Seen(1, 1, state="failed", needs_go=False)
 MARKED = Seen(1, 1, needs_go=False)
 KINDS = {
@@ -116,13 +115,6 @@ def kill_supervisor(job: Job) -> None:
     os.kill(parent_of(job.run.task()["pid"]), signal.SIGKILL)
 
 
-def kill_supervisor_and_end(job: Job) -> None:
-    """The call ends while Airflow still counts the worker as alive."""
-    kill_supervisor(job)
-    job.go()
-    wait_until((job.folder / "ended").exists, "the end of the function", LONG)
-
-
 def evict(job: Job) -> None:
     os.kill(parent_of(job.run.task()["pid"]), signal.SIGTERM)
 
@@ -144,14 +136,6 @@ def mark_alone(state: str) -> Callable[[Job], None]:
     return strike
 
 
-def restart(name: str) -> OfService:
-    def strike(server: AirflowServer) -> None:
-        server.kill(name)
-        server.start(name)
-
-    return strike
-
-
 @dataclass(frozen=True)
 class Death:
     """`until` waits for the moment, `strike` is the death of one cell. A death of a whole service strikes all of its
@@ -160,7 +144,6 @@ class Death:
 
     until: Callable[[Job], None] = run
     strike: Callable[[Job], object] = lambda job: None
-    dags: str = "{}"
     before: OfService | None = None
     after: OfService | None = None
 
@@ -180,9 +163,7 @@ def start_triggerer(server: AirflowServer) -> None:
 
 DEATHS: dict[str, Death] = {
     "SIGKILL of the task": Death(strike=kill_task),
-    "SIGKILL of the task while it rents": Death(rent, kill_task),
     "SIGKILL of the supervisor": Death(strike=kill_supervisor),
-    "SIGKILL of the supervisor, then the call ends": Death(strike=kill_supervisor_and_end),
     "SIGTERM while it rents": Death(rent, evict),
     "SIGTERM in the call": Death(strike=evict),
     "the machine is gone": Death(strike=end_machines),
@@ -190,37 +171,20 @@ DEATHS: dict[str, Death] = {
     "cleared after its success": Death(succeed, lambda job: job.run.clear()),
     "marked as failed": Death(strike=lambda job: job.run.mark("failed")),
     "marked as success": Death(strike=lambda job: job.run.mark("success")),
-    "execution_timeout": Death(lambda job: job.begun(), dags="{}_timed"),
-    "SIGKILL of the scheduler": Death(after=restart("scheduler")),
-    "SIGKILL of the triggerer": Death(after=restart("triggerer")),
     "cleared before a triggerer took it": without_triggerer(lambda job: job.run.clear()),
     "marked as failed before a triggerer took it": without_triggerer(mark_alone("failed")),
     "marked as success before a triggerer took it": without_triggerer(mark_alone("success")),
 }
 SEEN: dict[str, dict[str, Seen]] = {
     "SIGKILL of the task": {"durable": ADOPTED, "durable=False": ANEW, "shared pool": ADOPTED},
-    "SIGKILL of the task while it rents": {
-        "durable": Seen(1, 2),
-        "durable=False": Seen(1, 2),
-        "deferrable": Seen(1, 2),
-    },
-    "SIGKILL of the supervisor": {"durable": ADOPTED, "durable=False": ANEW, "shared pool": ADOPTED},
-    "SIGKILL of the supervisor, then the call ends": {"durable": ADOPTED, "shared pool": ADOPTED},
-    "SIGTERM while it rents": {"durable": Seen(1, 2), "durable=False": Seen(1, 2), "deferrable": Seen(1, 2)},
+    "SIGKILL of the supervisor": {"durable": ADOPTED},
+    "SIGTERM while it rents": {"durable": Seen(1, 2), "durable=False": Seen(1, 2)},
     "SIGTERM in the call": {"durable": ANEW, "durable=False": ANEW, "shared pool": ANEW_SHARED},
-    "the machine is gone": {"durable": ANEW, "durable=False": ANEW, "deferrable": ANEW, "shared pool": ANEW},
+    "the machine is gone": {"durable": ANEW},
     "cleared while it runs": {"durable": ANEW, "durable=False": ANEW, "deferrable": ANEW, "shared pool": ANEW_SHARED},
-    "cleared after its success": {"durable": ANEW, "durable=False": ANEW, "deferrable": ANEW, "shared pool": FAILED},
+    "cleared after its success": {"durable": ANEW},
     "marked as failed": dict.fromkeys(KINDS, FAILED),
     "marked as success": dict.fromkeys(KINDS, MARKED),
-    "execution_timeout": {"durable": ANEW, "durable=False": ANEW, "deferrable": ANEW, "shared pool": ANEW_SHARED},
-    "SIGKILL of the scheduler": {
-        "durable": ADOPTED,
-        "durable=False": ANEW,
-        "deferrable": GOES_ON,
-        "shared pool": ADOPTED,
-    },
-    "SIGKILL of the triggerer": {"deferrable": GOES_ON},
     "cleared before a triggerer took it": {"deferrable": ANEW},
     "marked as failed before a triggerer took it": {"deferrable": FAILED},
     "marked as success before a triggerer took it": {"deferrable": MARKED},
@@ -263,7 +227,7 @@ class Cells:
         death = DEATHS[name]
         job: Job | None = None
         try:
-            job = Job(self.server, self.folder / "-".join(cell).replace(" ", "-"), death.dags.format(KINDS[kind]))
+            job = Job(self.server, self.folder / "-".join(cell).replace(" ", "-"), KINDS[kind])
             death.until(job)
             tried = job.run.task()["try_number"]
             death.strike(job)
@@ -309,6 +273,7 @@ def check(job: Job, wanted: Seen) -> None:
     assert ("adopted the call that try" in job.run.log()) == wanted.adopts
     if "shared" not in job.run.dag_id:
         assert micro(job.run.tab()["cost_usd"]) == micro(cost)
+        assert job.run.xcom("skyward_pool")["pool_id"] in {pool["pool_id"] for pool in job.receipts()}
         if wanted.needs_go:
             job.check_bill(wanted.pools)
     if wanted.needs_go:

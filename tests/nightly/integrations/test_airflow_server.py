@@ -109,36 +109,6 @@ def test_the_first_example_of_the_page_runs_however_it_is_started(way: str, serv
     assert "[1, 4, 9] for 0." in run.log("tell") or way == "dags test", "whose log is on the terminal"
 
 
-@pytest.mark.parametrize("dag_id", ["attended", "durable"])
-def test_a_running_task_that_a_user_marks_as_failed_leaves_nothing(start: Any, dag_id: str) -> None:
-    """The kill ends the machines. The XCom says that it has no final bill, and the tab has the ledger's."""
-    job = start(dag_id)
-    job.begun()
-    job.run.mark("failed")
-    cost = job.ended(pools=1)
-    assert job.run.task()["state"] == "failed"
-    assert micro(job.run.tab()["cost_usd"]) == micro(cost)
-    assert job.run.xcom("skyward_pool")["pool_id"] == job.receipts()[0]["pool_id"]
-
-
-def test_a_deferred_task_that_a_user_marks_or_clears_leaves_nothing(start: Any) -> None:
-    """Marked, its pool ends. Cleared, its pool ends and a fresh run begins, in another generation."""
-    marked, cleared = start("deferred"), start("deferred")
-    for job in (marked, cleared):
-        job.begun()
-        job.run.wait("deferred")
-    # before a triggerer has taken the task, Airflow does not report a mark: the machines end with their lease
-    wait_until(lambda: "[node 0] line" in marked.run.log(), "the trigger to follow the call")
-    marked.run.mark("failed")
-    cleared.run.clear()
-    cleared.begun(2)
-    marked.ended(pools=1)
-    cleared.go()
-    assert cleared.run.wait(FINAL)["state"] == "success"
-    cleared.check_bill(pools=2)
-    assert len(cleared.runs) == 2
-
-
 @pytest.mark.parametrize("who", ["task", "supervisor"])
 def test_the_next_try_adopts_the_call_of_a_worker_that_was_killed(start: Any, who: str) -> None:
     job = start("durable")
