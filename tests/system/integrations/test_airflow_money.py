@@ -432,3 +432,35 @@ def test_mapped_tasks_are_counted(found: dict[str, Any]) -> None:
 def test_another_target_is_left_to_other_orchestrators(target: str, tmp_path: Path) -> None:
     (tmp_path / "jobs.crontab").touch()
     assert planned_tasks(str(tmp_path / target)) is None
+
+
+@pytest.mark.nightly
+def test_the_bill_of_a_task_that_could_not_write_it_is_made_final_once_its_pool_has_ended(airflow: Airflow) -> None:
+    """As the sweep DAG does it for a task that was killed in its last try: its XCom is that of the renting."""
+    ran = airflow.run(
+        "settled",
+        """
+        from airflow_provider_skyward.airflow_compat import xcom_class
+        from airflow_provider_skyward.bills import settle_bills
+        @dag(schedule=None)
+        def settled():
+            @task.skyward(provider=LOCAL)
+            def killed(): return 1
+            @task
+            def sweep(bill, ti):
+                unknown = {"cost_usd": 0.0, "all_tries_usd": 0.0, "is_final": False}
+                xcom_class().set("skyward_cost", bill | unknown, dag_id=ti.dag_id, task_id="killed", run_id=ti.run_id)
+                at_once = timedelta(0)
+                return [bill, [settle_bills(), settle_bills(newest=at_once), settle_bills(newest=at_once)]]
+            sweep(killed()["skyward_cost"])
+        settled()
+        """,
+    )
+    bill, found = ran.result("sweep")
+    assert [any(":settled/" in one and one.endswith("/killed") for one in some) for some in found] == [
+        False,
+        True,
+        False,
+    ]
+    assert bill["is_final"]
+    assert ran.bill("killed") == bill
