@@ -282,6 +282,6 @@ def test_a_script_and_flows_share_a_pool_with_a_name(opener: str, api: str, even
         asks_the_api.submit().result()
 
     with script() if opener == "a script" else contextlib.nullcontext():
-        with_it()
         with pytest.raises(sky.BadRequest, match="asks Prefect's API"):
             without()
+        with_it()

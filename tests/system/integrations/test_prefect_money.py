@@ -239,7 +239,7 @@ def test_a_run_whose_process_could_not_write_its_bill_gets_it_by_the_ledger(monk
         fault.setattr(RunApi, "read", lambda api, keys: fail() if api._flow_run_id == UUID(ids[1]) else read(api, keys))
         settle_flow_runs()
     assert ids[1] in refused.value.__notes__[0]
-    (found,) = asked("/flow_runs/filter", {"flow_runs": {"id": {"any_": ids}}})
+    (found,) = asked("/flow_runs/filter", {"flow_runs": {"id": {"any_": ids[:1]}}})
     usd = sum(sky.cost_of(sky.Work(system="prefect", run=ids[0])).values())
     assert found["labels"]["skyward.is_final"]
     assert found["labels"]["skyward.cost_usd"] == pytest.approx(usd, abs=1e-6)
