@@ -255,11 +255,11 @@ class SkywardOperator(BaseOperator):
         refuse_without_teardown(self, instance, self.pool_setup_id, is_mapped=is_mapped)
         return self.pool_spec.with_(name=name)
 
-    def _do_render_template_fields(self, parent: Any, template_fields: Iterable[str], *more: Any) -> None:
+    def _do_render_template_fields(self, parent: Any, template_fields: Iterable[str], *more: Any, **named: Any) -> None:
         """As Airflow's, and an error of a template is said with its keyword. Another try would have the same error."""
         for name in template_fields:
             try:
-                super()._do_render_template_fields(parent, (name,), *more)
+                super()._do_render_template_fields(parent, (name,), *more, **named)
             except TemplateError as error:
                 why = (
                     f"the template in {name} of the task {self.task_id!r} cannot be rendered: {said_of_template(error)}"

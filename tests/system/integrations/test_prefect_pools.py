@@ -20,7 +20,7 @@ import pickle
 from prefect.context import TaskRunContext
 
 import skyward_core as sky
-from prefect_skyward import SkywardTaskRunner, on_skyward, ui
+from prefect_skyward import SkywardTaskRunner, on_skyward, ui, waiting_state
 from prefect_skyward.flow_pools import FlowPools
 from prefect_skyward.money import MoneyEnd
 from prefect_skyward.node_objects import raise_if_prefect_s_api_was_used
@@ -172,7 +172,8 @@ def test_a_direct_call_without_money_ends_the_run_s_money_and_is_not_tried_again
     monkeypatch.setattr(Pool, "open", open_pool)
     monkeypatch.setattr(MoneyEnd, "after", lambda _self, failure, *_: ends.append(failure))
     task: Any = SimpleNamespace(name="t", timeout_seconds=None, retry_condition_fn=None)
-    run: Any = SimpleNamespace(id="1", name="t-1", run_count=1, flow_run_id=None, tags=[])
+    run: Any = SimpleNamespace(id=None, name="t-1", run_count=1, flow_run_id=None, tags=[], state=None)
+    monkeypatch.setattr(waiting_state, "emit_task_run_state_change_event", lambda **_: None)
     with monkeypatch.context() as patch:
         patch.setattr(TaskRunContext, "get", lambda: SimpleNamespace(task=task, task_run=run))
         for _ in range(2):
