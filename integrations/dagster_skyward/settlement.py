@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,7 @@ OF_COSTS = {
 }
 FINISHED = [dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED]
 RUNS_AT_ONCE = 50
-LAST_OBSERVATIONS = 200
-"""Of an asset of pools: so many are looked through for a pool that has ended just now."""
+OBSERVATIONS_PER_PAGE = 200
 
 _log = logging.getLogger("skyward")
 
@@ -166,7 +166,7 @@ def _report_rest(instance: dg.DagsterInstance, receipt: Mapping[str, Any]) -> No
     held = sum(round(user["cost_usd"] * MICRO_PER_USD) for user in receipt["users"])
     rest = round(receipt["total_cost_usd"] * MICRO_PER_USD) - held
     key, pool_id = key_of_pool(receipt), receipt["pool_id"]
-    if rest <= 0 or _is_observed(instance, key, pool_id):
+    if rest <= 0 or _is_observed(instance, key, receipt):
         return
     metadata = {OTHER_COST_USD: rest / MICRO_PER_USD, POOL_ID: pool_id, **_as_metadata([dict(receipt)])}
     instance.report_runless_asset_event(
@@ -178,10 +178,22 @@ def _report_rest(instance: dg.DagsterInstance, receipt: Mapping[str, Any]) -> No
     )
 
 
-def _is_observed(instance: dg.DagsterInstance, key: dg.AssetKey, pool_id: str) -> bool:
-    records = instance.fetch_observations(key, limit=LAST_OBSERVATIONS).records
-    observed = [one.asset_observation.metadata for one in records if one.asset_observation is not None]
-    return any(its.get(POOL_ID) == dg.MetadataValue.text(pool_id) and OTHER_COST_USD in its for its in observed)
+def _is_observed(instance: dg.DagsterInstance, key: dg.AssetKey, receipt: Mapping[str, Any]) -> bool:
+    """Whether the asset has an observation of this pool's rest; all since the pool was opened are read."""
+    opened = datetime.fromisoformat(receipt["created_at"]).timestamp()
+    pool, wanted, cursor = (
+        dg.MetadataValue.text(receipt["pool_id"]),
+        dg.AssetRecordsFilter(key, after_timestamp=opened),
+        None,
+    )
+    while True:
+        page = instance.fetch_observations(wanted, limit=OBSERVATIONS_PER_PAGE, cursor=cursor)
+        observed = [one.asset_observation.metadata for one in page.records if one.asset_observation is not None]
+        if any(its.get(POOL_ID) == pool and OTHER_COST_USD in its for its in observed):
+            return True
+        if not page.has_more:
+            return False
+        cursor = page.cursor
 
 
 # ── what is reported ─────────────────────────────────────────────────────────────────────────────────────────────────

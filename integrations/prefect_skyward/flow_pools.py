@@ -84,7 +84,7 @@ class FlowPools:
         """
         for life in tuple(self._current):
             life.note_its_end()
-            life.tell_why()
+            life.update_waiting_messages()
         if self._idle_timeout is None:
             return
         oldest = time.monotonic() - self._idle_timeout

@@ -21,10 +21,10 @@ from prefect_skyward.secrets import values_of
 from prefect_skyward.ui import RunLog, RunLogs
 
 BREAK_OFF_SECONDS = 0.25
-TELL_SECONDS = 5.0
-"""The least time between two reasons that task runs get while they wait for machines."""
-MOST_TOLD = 20
-"""How many of them get another reason than the first: each is an event, and a thousand may wait."""
+UPDATE_SECONDS = 5.0
+"""The least time between two messages of a task run that waits for machines."""
+MOST_UPDATED = 20
+"""How many of these task runs get more than the first message: each is an event, and a thousand may wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,10 @@ class PoolLife:
         self._is_noted = False
         self._uses: dict[sky.Work, sky.PoolUse] = {}
         self._using = threading.Lock()
-        self._telling = threading.Lock()
+        self._messages = threading.Lock()
         self._waiting: list[Callable[[str], None]] = []
-        self._why = self._told = ""
-        self._told_at = -TELL_SECONDS
+        self._reason = self._sent_reason = ""
+        self._updated_at = -UPDATE_SECONDS
 
     def start(self, spent_usd: float) -> None:
         """Open the pool, in a thread. `spent_usd` was spent by earlier pools of this spec, under the same limit."""
@@ -131,25 +131,25 @@ class PoolLife:
             pass
 
     @contextmanager
-    def telling(self, say: Callable[[str], None]) -> Generator[None]:
-        """Let `say` have the reason why it is not open yet, at once, and until the end of the block when it changes."""
-        with self._telling:
-            say(self._why)
+    def waiting_message(self, say: Callable[[str], None]) -> Generator[None]:
+        """Call `say` with the reason why the pool is not open yet: now, and when it changes, until the block ends."""
+        with self._messages:
+            say(self._reason)
             self._waiting.append(say)
         try:
             yield
         finally:
-            with self._telling:
+            with self._messages:
                 self._waiting.remove(say)
 
-    def tell_why(self) -> None:
-        """Tell the first MOST_TOLD that wait why it is not open yet, if that has changed; not often."""
-        if self._why == self._told or time.monotonic() - self._told_at < TELL_SECONDS:
+    def update_waiting_messages(self) -> None:
+        """Send a changed reason to the first MOST_UPDATED that wait, at most once in UPDATE_SECONDS."""
+        if self._reason == self._sent_reason or time.monotonic() - self._updated_at < UPDATE_SECONDS:
             return
-        with self._telling:
-            self._told, self._told_at = self._why, time.monotonic()
-            for say in self._waiting[:MOST_TOLD]:
-                say(self._told)
+        with self._messages:
+            self._sent_reason, self._updated_at = self._reason, time.monotonic()
+            for say in self._waiting[:MOST_UPDATED]:
+                say(self._sent_reason)
 
     def terminate_now(self) -> None:
         """Leave the machines to the reaper and return at once."""
@@ -173,7 +173,7 @@ class PoolLife:
 
     def _open(self, spent_usd: float) -> None:
         facts = self._facts
-        sinks: list[sky.Callback] = [facts.logs, self._note_why]
+        sinks: list[sky.Callback] = [facts.logs, self._note_reason]
         try:
             if facts.report is not None:
                 sinks.append(facts.report.sink(self.name))
@@ -200,9 +200,9 @@ class PoolLife:
             self.idle_since = time.monotonic()
             self.opened.set_result(pool)
 
-    def _note_why(self, event: sky.SkywardEvent) -> None:
+    def _note_reason(self, event: sky.SkywardEvent) -> None:
         if isinstance(event, sky.CandidateRefused | sky.InstanceLaunching | sky.InstanceLost):
-            _, self._why = sky.Narrator().tell(event) or (0, self._why)
+            _, self._reason = sky.Narrator().tell(event) or (0, self._reason)
 
     def _report_shared(self, pool: sky.ComputePool) -> None:
         """Report a pool with a name: this flow run has a share of its cost. Raises nothing, or no call would begin."""

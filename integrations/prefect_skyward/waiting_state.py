@@ -46,7 +46,7 @@ def waiting_for_machines(life: PoolLife) -> Generator[None]:
         text = f"waiting for machines: {words}; the flow run's log says how far that is"
         own.run(_enter, run, Pending(name=WAITING, message=text))
 
-    with life.telling(say):
+    with life.waiting_message(say):
         yield
     running: State[Any] = Running()
     if run.run_count <= 1:

@@ -1,6 +1,6 @@
 """The migrations of the ledger: one module here for each version of the schema after the first.
 
-The first is 13: nobody but ourselves had a ledger of the twelve before it (decision 0051). It has no module, because
+The first is 13: no release wrote a ledger of the twelve before it (decision 0051). It has no module, because
 new ledgers get the tables of `tables.py` at once. Version 14 will be `v14_title.py` with `revision = "14"`,
 `down_revision = "13"` and `upgrade(op)`, and the row `v14_title` of `MIGRATIONS`. A released module does not change any
 more. It names tables and columns by text, because `tables.py` has the newest schema only.

@@ -360,7 +360,7 @@ def rest_of_pool(instance: Any, *key: str) -> list[dict[str, Any]]:
     ids=["a name", "a name with the run's id", "a backfill"],
 )
 def test_the_rest_of_a_pool_of_no_run_is_observed_once_it_has_ended(
-    name: str, owner: sky.Work, key: tuple[str, ...], bill: Bill, instance: Any
+    name: str, owner: sky.Work, key: tuple[str, ...], bill: Bill, instance: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the sensor, which keeps in its cursor which pools have not ended: the run is reported when that is kept. A run
     that comes after the end finds that nothing is missing.
@@ -387,8 +387,11 @@ def test_the_rest_of_a_pool_of_no_run_is_observed_once_it_has_ended(
     note_open(instance, second.run_id)
     bill.end()
     assert [tick(), cursor] == [[REPORTED, REPORTED], "[]"]
+    monkeypatch.setattr(settlement, "OBSERVATIONS_PER_PAGE", 1)
+    instance.report_runless_asset_event(dg.AssetObservation(dg.AssetKey(["skyward", "pools", *key])))
     report_rests(instance, [POOL])
-    (metadata,) = rest_of_pool(instance, *key)
+    metadata, *_ = (its for its in rest_of_pool(instance, *key) if its)
+    assert len([its for its in rest_of_pool(instance, *key) if its]) == 1
     assert (metadata[POOL_ID], metadata[OTHER_COST_USD], metadata[TOTAL_USD]) == (POOL, 0.5, 1.0)
     assert metadata[RECEIPT]["pool_id"] == POOL
     assert [row.data["USD"] for row in metadata[USERS].records] == [0.3, 0.2, 0.5]

@@ -5,7 +5,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, event
+from sqlalchemy import event
 
 from skyward_core.cleanup.ends import Ends
 from skyward_core.cleanup.pool_record import close_entries
@@ -113,11 +113,12 @@ def statements_of(ledger: Ledger) -> int:
     def see(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
         seen.append(statement)
 
-    event.listen(Engine, "before_cursor_execute", see)
+    engine = ledger._database._engine  # not all engines: threads of earlier tests may use others
+    event.listen(engine, "before_cursor_execute", see)
     try:
         ledger.cost_rows(CostBy.BUCKET)
     finally:
-        event.remove(Engine, "before_cursor_execute", see)
+        event.remove(engine, "before_cursor_execute", see)
     return len(seen)
 
 

@@ -161,24 +161,24 @@ def test_a_task_run_is_pending_while_its_machines_are_rented(
 def test_those_who_wait_for_machines_learn_why_and_are_told_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     """All have the first reason, and some the next ones: each is an event, and a thousand may wait."""
     life = PoolLife(local(), SimpleNamespace(work=sky.Work()), "")  # type: ignore[arg-type]
-    heard = [list[str]() for _ in range(pool_life.MOST_TOLD + 1)]
+    heard = [list[str]() for _ in range(pool_life.MOST_UPDATED + 1)]
     with ExitStack() as waiting:
         for one in heard:
-            waiting.enter_context(life.telling(one.append))
-        life._note_why(
+            waiting.enter_context(life.waiting_message(one.append))
+        life._note_reason(
             sky.CandidateRefused(
                 "aws", "eu-1", "p5", spot=False, error="NoCapacity", code="", message="none is left", seconds=0.5
             )
         )
-        life.tell_why()
-        life._note_why(sky.InstanceLaunching(2, "p4d", "aws"))
-        life.tell_why()  # it is too early
+        life.update_waiting_messages()
+        life._note_reason(sky.InstanceLaunching(2, "p4d", "aws"))
+        life.update_waiting_messages()  # it is too early
         assert heard[0] == ["", "aws/eu-1 p5: NoCapacity after 0.5 s: none is left"]
-        monkeypatch.setattr(pool_life, "TELL_SECONDS", 0.0)
+        monkeypatch.setattr(pool_life, "UPDATE_SECONDS", 0.0)
         for _ in range(2):
-            life.tell_why()
-    life._note_why(sky.InstanceLaunching(1, "p4d", "aws"))
-    life.tell_why()  # nobody waits any more
+            life.update_waiting_messages()
+    life._note_reason(sky.InstanceLaunching(1, "p4d", "aws"))
+    life.update_waiting_messages()  # nobody waits any more
     assert heard[0][2:] == heard[-2][2:] == ["launching 2 x p4d on aws"]
     assert heard[-1] == [""]
 
