@@ -29,12 +29,28 @@ from airflow.sdk import dag, task
 import skyward_core as sky
 from airflow_provider_skyward.operators import SkywardOperator
 LOCAL = sky.Local(price_per_hour=36.0)
+from tests.integrations.airflow_host import end_with_the_pool
 from tests.integrations.bare_node import BARE
 """
 POOLS_HEAD = f"{HEAD}from airflow_provider_skyward.pools import *\n"
 
 
 # ── DAGs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def end_with_the_pool(name: str) -> None:
+    """Let the present DAG end the pool with this name. Its tasks share it, which is cheaper than a pool for each."""
+    from airflow.sdk import teardown
+    from airflow.sdk.definitions._internal.contextmanager import DagContext
+
+    import skyward_core as sky
+
+    @teardown
+    def end_of_pool() -> None:
+        sky.release(name)
+
+    dag: Any = DagContext.get_current()
+    dag.leaves >> end_of_pool()
 
 
 @dataclass(frozen=True)

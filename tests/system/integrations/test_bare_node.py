@@ -202,7 +202,7 @@ def classic(day, *, run_id, logical_date, data_interval_start, params, **context
     return [day, type(logical_date).__module__, type(data_interval_start).__module__, params, sorted(context)]
 @dag(schedule=None, params={"n": 1, "deep": {"list": [1, 2]}})
 def bare():
-    here = {"provider": LOCAL, "image": BARE, "retries": 0}
+    here = {"provider": LOCAL, "image": BARE, "retries": 0, "name": "bare", "keep_warm": 600}
     @task.skyward(**here)
     def works(extra) -> dict:
         return {"modules": importable(), "x": point(extra["x"]).x, "kind": type(extra).__name__}
@@ -255,6 +255,7 @@ def bare():
         return data
     locked.override(task_id="locked")(data=[1, 2, 3, Locked()])
     SkywardOperator(task_id="classic", python_callable=classic, op_args=["{{ ds }}"], **here)
+    end_with_the_pool("bare")
 bare()
 """
 
