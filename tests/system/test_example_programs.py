@@ -30,6 +30,8 @@ PLAIN = {
     "grid_search.py": [r"best parameters: \{'C': \d+, 'gamma': 0\.001\}", r"right on unseen digits: 9[89]\.\d%"],
 }
 """What each program prints, as patterns in this order."""
+NIGHTLY = {"asyncio_tasks.py", "joblib_parallel.py", "scatter_array.py", "stream_generator.py"}
+"""What these show is also on a page whose blocks run in the gate, or has tests of its own there."""
 
 ARGUMENTS = {"guides/04_gpu_accelerators.py": ["A100", "256"]}
 
@@ -70,7 +72,9 @@ def test_there_is_a_test_for_every_program() -> None:
 
 
 @pytest.mark.timeout(450)
-@pytest.mark.parametrize("program", PLAIN)
+@pytest.mark.parametrize(
+    "program", [pytest.param(one, marks=[pytest.mark.nightly] * (one in NIGHTLY)) for one in PLAIN]
+)
 def test_a_program_prints_its_result(program: str) -> None:
     assert_printed(PLAIN[program], printed_by(program, *ARGUMENTS.get(program, [])))
 

@@ -208,7 +208,7 @@ def test_roots_cleanup_ignores_folders_named_by_another_users_process(users: Use
     assert hers.poll() is None
 
 
-@pytest.mark.parametrize("price", ["9999999", "abc"])
+@pytest.mark.parametrize("price", ["9999999", pytest.param("abc", marks=pytest.mark.nightly)])
 def test_another_users_process_costs_root_nothing_and_delays_no_close(
     users: Users, price: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -167,7 +167,7 @@ def test_without_retries_nothing_runs_twice(tmp_path: Path) -> None:
 # ── with retries ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_with_retries_a_loss_loses_no_result(tmp_path: Path, victim: int) -> None:
     """By default a map goes on when a node is lost, even the head: all results are right, and only calls in flight have
     run twice.

@@ -183,7 +183,7 @@ def test_a_flow_whose_tasks_are_all_cached_rents_nothing(events: list[Any]) -> N
     assert events == []
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_task_that_waits_for_a_slot_of_a_limit_rents_nothing(events: list[Any], is_async: bool) -> None:
     tag = f"one of us, {is_async}"
 

@@ -199,7 +199,9 @@ def tidied(program: Program) -> None:
     assert program.is_clean()
 
 
-@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "sig", [signal.SIGKILL, *(pytest.param(sig, marks=pytest.mark.nightly) for sig in (signal.SIGTERM, signal.SIGHUP))]
+)
 def test_a_signal_without_a_handler(program: Program, sig: signal.Signals) -> None:
     program.start(CALLS).come_to(program.is_running_a_call)
     assert len(list(program.bill.glob("local-*"))) == 1
@@ -213,7 +215,11 @@ def test_a_signal_without_a_handler(program: Program, sig: signal.Signals) -> No
     [
         pytest.param(CALLS, INTERRUPTED, "KeyboardInterrupt", id="Ctrl-C"),
         pytest.param(
-            f"signal.signal(signal.SIGINT, lambda *_: sys.exit(143)){CALLS}", 143, "", id="a handler that exits"
+            f"signal.signal(signal.SIGINT, lambda *_: sys.exit(143)){CALLS}",
+            143,
+            "",
+            id="a handler that exits",
+            marks=pytest.mark.nightly,
         ),
     ],
 )

@@ -165,7 +165,13 @@ def users(pool_id: str) -> list[PoolUser]:
         return users_of(ledger, pool_id)
 
 
-@pytest.mark.parametrize("belongs_to", [None, sky.Work(system="cron", run="nightly")], ids=["nobody", "a work"])
+@pytest.mark.parametrize(
+    "belongs_to",
+    [
+        pytest.param(None, id="nobody", marks=pytest.mark.nightly),
+        pytest.param(sky.Work(system="cron", run="nightly"), id="a work"),
+    ],
+)
 def test_each_process_pays_for_the_slots_of_its_calls(name: str, tmp_path: Path, belongs_to: sky.Work | None) -> None:
     """Live and at the end, the opener and who has joined; calls name no `PoolUse`. The rest is that of the pool, or of the work for
     which a program has made the name.

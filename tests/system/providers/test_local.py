@@ -281,7 +281,7 @@ def left_of(ids: list[str]) -> list[Any]:
     return running + [name for name in os.listdir("/dev/shm") if any(name.endswith(instance_id) for instance_id in ids)]
 
 
-@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("sig", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 def test_nodes_end_with_their_client(sig: signal.Signals, tmp_path: Path) -> None:
     """When a client is killed during a call, all processes of its nodes, and their memory, are gone within seconds."""
     process, log = client(tmp_path)

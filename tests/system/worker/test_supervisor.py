@@ -601,7 +601,7 @@ def two_nodes(
     return head, other, listen(head.text("head.json"))
 
 
-@pytest.mark.parametrize("ends", ["before", "after"])
+@pytest.mark.parametrize("ends", ["before", pytest.param("after", marks=pytest.mark.nightly)])
 def test_a_call_outlives_its_head_and_is_reported_to_the_next(
     start: Start, listen: Callable[[str], NoticePoller], tmp_path: Path, ends: str
 ) -> None:
