@@ -19,14 +19,13 @@ from dagster_skyward.metadata import StepContext, assets_of, partition_of, step_
 from dagster_skyward.step_log import Log, LogWriter
 from dagster_skyward.step_report import (
     BOOTSTRAP,
-    CHART,
     PROVISION,
     RUN,
     SPAN_SECONDS,
     WAIT,
     Spans,
     StepSpan,
-    chart_of,
+    charts_of,
     is_due,
     node_table,
     print_line,
@@ -104,8 +103,7 @@ class StepEvents:
 
     def details(self, pool: sky.ComputePool, use: sky.Utilisation) -> Mapping[str, Any]:
         """Return metadata that is no number: the machines, a console, the course of the utilisation."""
-        chart = chart_of(use)
-        return {**node_table(pool, self._consoles), **({CHART: dg.MetadataValue.md(chart)} if chart else {})}
+        return {**node_table(pool, self._consoles), **charts_of(use)}
 
     # ── the log ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

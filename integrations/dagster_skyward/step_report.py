@@ -30,7 +30,8 @@ COLOURS = {
     "memory_percent": "#2e9e6b",
 }
 """By the names of `sky.Utilisation.measured`. They can be told apart on white and on black."""
-NODES_TABLE, CONSOLE, CHART = "skyward/node_table", "skyward/console", "skyward/utilization"
+NODES_TABLE, CONSOLE = "skyward/node_table", "skyward/console"
+BARS, CHART = "skyward/utilization", "skyward/utilization_chart"
 
 
 @dataclass(slots=True)
@@ -42,14 +43,19 @@ class StepSpan:
     is_late: bool = False
 
 
-def chart_of(use: sky.Utilisation) -> str:
-    """Return the course of the utilisation as a picture and a table in Markdown; "" without a measurement."""
+def charts_of(use: sky.Utilisation) -> Mapping[str, dg.MarkdownMetadataValue]:
+    """Return the course of the utilisation as bars and as a picture, in Markdown; nothing without a measurement.
+
+    Dagster's page shows Markdown of less than 1,000 characters in place, as always the bars, and any other after a
+    click.
+    """
     rows = [
         f"| {use.words_of(name)} | {its.sparkline(0, 100)} | {its.mean:.0f} % | {its.greatest:.0f} % |"
         for name, its in use.measured.items()
     ]
     head = ["| | 0 to 100 % over time | mean | greatest |", "| --- | --- | --- | --- |"]
-    return "\n".join([_picture(use), "", *head, *rows] if rows else [])
+    texts = {BARS: "\n".join([*head, *rows]), CHART: _picture(use)} if rows else {}
+    return {name: dg.MetadataValue.md(text) for name, text in texts.items()}
 
 
 def _picture(use: sky.Utilisation) -> str:

@@ -44,7 +44,7 @@ from dagster_skyward.settlement import (  # noqa: E402
 )
 from dagster_skyward.step import Step  # noqa: E402
 from dagster_skyward.step_events import StepEvents  # noqa: E402
-from dagster_skyward.step_report import BOOTSTRAP, CHART, CONSOLE, NODES_TABLE, PROVISION, RUN, WAIT, savings  # noqa: E402
+from dagster_skyward.step_report import BARS, BOOTSTRAP, CHART, CONSOLE, NODES_TABLE, PROVISION, RUN, WAIT, savings  # noqa: E402
 from dagster_skyward.upkeep import _report_costs  # noqa: E402
 from skyward_core.ledger.ledger import Ledger  # noqa: E402
 from skyward_core.ledger.rows import Bucket, Price, ResourceKind, ResourceRequest  # noqa: E402
@@ -594,7 +594,7 @@ def test_a_running_step_is_observed_every_fifteen_seconds(instance: Any, monkeyp
 
 def lines_of_picture(chart: str) -> list[str]:
     """The points of each line of the picture in Markdown, from left to right; 110 is 0 %, 10 is 100 %."""
-    head, data = chart.splitlines()[0].removesuffix(")").split(",")
+    head, data = chart.removesuffix(")").split(",")
     assert head == "![utilisation](data:image/svg+xml;base64"
     svg = ET.fromstring(base64.b64decode(data))
     return [line.attrib["points"] for line in svg if line.tag.endswith("}polyline")][:2]
@@ -633,7 +633,7 @@ def test_what_was_measured_is_metadata(instance: Any) -> None:
     assert found[CONSOLE].value == "https://console.example/i-1"
     (row,) = found[NODES_TABLE].records
     assert (row.data["machine"], row.data["market"], row.data["console"]) == ("i-1", "spot", found[CONSOLE].value)
-    assert "| accelerators | ▁█ | 50 % | 100 % |" in found[CHART].value
+    assert "| accelerators | ▁█ | 50 % | 100 % |" in found[BARS].value
     assert lines_of_picture(found[CHART].value) == [
         "50.0,110.0 530.0,10.0",
         "50.0,100.0 210.0,80.0 370.0,60.0 530.0,80.0",
