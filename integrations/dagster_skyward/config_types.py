@@ -17,8 +17,6 @@ import skyward_core as sky
 
 ANY_OF = "any_of"
 LEAST, MOST = "least", "most"
-PROVIDERS = ("AWS", "DigitalOcean", "Hosts", "Local", "RunPod", "VastAI", "Verda")
-"""The providers of `skyward_core`. Those of other distributions are found by their entry points."""
 
 
 def _optional(config_type: Any, description: str | None = None) -> dg.Field:
@@ -96,8 +94,10 @@ def _type_of(annotation: Any) -> Any:
 
 
 def _provider_fields() -> dict[str, dg.Field]:
-    """Return the fields of all providers: the config system cannot choose them by the name."""
-    classes = [getattr(sky, name) for name in PROVIDERS]
+    """Return the fields of all providers, also of other distributions: the config system cannot choose them by the
+    name.
+    """
+    classes = [getattr(sky, name) for name in sky.PROVIDERS]
     for entry in entry_points(group="skyward.providers"):
         try:
             classes.append(entry.load())

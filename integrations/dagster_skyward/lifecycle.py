@@ -126,7 +126,10 @@ def spec_of_step(spec: sky.PoolSpec, tags: Mapping[str, str]) -> sky.PoolSpec:
         return spec
     keywords = _config_of(text)
     _refuse_plain_secrets_in_tag(keywords)
-    return changed_spec(spec, keywords)
+    try:
+        return changed_spec(spec, keywords)
+    except sky.BadRequest as error:
+        raise sky.BadRequest(f"the tag {CONFIG_TAG}: {error}") from error
 
 
 def spec_of_use(spec: sky.PoolSpec, context: StepContext | None, settings: Mapping[str, Any]) -> sky.PoolSpec:

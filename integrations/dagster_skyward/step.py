@@ -5,9 +5,10 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import skyward_core as sky
-from dagster_skyward.metadata import Usage
+from dagster_skyward.metadata import NODES, POOL_ID, RUNNING_COST_USD, RUNNING_SECONDS, Usage, numbers_of
 from dagster_skyward.step_events import Listener
 
 UNSEEN_SECONDS = 3.0
@@ -116,6 +117,26 @@ class Step:
     def cost_usd(self) -> float:
         """USD of all its uses so far."""
         return float(sum(use.cost for use in self.uses.values()))
+
+    @property
+    def utilisation(self) -> sky.Utilisation:
+        """That of the pool which it has used last; of an earlier one if nothing was measured there."""
+        found = [use.utilisation for use in reversed(self.uses.values())]
+        return next((one for one in found if one.measured), found[0])
+
+    def numbers(self) -> dict[str, float | str]:
+        """Return what was measured and reported as metadata; what a later pool has too replaces an earlier one's."""
+        return {name: value for use in self.uses.values() for name, value in numbers_of(use.utilisation).items()}
+
+    def running(self, pool: sky.ComputePool) -> dict[str, Any]:
+        """Return the metadata of an observation while it uses a pool."""
+        return {
+            RUNNING_COST_USD: round(self.cost_usd, 6),
+            RUNNING_SECONDS: round(self.time.since_began, 1),
+            NODES: pool.instance_count,
+            POOL_ID: pool.id,
+            **self.numbers(),
+        }
 
     @property
     def is_waiting(self) -> bool:

@@ -15,27 +15,17 @@ import dagster as dg
 
 import skyward_core as sky
 from dagster_skyward.dagster_events import report_observation
-from dagster_skyward.metadata import (
-    NODES,
-    POOL_ID,
-    RUNNING_COST_USD,
-    RUNNING_SECONDS,
-    StepContext,
-    assets_of,
-    partition_of,
-    step_key,
-    work_of,
-)
+from dagster_skyward.metadata import StepContext, assets_of, partition_of, step_key, work_of
 from dagster_skyward.step_log import Log, LogWriter
 from dagster_skyward.step_report import (
     BOOTSTRAP,
-    CHART,
     PROVISION,
     RUN,
     SPAN_SECONDS,
     WAIT,
     Spans,
-    StepReport,
+    StepSpan,
+    charts_of,
     is_due,
     node_table,
     print_line,
@@ -63,8 +53,8 @@ class StepEvents:
         self._writer = LogWriter()
         self._spans = Spans(instance, run)
         self._consoles: dict[str, str | None] = {}
-        self._reports: WeakKeyDictionary[StepContext, StepReport] = WeakKeyDictionary()
-        self._report = StepReport()
+        self._of_steps: WeakKeyDictionary[StepContext, StepSpan] = WeakKeyDictionary()
+        self._of_step = StepSpan()
         self._live_at: WeakKeyDictionary[StepContext, float] = WeakKeyDictionary()
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -72,13 +62,13 @@ class StepEvents:
     def begin(self, context: StepContext) -> None:
         """From now on the events are those of this step."""
         self._log, self._step = context.log, step_key(context) or ""
-        self._report = self._reports.setdefault(context, StepReport())
+        self._of_step = self._of_steps.setdefault(context, StepSpan())
         self._live_at.setdefault(context, time.monotonic())
 
     def opened(self) -> None:
         """The step has its pool, and makes calls: a span begins, once for each step."""
-        if not self._report.has_span:
-            self._report.has_span = True
+        if not self._of_step.has_begun:
+            self._of_step.has_begun = True
             self._do(lambda step=self._step: self._spans.begin(step, RUN, "the step uses its pool"))
 
     def failed(self, error: BaseException) -> None:
@@ -89,19 +79,19 @@ class StepEvents:
 
     def used(self, context: StepContext) -> None:
         """A use has ended: the end of the step's span moves to now, every few seconds."""
-        report = self._reports.get(context)
-        if report is None or not report.has_span:
+        span = self._of_steps.get(context)
+        if span is None or not span.has_begun:
             return
-        report.is_span_late = not is_due(report.span_moved_at, SPAN_SECONDS)
-        if not report.is_span_late:
-            self._move_span(report, step_key(context) or "")
+        span.is_late = not is_due(span.moved_at, SPAN_SECONDS)
+        if not span.is_late:
+            self._move_span(span, step_key(context) or "")
 
-    def live(self, context: StepContext, pool: sky.ComputePool, seconds: float, cost_usd: float) -> None:
-        """While the step uses a pool: observe its assets with the cost so far, every LIVE_SECONDS."""
+    def live(self, context: StepContext, running: Callable[[], Mapping[str, Any]]) -> None:
+        """While the step uses a pool: observe its assets with this metadata, every LIVE_SECONDS."""
         if not is_due(self._live_at.get(context, 0.0), LIVE_SECONDS):
             return
         self._live_at[context] = time.monotonic()
-        self._do(lambda: self._observe(context, pool, seconds, cost_usd))
+        self._do(lambda: self._observe(context, running()))
 
     def waits(self, context: StepContext, *, is_waiting: bool) -> None:
         """The step's calls wait for slots that others hold, or do so no more: a span begins or ends."""
@@ -111,14 +101,9 @@ class StepEvents:
         else:
             self._do(lambda: self._spans.end(step, WAIT, "the step's calls have slots, or have ended"))
 
-    def of_step(self, context: StepContext) -> StepReport:
-        """Return what was measured since the step's first use of a pool."""
-        return self._reports.get(context) or StepReport()
-
-    def details(self, context: StepContext, pool: sky.ComputePool) -> Mapping[str, Any]:
+    def details(self, pool: sky.ComputePool, use: sky.Utilisation) -> Mapping[str, Any]:
         """Return metadata that is no number: the machines, a console, the course of the utilisation."""
-        chart = self.of_step(context).chart()
-        return {**node_table(pool, self._consoles), **({CHART: dg.MetadataValue.md(chart)} if chart else {})}
+        return {**node_table(pool, self._consoles), **charts_of(use)}
 
     # ── the log ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -133,9 +118,9 @@ class StepEvents:
 
     def resource_only(self) -> None:
         """The events after all steps are the resource's."""
-        for context, report in tuple(self._reports.items()):
-            if report.is_span_late:
-                self._move_span(report, step_key(context) or "")
+        for context, span in tuple(self._of_steps.items()):
+            if span.is_late:
+                self._move_span(span, step_key(context) or "")
         self._log, self._step = self._resource_log, ""
 
     def close(self) -> None:
@@ -156,8 +141,6 @@ class StepEvents:
                 self._span(BOOTSTRAP, "the machines are prepared")
             case sky.PoolReady():
                 self._end_opening("the pool is ready")
-            case sky.Metrics() | sky.CallReported() | sky.CallProgress() | sky.InstanceLost():
-                self._report.use.see(event)
             case sky.LogLine(level=level, is_shown=True) if self._prints:
                 self._do(lambda: print_line(event))
                 if (level or logging.INFO) < logging.WARNING:
@@ -184,21 +167,14 @@ class StepEvents:
         self._end_span(PROVISION, words)
         self._end_span(BOOTSTRAP, words)
 
-    def _move_span(self, report: StepReport, step: str) -> None:
-        report.span_moved_at, report.is_span_late = time.monotonic(), False
+    def _move_span(self, span: StepSpan, step: str) -> None:
+        span.moved_at, span.is_late = time.monotonic(), False
         self._do(lambda: self._spans.move_end(step, RUN, "the step has used its pool"))
 
-    def _observe(self, context: StepContext, pool: sky.ComputePool, seconds: float, cost_usd: float) -> None:
+    def _observe(self, context: StepContext, metadata: Mapping[str, Any]) -> None:
         if self._instance is None or self._run is None:
             return
-        report, work = self.of_step(context), work_of(context)
-        metadata = {
-            RUNNING_COST_USD: round(cost_usd, 6),
-            RUNNING_SECONDS: round(seconds, 1),
-            NODES: pool.instance_count,
-            POOL_ID: pool.id,
-            **report.numbers(),
-        }
+        work = work_of(context)
         for asset in assets_of(context):
             observation = dg.AssetObservation(asset, metadata=metadata, partition=partition_of(work))
             report_observation(self._instance, self._run, work.task, observation, "the step runs")

@@ -5,6 +5,7 @@ A step's cost is the bill of its uses. A pool that several steps use belongs to 
 is for the run, and for no step.
 """
 
+import functools
 import logging
 import threading
 from collections.abc import Generator, Mapping
@@ -393,7 +394,7 @@ class StepPools:
         )
         if context is None:
             return block
-        block = replace(block, measured=self.events.of_step(context).numbers())
+        block = replace(block, measured=step.numbers())
         whole = replace(
             block,
             cost_usd=cost,
@@ -401,7 +402,7 @@ class StepPools:
             queue_seconds=queued,
             pool_ids=tuple(one.id for one in step.uses if one.id),
             savings_usd=savings(pool, cost),
-            details=self.events.details(context, pool),
+            details=self.events.details(pool, step.utilisation),
         )
         record(context, self, whole)
         return block
@@ -447,7 +448,7 @@ class StepPools:
             if (pool := step.pool) is not None:
                 if step.time.note_waiting(is_waiting=(is_waiting := step.is_waiting)):
                     self.events.waits(context, is_waiting=is_waiting)
-                self.events.live(context, pool, step.time.since_began, step.cost_usd)
+                self.events.live(context, functools.partial(step.running, pool))
 
     def _stop(self, why: str) -> None:
         """Called in the watch's thread: hands the machines' end to the reaper first, in case this process is killed."""

@@ -1,4 +1,4 @@
-"""What the events of pools say of a step: utilisation, machines, and what the run's page shows while it runs.
+"""What a run's page shows of a step: the utilisation as a picture, the machines, spans and errors.
 
 Spans of the Gantt chart are pairs of engine events with markers. Everything is written in the thread of `LogWriter`.
 """
@@ -9,14 +9,13 @@ import math
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 import dagster as dg
 
 import skyward_core as sky
 from dagster_skyward.dagster_events import report_error, report_span
-from dagster_skyward.metadata import numbers_of
 
 PROVISION, BOOTSTRAP, RUN, WAIT = "skyward_provision", "skyward_bootstrap", "skyward_run", "skyward_wait"
 """Spans: machines are requested; they are prepared; the step uses the pool; its calls wait for slots of others."""
@@ -31,30 +30,32 @@ COLOURS = {
     "memory_percent": "#2e9e6b",
 }
 """By the names of `sky.Utilisation.measured`. They can be told apart on white and on black."""
-NODES_TABLE, CONSOLE, CHART = "skyward/node_table", "skyward/console", "skyward/utilization"
+NODES_TABLE, CONSOLE = "skyward/node_table", "skyward/console"
+BARS, CHART = "skyward/utilization", "skyward/utilization_chart"
 
 
 @dataclass(slots=True)
-class StepReport:
-    """The measurements of one step, from its first use of a pool on."""
+class StepSpan:
+    """The span RUN of one step: whether it has begun, when its end was moved, and whether that end is too early."""
 
-    use: sky.Utilisation = field(default_factory=sky.Utilisation)
-    has_span: bool = False
-    span_moved_at: float = -math.inf
-    is_span_late: bool = False
+    has_begun: bool = False
+    moved_at: float = -math.inf
+    is_late: bool = False
 
-    def numbers(self) -> dict[str, float | str]:
-        """Return metadata that plots: means and maxima of all nodes in percent, and the last values of `sky.report`."""
-        return numbers_of(self.use)
 
-    def chart(self) -> str:
-        """Return the course of the utilisation as a picture and a table in Markdown; "" without a measurement."""
-        rows = [
-            f"| {self.use.words_of(name)} | {its.sparkline(0, 100)} | {its.mean:.0f} % | {its.greatest:.0f} % |"
-            for name, its in self.use.measured.items()
-        ]
-        head = ["| | 0 to 100 % over time | mean | greatest |", "| --- | --- | --- | --- |"]
-        return "\n".join([_picture(self.use), "", *head, *rows] if rows else [])
+def charts_of(use: sky.Utilisation) -> Mapping[str, dg.MarkdownMetadataValue]:
+    """Return the course of the utilisation as bars and as a picture, in Markdown; nothing without a measurement.
+
+    Dagster's page shows Markdown of less than 1,000 characters in place, as always the bars, and any other after a
+    click.
+    """
+    rows = [
+        f"| {use.words_of(name)} | {its.sparkline(0, 100)} | {its.mean:.0f} % | {its.greatest:.0f} % |"
+        for name, its in use.measured.items()
+    ]
+    head = ["| | 0 to 100 % over time | mean | greatest |", "| --- | --- | --- | --- |"]
+    texts = {BARS: "\n".join([*head, *rows]), CHART: _picture(use)} if rows else {}
+    return {name: dg.MetadataValue.md(text) for name, text in texts.items()}
 
 
 def _picture(use: sky.Utilisation) -> str:

@@ -93,7 +93,11 @@ class Run:
         return found
 
     def await_end(self) -> str:
-        wait_until(lambda: self.status in ENDED, f"the end of {self.id}; its log ends in {self.last()}", 300)
+        try:
+            wait_until(lambda: self.status in ENDED, f"the end of {self.id}", 300)
+        except TimeoutError as error:
+            error.add_note(f"It is {self.status}, and its log ends in {self.last()}")
+            raise
         return self.status
 
     def last(self) -> list[str]:

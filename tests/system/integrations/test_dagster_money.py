@@ -16,7 +16,7 @@ import pytest
 dg = pytest.importorskip("dagster")
 
 import skyward_core as sky  # noqa: E402
-from dagster_skyward import settlement, step_events, step_report  # noqa: E402
+from dagster_skyward import settlement, step, step_events, step_report  # noqa: E402
 from dagster_skyward.metadata import (  # noqa: E402
     COST_USD,
     CPU_UTIL_PCT,
@@ -42,8 +42,9 @@ from dagster_skyward.settlement import (  # noqa: E402
     settle,
     settle_ended_runs,
 )
+from dagster_skyward.step import Step  # noqa: E402
 from dagster_skyward.step_events import StepEvents  # noqa: E402
-from dagster_skyward.step_report import BOOTSTRAP, CHART, CONSOLE, NODES_TABLE, PROVISION, RUN, WAIT, savings  # noqa: E402
+from dagster_skyward.step_report import BARS, BOOTSTRAP, CHART, CONSOLE, NODES_TABLE, PROVISION, RUN, WAIT, savings  # noqa: E402
 from dagster_skyward.upkeep import _report_costs  # noqa: E402
 from skyward_core.ledger.ledger import Ledger  # noqa: E402
 from skyward_core.ledger.rows import Bucket, Price, ResourceKind, ResourceRequest  # noqa: E402
@@ -449,11 +450,20 @@ class OpenPool:
     """What the report reads of an open pool."""
 
     id, is_active, instance_count, spec = "sky-1", True, 1, sky.PoolSpec.of(provider=sky.Local())
+    work, cost, cost_final = sky.Work(system="dagster"), 0.25, None
     lease = sky.Lease.model_construct(pool_id="sky-1", nodes=(sky.Node(instance=MACHINE, rank=0),))
 
 
 def metrics(gpu: float | None, cpu: float) -> sky.Metrics:
     return sky.Metrics("i-1", 0, cpu, 50.0, 100 * cpu, 8000.0, gpu_utilization=gpu)
+
+
+def measured(its: Step, *events: sky.SkywardEvent) -> Step:
+    """The step, which has used another pool in which this happened."""
+    use = its.use_of(OpenPool())  # type: ignore[arg-type]
+    for event in events:
+        use.utilisation.see(event)
+    return its
 
 
 def run_with(what: Any, instance: Any) -> list[Any]:
@@ -561,15 +571,15 @@ def test_lines_of_nodes_are_printed_and_logged_with_their_levels(
 
 def test_a_running_step_is_observed_every_fifteen_seconds(instance: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    for module in (step_events, step_report):
+    for module in (step, step_events, step_report):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def run(context: Any, events: StepEvents) -> None:
-        events.take(sky.CallProgress(1, 0, 0))
-        events.take(metrics(50.0, 20.0))
+        its = measured(Step(OpenPool.work), sky.CallProgress(1, 0, 0), metrics(50.0, 20.0))
         for _ in range(40):
             now[0] += 1.0
-            events.live(context, OpenPool(), now[0] - 1000.0, 0.25)  # type: ignore[arg-type]
+            events.live(context, lambda: its.running(OpenPool()))  # type: ignore[arg-type]
+            events.flush()
 
     observed = [
         entry.dagster_event.asset_observation_data.asset_observation
@@ -584,7 +594,7 @@ def test_a_running_step_is_observed_every_fifteen_seconds(instance: Any, monkeyp
 
 def lines_of_picture(chart: str) -> list[str]:
     """The points of each line of the picture in Markdown, from left to right; 110 is 0 %, 10 is 100 %."""
-    head, data = chart.splitlines()[0].removesuffix(")").split(",")
+    head, data = chart.removesuffix(")").split(",")
     assert head == "![utilisation](data:image/svg+xml;base64"
     svg = ET.fromstring(base64.b64decode(data))
     return [line.attrib["points"] for line in svg if line.tag.endswith("}polyline")][:2]
@@ -597,12 +607,15 @@ def test_what_was_measured_is_metadata(instance: Any) -> None:
     found: dict[str, Any] = {}
 
     def measure(context: Any, events: StepEvents) -> None:
+        for event in OPENING:
+            events.take(event)
         idle, last = metrics(100.0, 100.0), sky.CallReported(0, "i-1", "call", 9, {"loss": 0.25, "lr": math.nan}, 0.0)
-        for event in (*OPENING, idle, sky.CallProgress(1, 0, 0), metrics(0.0, 10.0), metrics(100.0, 30.0), last):
-            events.take(event)
-        for event in (metrics(None, 50.0), sky.CallProgress(1, 1, 0), metrics(None, 30.0), idle):
-            events.take(event)
-        found.update(events.details(context, OpenPool()), measured=events.of_step(context).numbers())  # type: ignore[arg-type]
+        its = measured(
+            Step(OpenPool.work),
+            *(idle, sky.CallProgress(1, 0, 0), metrics(0.0, 10.0), metrics(100.0, 30.0), last),
+            *(metrics(None, 50.0), sky.CallProgress(1, 1, 0), metrics(None, 30.0), idle),
+        )
+        found.update(events.details(OpenPool(), its.utilisation), measured=its.numbers())  # type: ignore[arg-type]
 
     run_with(measure, instance)
     assert found["measured"] == {
@@ -620,7 +633,7 @@ def test_what_was_measured_is_metadata(instance: Any) -> None:
     assert found[CONSOLE].value == "https://console.example/i-1"
     (row,) = found[NODES_TABLE].records
     assert (row.data["machine"], row.data["market"], row.data["console"]) == ("i-1", "spot", found[CONSOLE].value)
-    assert "| accelerators | ▁█ | 50 % | 100 % |" in found[CHART].value
+    assert "| accelerators | ▁█ | 50 % | 100 % |" in found[BARS].value
     assert lines_of_picture(found[CHART].value) == [
         "50.0,110.0 530.0,10.0",
         "50.0,100.0 210.0,80.0 370.0,60.0 530.0,80.0",
@@ -629,3 +642,18 @@ def test_what_was_measured_is_metadata(instance: Any) -> None:
     usage = Usage(0.5, 1.0, 1, "none", savings_usd=1.0, measured={GPU_UTIL_PCT: 50.0})
     assert {"skyward/savings_usd": 1.0, GPU_UTIL_PCT: 50.0}.items() <= plain(usage).items()
     assert CPU_UTIL_PCT not in plain(usage)
+
+
+def test_what_a_later_pool_of_a_step_has_replaces_what_an_earlier_one_has() -> None:
+    """A step that prepares on one pool and trains on another shows how the second one was used."""
+    report = sky.CallReported(0, "i-1", "call", 9, {"rows": 7.0, "loss": 0.5}, 0.0)
+    its = measured(Step(OpenPool.work), sky.CallProgress(1, 0, 0), metrics(None, 90.0), report)
+    assert its.utilisation.measured["cpu_percent"].mean == 90.0
+    assert its.numbers()[CPU_UTIL_PCT] == 90.0
+    measured(its)
+    assert its.utilisation.measured["cpu_percent"].mean == 90.0, "nothing is measured there yet"
+    last = sky.CallReported(0, "i-1", "call", 9, {"loss": 0.25}, 0.0)
+    measured(its, sky.CallProgress(1, 0, 0), metrics(80.0, 10.0), last)
+    assert {GPU_UTIL_PCT: 80.0, CPU_UTIL_PCT: 10.0}.items() <= its.numbers().items()
+    assert {"skyward/reported/rows": 7.0, "skyward/reported/loss": 0.25}.items() <= its.numbers().items()
+    assert its.utilisation.measured["cpu_percent"].mean == 10.0

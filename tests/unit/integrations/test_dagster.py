@@ -508,6 +508,12 @@ def test_a_tag_that_means_nothing_is_an_error() -> None:
     """Of an op, and of an asset, whose tags are short texts."""
     with pytest.raises(sky.BadRequest, match=r"skyward/accelerator .* op_tags=\{\"skyward/config\""):
         spec_of_step(sky.PoolSpec(), {"skyward/accelerator": "A100", "team/nodes": "2"})
+    for config, words in (
+        ('{"acelerator": "A100"}', "there is no 'acelerator'"),
+        ('{"nodes": "many"}', "nodes='many'"),
+    ):
+        with pytest.raises(sky.BadRequest, match=f"the tag skyward/config: {words}"):
+            spec_of_step(sky.PoolSpec(), {"skyward/config": config})
 
     @dg.asset(tags={"skyward/nodes": "2"})
     def tagged(context: dg.AssetExecutionContext, compute: SkywardResource) -> None:
