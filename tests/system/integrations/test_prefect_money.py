@@ -228,7 +228,7 @@ def test_a_run_whose_process_could_not_write_its_bill_gets_it_by_the_ledger(monk
     with monkeypatch.context() as dead:
         dead.setattr(RunApi, "emit", lambda *_, **__: None)
         dead.setattr(RunApi, "tag", lambda *_: None)
-        dead.setattr(RunApi, "label", lambda self, labels: label(self, {**labels, "skyward.is_final": False}))
+        dead.setattr(RunApi, "label", lambda api, labels, *_: label(api, {**labels, "skyward.is_final": False}))
         unwritten()
         unwritten()
     assert events_of(ids[0]) == []

@@ -12,6 +12,7 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import cloudpickle
+import httpx
 import pytest
 
 pytest.importorskip("prefect")
@@ -21,7 +22,13 @@ from prefect import flow, get_run_logger, runtime, task
 from prefect.blocks.core import Block, InvalidBlockRegistration
 from prefect.client.schemas.objects import TaskRun
 from prefect.exceptions import MissingContextError
-from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_KEY, PREFECT_API_URL, temporary_settings
+from prefect.settings import (
+    PREFECT_API_AUTH_STRING,
+    PREFECT_API_KEY,
+    PREFECT_API_URL,
+    PREFECT_CLIENT_MAX_RETRIES,
+    temporary_settings,
+)
 from prefect.states import Cancelling, Running
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.testing.standard_test_suites import BlockStandardTestSuite
@@ -54,10 +61,11 @@ from prefect_skyward.prefect_context import (
     with_prefect_s_api,
     without_prefect_s_api,
 )
-from prefect_skyward.report import flow_trend, notices, pages
+from prefect_skyward.report import flow_trend, notices, pages, prefect_api
 from prefect_skyward.report.flow_trend import RunFigures
 from prefect_skyward.report.pages import RunState
 from prefect_skyward.report.pool_state import PoolState, SharedPool
+from prefect_skyward.report.prefect_api import RunApi
 from prefect_skyward.report.task_costs import TaskCosts
 from prefect_skyward.ui import RunLog
 from prefect_skyward.waiting_state import waiting_for_machines
@@ -543,6 +551,69 @@ def test_a_subflow_ends_with_the_flow_run_around_it_and_an_api_that_does_not_ans
 
 
 # ── the report ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class BusyApi:
+    """Answers as Prefect's server does while its database is locked: 503 to so many requests that set labels."""
+
+    def __init__(self, refusals: int) -> None:
+        self.refusals = refusals
+        self.run = SimpleNamespace(tags=["of a user"], labels={})
+        self.requests: list[str] = []
+        self.retries: list[int] = []
+
+    def update_flow_run_labels(self, _: UUID, labels: dict[str, Any]) -> None:
+        self.requests.append("labels")
+        self.retries.append(PREFECT_CLIENT_MAX_RETRIES.value())
+        self.refusals -= 1
+        if self.refusals >= 0:
+            request = httpx.Request("PATCH", HERE)
+            raise httpx.HTTPStatusError("busy", request=request, response=httpx.Response(503, request=request))
+        self.run.labels |= labels
+
+    def read_flow_run(self, _: UUID) -> Any:
+        return self.run
+
+    def update_flow_run(self, _: UUID, tags: list[str]) -> None:
+        self.requests.append("tags")
+        self.run.tags = tags
+
+    def create_artifact(self, artifact: Any) -> Any:
+        self.artifact = artifact
+        return SimpleNamespace(id=UUID(int=2))
+
+    def read_artifacts(self, **_: Any) -> list[Any]:
+        made = self.artifact
+        return [SimpleNamespace(id=UUID(int=2), key=made.key, data="", task_run_id=None, metadata_=made.metadata_)]
+
+
+@pytest.fixture
+def busy_api(monkeypatch: pytest.MonkeyPatch) -> BusyApi:
+    api = BusyApi(refusals=3)
+    context = SimpleNamespace(get_or_create=lambda: nullcontext(SimpleNamespace(client=api)))
+    monkeypatch.setattr(prefect_api, "SyncClientContext", context)
+    monkeypatch.setattr(prefect_api, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: None))
+    return api
+
+
+def test_labels_of_a_busy_server_are_tried_again_at_once(busy_api: BusyApi) -> None:
+    """Prefect's client would wait 2, 4 and 8 seconds."""
+    RunApi(UUID(int=1)).label({"skyward.is_final": True})
+    assert busy_api.run.labels == {"skyward.is_final": True}
+    assert busy_api.retries == [0] * 4
+
+
+def test_the_tag_of_a_run_replaces_ours_and_needs_no_label(busy_api: BusyApi) -> None:
+    """Also that of a process which was killed after the artifact, before or after its tag."""
+    first = RunApi(UUID(int=1))
+    first.write("skyward-cost", "markdown", "", "", tag="$5")
+    first.tag("$5")
+    busy_api.run.tags.append("$6")  # of a user
+    second = RunApi(UUID(int=1))
+    second.read(["skyward-cost"])
+    second.tag("$7")
+    assert busy_api.run.tags == ["of a user", "$6", "$7"]
+    assert set(busy_api.requests) == {"tags"}
 
 
 def provisioned(node: int, price: float = 3.6, **more: object) -> sky.InstanceProvisioned:
