@@ -166,6 +166,28 @@ def test_a_task_run_is_pending_while_its_machines_are_rented(
     assert run.run_count == run_count
 
 
+def test_a_message_that_takes_long_holds_no_other_task_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others begin and end meanwhile, and hear nothing after their end. Its own task run waits for it."""
+    monkeypatch.setattr(pool_life, "UPDATE_SECONDS", -1.0)
+    life = PoolLife(local(), SimpleNamespace(work=sky.Work()), "")  # type: ignore[arg-type]
+    heard: list[str] = []
+
+    def say(why: str) -> None:
+        heard.append(f"slow {why}")
+        if not why:
+            return
+        other.close()
+        with life.waiting_message(lambda why: heard.append(f"new {why}")):
+            heard.append("end of the new one")
+
+    with ExitStack() as other, life.waiting_message(say):
+        other.enter_context(life.waiting_message(lambda why: heard.append(f"other {why}")))
+        life._note_reason(sky.InstanceLaunching(2, "p4d", "aws"))
+        life.update_waiting_messages()
+    assert heard[:2] == ["slow ", "other "]
+    assert [words.partition(" ")[0] for words in heard[2:]] == ["slow", "new", "end"]
+
+
 def test_those_who_wait_for_machines_learn_why_and_are_told_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     """All have the first reason, and some the next ones: each is an event, and a thousand may wait."""
     life = PoolLife(local(), SimpleNamespace(work=sky.Work()), "")  # type: ignore[arg-type]
