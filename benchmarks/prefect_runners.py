@@ -4,8 +4,8 @@
     python benchmarks/prefect_runners.py --rounds 1 --only skyward,threads --cases tiny
 
 Each measurement is a flow run in a new process, which submits one task before the time begins: the start of a cluster
-is not in the numbers, except in those of the whole run. Runners take turns. It prints a table for
-benchmarks/RESULTS.md.
+is not in the numbers, except in those of the whole run. Runners take turns; each begins when the server
+has nothing to do any more. It prints a table for benchmarks/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ def main() -> int:
     load = os.getloadavg()
     runners = options.only.split(",")
     found: dict[tuple[str, str], list[dict[str, float]]] = {}
-    with tempfile.TemporaryDirectory(prefix="skyward-bench-") as folder, server(Path(folder)) as environ:
+    with tempfile.TemporaryDirectory(prefix="skyward-bench-") as folder, server(Path(folder)) as (environ, server_id):
         for _ in range(options.rounds):
             for case in options.cases.split(","):
                 for runner in runners if case not in OURS_ONLY else ["skyward"]:
+                    wait_until_idle(server_id)
                     result = in_a_process(runner, case, environ)
                     found.setdefault((runner, case), []).append(result)
                     print(runner, case, result, flush=True)
@@ -70,8 +71,8 @@ def in_a_process(runner: str, case: str, environ: dict[str, str]) -> dict[str, f
 
 
 @contextmanager
-def server(folder: Path) -> Iterator[dict[str, str]]:
-    """A Prefect server with an empty database; yields the environment of its clients."""
+def server(folder: Path) -> Iterator[tuple[dict[str, str], int]]:
+    """A Prefect server with an empty database; yields the environment of its clients, and the id of its process."""
     port = "4299"
     environ = os.environ | {
         "PREFECT_HOME": str(folder),
@@ -89,10 +90,26 @@ def server(folder: Path) -> Iterator[dict[str, str]]:
             while not answers(f"http://127.0.0.1:{port}/api/health"):
                 assert time.monotonic() < deadline, "the server of Prefect does not answer"
                 time.sleep(0.2)
-            yield environ
+            yield environ, process.pid
         finally:
             process.terminate()
             process.wait(30)
+
+
+def wait_until_idle(process_id: int) -> None:
+    """Wait until the server has taken in the events of the run before: it refuses the requests of the next one
+    meanwhile (503, "database is locked"), and Prefect's client waits up to a minute before it tries again.
+    """
+    deadline, last = time.monotonic() + 300, [0.0]
+    while (now := processor_seconds(process_id)) - last[0] > 0.2:
+        assert time.monotonic() < deadline, "the server of Prefect is never idle"
+        last = [*last, now][-3:]
+        time.sleep(2)
+
+
+def processor_seconds(process_id: int) -> float:
+    fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def answers(url: str) -> bool:

@@ -39,6 +39,28 @@ class FlowFacts:
     on_event: sky.Callback | None
 
 
+class Waiter:
+    """One task run that waits for machines. It hears nothing after its end: a message that comes after its state
+    Running would replace that. A message that takes long holds nobody else.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._lock = threading.Lock()
+        self._has_ended = False
+
+    def hear(self, reason: str) -> None:
+        """Send the reason why the pool is not open."""
+        with self._lock:
+            if not self._has_ended:
+                self._say(reason)
+
+    def end(self) -> None:
+        """Send nothing from now on. Waits for a message that is being sent."""
+        with self._lock:
+            self._has_ended = True
+
+
 class PoolLife:
     """A pool that is opened once and ended once.
 
@@ -64,8 +86,7 @@ class PoolLife:
         self._is_noted = False
         self._uses: dict[sky.Work, sky.PoolUse] = {}
         self._using = threading.Lock()
-        self._messages = threading.Lock()
-        self._waiting: list[Callable[[str], None]] = []
+        self._waiting: list[Waiter] = []
         self._reason = self._sent_reason = ""
         self._updated_at = -UPDATE_SECONDS
 
@@ -133,23 +154,22 @@ class PoolLife:
     @contextmanager
     def waiting_message(self, say: Callable[[str], None]) -> Generator[None]:
         """Call `say` with the reason why the pool is not open yet: now, and when it changes, until the block ends."""
-        with self._messages:
-            say(self._reason)
-            self._waiting.append(say)
+        waiter = Waiter(say)
+        waiter.hear(self._reason)
+        self._waiting.append(waiter)
         try:
             yield
         finally:
-            with self._messages:
-                self._waiting.remove(say)
+            waiter.end()
+            self._waiting.remove(waiter)
 
     def update_waiting_messages(self) -> None:
         """Send a changed reason to the first MOST_UPDATED that wait, at most once in UPDATE_SECONDS."""
         if self._reason == self._sent_reason or time.monotonic() - self._updated_at < UPDATE_SECONDS:
             return
-        with self._messages:
-            self._sent_reason, self._updated_at = self._reason, time.monotonic()
-            for say in self._waiting[:MOST_UPDATED]:
-                say(self._sent_reason)
+        self._sent_reason, self._updated_at = self._reason, time.monotonic()
+        for waiter in self._waiting[:MOST_UPDATED]:
+            waiter.hear(self._sent_reason)
 
     def terminate_now(self) -> None:
         """Leave the machines to the reaper and return at once."""

@@ -24,6 +24,7 @@ import skyward_core as sky
 from skyward_core import cli
 from skyward_core.cleanup import release as releasing
 from skyward_core.cleanup import survey
+from skyward_core.cli.commands import sweep
 from skyward_core.cli.ui.pages import answers
 from skyward_core.cli.ui.server import PageServer
 from skyward_core.ledger.ledger import Ledger
@@ -192,8 +193,14 @@ class Skyward:
 
 @pytest.fixture
 def skyward(
-    ledger: Ledger, clock: Clock, folder: FolderProvider, capsys: pytest.CaptureFixture[str], url: str
+    ledger: Ledger,
+    clock: Clock,
+    folder: FolderProvider,
+    capsys: pytest.CaptureFixture[str],
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Skyward:
+    install_bills(monkeypatch)
     return Skyward(ledger, clock, folder, capsys, url)
 
 
@@ -206,6 +213,12 @@ def install(monkeypatch: pytest.MonkeyPatch, planner: Callable[[str], sky.Plan |
     """Install a plugin with the name "cron"."""
     entries = [SimpleNamespace(name="cron", load=lambda: planner)]
     monkeypatch.setattr(plans, "entry_points", lambda group: entries if group == "skyward.quotes" else [])
+
+
+def install_bills(monkeypatch: pytest.MonkeyPatch, complete: Callable[[], int] | None = None) -> None:
+    """Let the plugin "cron" be the only one that completes bills; None: there is none."""
+    entries = [SimpleNamespace(name="cron", module="cron_plugin", load=lambda: complete)] if complete else []
+    monkeypatch.setattr(sweep, "entry_points", lambda group: entries if group == "skyward.bills" else [])
 
 
 TOKEN = "a-token-of-enough-letters"

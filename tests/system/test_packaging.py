@@ -54,6 +54,9 @@ def test_the_entry_points_can_be_loaded(wheel: zipfile.ZipFile) -> None:
     for _, target in entries.items("skyward.quotes"):
         module, _, attribute = target.partition(":")
         assert getattr(importlib.import_module(module), attribute)("no such target") is None
+    for _, target in entries.items("skyward.bills"):
+        module, _, attribute = target.partition(":")
+        assert callable(getattr(importlib.import_module(module), attribute))
     assert entries.get("dagster_dg_cli.registry_modules", "dagster_skyward") == "dagster_skyward"
     for name, target in entries.items("skyward.providers"):
         module, _, attribute = target.partition(":")

@@ -7,10 +7,12 @@ the graph of a run shows fifty events.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid5
 
+from httpx import HTTPStatusError, codes
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.client.schemas.filters import (
     ArtifactCollectionFilter,
@@ -21,14 +23,20 @@ from prefect.client.schemas.filters import (
 )
 from prefect.context import SyncClientContext
 from prefect.events.utilities import emit_event
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import Artifact
 
 type Page = str | float | Sequence[Mapping[str, Any]]
 """Markdown, percent, or the rows of a table."""
-TAG_LABEL, BETWEEN = "skyward.cost_tag", " | "
-"""The label has the tags that were written here, so that no other one is replaced, whatever it says."""
+TAG, BETWEEN = "skyward.cost_tag", " | "
+"""An artifact names the tags that were written here, so that no other one is replaced, whatever it says."""
+LABEL_SECONDS, LABEL_AGAIN_SECONDS = 1.0, 0.05
+"""How long labels are tried, and how often. On SQLite Prefect's server (3.7.7) reads a flow run before it writes its
+labels, in one transaction: a write of anybody between the two is "database is locked", at once, and the answer is 503.
+Prefect's client waits 2, 4, 8, 16 and 32 seconds before it tries again, and nothing else is written meanwhile.
+"""
 
 
 class RunApi:
@@ -39,6 +47,8 @@ class RunApi:
         self._ids: dict[tuple[str, str | None], UUID] = {}
         self._written: dict[tuple[str, str | None], tuple[Page, str]] = {}
         self._tag = ""
+        self._tags: list[str] = []
+        """Those that were written here, or are about to be."""
 
     def read(self, keys: Sequence[str]) -> dict[str, Any]:
         """Find artifacts of earlier attempts, so that `write` updates them. Return their data by key."""
@@ -50,17 +60,23 @@ class RunApi:
         for artifact in found:
             if artifact.key and artifact.task_run_id is None:
                 self._ids[artifact.key, None] = artifact.id
+                self._tags += (artifact.metadata_ or {}).get(TAG, "").split(BETWEEN)
         return {artifact.key: artifact.data for artifact in found if artifact.key and artifact.task_run_id is None}
 
-    def write(self, key: str, kind: str, data: Page, description: str, task_run_id: str | None = None) -> None:
-        """Make or update an artifact, if it has changed."""
+    def write(
+        self, key: str, kind: str, data: Page, description: str, task_run_id: str | None = None, *, tag: str = ""
+    ) -> None:
+        """Make or update an artifact, if it has changed. `tag`: of the flow run, which is to be written after it."""
         place = (key, task_run_id)
         if self._written.get(place) == (data, description):
             return
-        content = data if isinstance(data, str | float) else json.dumps(data)
+        content: dict[str, Any] = {"data": data if isinstance(data, str | float) else json.dumps(data)}
+        if tag:
+            self._tags = list(dict.fromkeys([*self._tags, tag]))
+            content["metadata_"] = {TAG: BETWEEN.join(self._tags)}
         with SyncClientContext.get_or_create() as context:
             if (known := self._ids.get(place)) is not None:
-                update = ArtifactUpdate(data=content, description=description)
+                update = ArtifactUpdate(**content, description=description)
                 context.client.request(
                     "PATCH",
                     "/artifacts/{id}",
@@ -69,7 +85,7 @@ class RunApi:
                 )
             else:
                 artifact = ArtifactCreate(
-                    key=key, type=kind, description=description, data=content, flow_run_id=self._flow_run_id
+                    key=key, type=kind, description=description, flow_run_id=self._flow_run_id, **content
                 )
                 self._ids[place] = (
                     context.client.create_artifact(artifact).id
@@ -78,24 +94,31 @@ class RunApi:
                 )
         self._written[place] = data, description
 
-    def label(self, labels: Mapping[str, str | int | float | bool]) -> None:
-        """Set labels of the flow run."""
-        with SyncClientContext.get_or_create() as context:
-            context.client.update_flow_run_labels(self._flow_run_id, dict(labels))
+    def label(self, labels: Mapping[str, str | int | float | bool], seconds: float = LABEL_SECONDS) -> None:
+        """Set labels of the flow run. Tries it for so many seconds."""
+        until = time.monotonic() + seconds
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), SyncClientContext.get_or_create() as context:
+            while True:
+                try:
+                    context.client.update_flow_run_labels(self._flow_run_id, dict(labels))
+                except HTTPStatusError as error:
+                    if error.response.status_code != codes.SERVICE_UNAVAILABLE or time.monotonic() > until:
+                        raise
+                    time.sleep(LABEL_AGAIN_SECONDS)
+                else:
+                    return
 
     def tag(self, text: str) -> None:
-        """Give the flow run this tag in place of its earlier tag of a cost; its other tags stay."""
+        """Give the flow run this tag in place of those that were written here before; its other tags stay. An artifact
+        has the tag already: a process that is killed between the two leaves no tag of which nobody knows.
+        """
         if text == self._tag:
             return
         with SyncClientContext.get_or_create() as context:
             run = context.client.read_flow_run(self._flow_run_id)
-            ours = str((run.labels or {}).get(TAG_LABEL, "")).split(BETWEEN)
-            # before the tag: a process that is killed between the two leaves no tag of which nobody knows
-            self.label({TAG_LABEL: BETWEEN.join([*(one for one in run.tags if one in ours), text])})
-            context.client.update_flow_run(
-                self._flow_run_id, tags=[*(one for one in run.tags if one not in ours), text]
-            )
-        self._tag = text
+            others = [one for one in run.tags if one not in self._tags]
+            context.client.update_flow_run(self._flow_run_id, tags=[*others, text])
+        self._tag, self._tags = text, [text]
 
     def emit(
         self,

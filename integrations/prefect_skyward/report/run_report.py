@@ -9,12 +9,15 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cache, partial
 from queue import Empty, SimpleQueue
 from typing import Any
 from uuid import UUID
 from weakref import WeakSet
+
+from httpx import HTTPStatusError
+from prefect.context import SyncClientContext
 
 import skyward_core as sky
 from prefect_skyward.report import pages
@@ -22,7 +25,7 @@ from prefect_skyward.report.flow_trend import COST_LABEL, FINAL_LABEL, MEASURE_L
 from prefect_skyward.report.notices import Notice, RunWarning, Sieve, exceeded, notice_of, share_final
 from prefect_skyward.report.pages import RunState
 from prefect_skyward.report.pool_state import PoolState, SharedPool
-from prefect_skyward.report.prefect_api import RunApi
+from prefect_skyward.report.prefect_api import LABEL_SECONDS, RunApi
 from prefect_skyward.report.settlement import COST_KEY, TASKS_KEY, settle_earlier_runs
 from prefect_skyward.report.task_costs import with_the_ledger
 from prefect_skyward.ui import RunLog
@@ -32,6 +35,8 @@ WRITE_SECONDS = 15.0
 """The least time between two updates. The start and the readiness of a pool are written at once."""
 BILL_SECONDS = 1.0
 """How soon the end of a pool is written. If the flow run ends with it, only the last state is."""
+LAST_LABEL_SECONDS = 2.0
+"""How long the last labels are tried: the server takes in the events of all task runs at that time."""
 CLOSE_SECONDS = 2.0
 """How long the end of a flow waits for an API that is slow: Prefect's client tries each request for up to a minute."""
 EXIT_SECONDS = 10.0
@@ -167,6 +172,11 @@ class RunReport:
     # ── in the thread ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
+        with ExitStack() as connection:
+            self._try(lambda: connection.enter_context(SyncClientContext.get_or_create()))  # one for all requests
+            self._take_all()
+
+    def _take_all(self) -> None:
         self._try(self._read_earlier_attempts)
         written_at = time.monotonic() - WRITE_SECONDS
         while True:
@@ -183,8 +193,11 @@ class RunReport:
                 self._write()
                 written_at, self._is_changed, self._due_at = time.monotonic(), False, math.inf
         self._state.is_final = True
-        self._write()
+        is_written = self._write()
         self._has_written.set()
+        if is_written:
+            # last: without them the next run of the flow writes all that may be missing
+            self._try(self._write_last_labels)
         if self._flow_id is not None:
             self._try(partial(settle_earlier_runs, self._flow_id, self._flow_run_id))
             if self._state.pools:
@@ -291,26 +304,26 @@ class RunReport:
 
     # ── the artifacts ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _write(self) -> None:
+    def _write(self) -> bool:
+        """Write what has changed; return whether there was something, and all of it is written."""
         if not any(pool.pool_id or pool.trouble for pool in self._state.pools):
-            return
+            return False
         self._try(self._ask_shares)
         self._try(self._ask_costs)
         if self._state.is_final and self._work.run:
             self._try(self._ask_earlier_costs_again)
         self._try(self._write_progress)
         # Prefect's graph shows artifacts of one moment as a number: the circle of the opening is to stand alone
-        has_cost = True
-        if self._state.is_final or any(pool.ready_seconds is not None or pool.trouble for pool in self._state.pools):
-            has_cost = self._try(self._write_cost) and self._try(self._write_tag)
-            tables = (self._write_nodes, self._write_tasks, self._write_runs)
-        else:
-            tables = ()
-        self._try(self._write_labels)  # before the tables: a slow API takes the cost first
-        written = [self._try(write) for write in tables]
-        if self._state.is_final and has_cost and all(written):
-            # last: without it the next run of the flow writes what is missing
-            self._try(lambda: self._api.label({FINAL_LABEL: True}))
+        if not (
+            self._state.is_final or any(pool.ready_seconds is not None or pool.trouble for pool in self._state.pools)
+        ):
+            self._try(self._write_labels_if_due)
+            return True
+        # the cost is first: an API that is slow may not take all
+        has_cost = self._try(self._write_cost) and self._try(self._write_tag)
+        self._try(self._write_labels_if_due)
+        written = [self._try(write) for write in (self._write_nodes, self._write_tasks, self._write_runs)]
+        return has_cost and all(written)
 
     def _ask_earlier_costs_again(self) -> None:
         """The machines of an earlier attempt may have ended after this one began; its process may have been killed.
@@ -334,11 +347,15 @@ class RunReport:
 
     def _write_cost(self) -> None:
         page = pages.cost_page(self._state, time.monotonic())
-        self._api.write(COST_KEY, "markdown", page, pages.summary(self._state))
+        self._api.write(COST_KEY, "markdown", page, pages.summary(self._state), tag=self._tag)
 
     def _write_tag(self) -> None:
+        self._api.tag(self._tag)
+
+    @property
+    def _tag(self) -> str:
         measure, percent = self._state.utilisation or ("", None)
-        self._api.tag(pages.cost_tag(self._state.usd, measure, percent, is_final=self._state.is_final))
+        return pages.cost_tag(self._state.usd, measure, percent, is_final=self._state.is_final)
 
     def _write_nodes(self) -> None:
         own = {pool.pool_id for pool in self._state.pools}
@@ -378,9 +395,16 @@ class RunReport:
                 TASK_RUN_KEY, "markdown", pages.task_page(run), pages.task_summary(run), task_run_id=run.task_run_id
             )
 
-    def _write_labels(self) -> None:
-        if not (self._state.is_final or self._due_at < math.inf):
-            return
+    def _write_labels_if_due(self) -> None:
+        if self._due_at < math.inf and not self._state.is_final:
+            with suppress(HTTPStatusError):  # of a busy server; the last ones say the same and more
+                self._write_labels()
+
+    def _write_last_labels(self) -> None:
+        with suppress(HTTPStatusError):  # the next run of the flow writes them
+            self._write_labels(is_final=True)
+
+    def _write_labels(self, *, is_final: bool = False) -> None:
         pools = self._state.pools
         machines = [machine for pool in pools for machine in pool.machines.values()]
         use = self._state.utilisation
@@ -392,8 +416,9 @@ class RunReport:
                 "skyward.provider": ",".join(sorted({machine.provider for machine in machines})),
                 "skyward.hardware": self._state.hardware,
                 "skyward.nodes": len(machines),
-                FINAL_LABEL: False,
-            }
+                FINAL_LABEL: is_final,
+            },
+            LAST_LABEL_SECONDS if is_final else LABEL_SECONDS,
         )
 
 

@@ -130,11 +130,12 @@ def _settle(run: FlowRun) -> bool:
     rows = with_the_ledger(json.loads(data) if isinstance(data, str) else data or [], parts)
     usd = total(float(part.cost_usd) for part in parts)
     api.write(TASKS_KEY, "table", rows, f"{len(rows)} task runs")
-    page = pages.settled_page(usd, rows, sorted({part.pool_id for part in parts}))
-    api.write(COST_KEY, "markdown", page, f"{pages.usd(usd)} · by the ledger")
     labels = run.labels or {}
     percent = labels.get(PERCENT_LABEL)
-    api.tag(pages.cost_tag(usd, str(labels.get(MEASURE_LABEL, "")), None if percent is None else float(percent)))
+    tag = pages.cost_tag(usd, str(labels.get(MEASURE_LABEL, "")), None if percent is None else float(percent))
+    page = pages.settled_page(usd, rows, sorted({part.pool_id for part in parts}))
+    api.write(COST_KEY, "markdown", page, f"{pages.usd(usd)} · by the ledger", tag=tag)
+    api.tag(tag)
     _emit_bills(api, run, parts, usd)
     api.label({COST_LABEL: usd, FINAL_LABEL: True})  # last
     return True

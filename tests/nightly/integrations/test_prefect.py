@@ -233,7 +233,7 @@ def test_the_end_of_a_flow_does_not_wait_long_for_a_slow_api(
                 raise OSError("the API answers 503")
             assert answers.wait(60)
 
-        def label(self, values: object) -> None:
+        def label(self, values: object, *_: object) -> None:
             labels.append(values)
 
         def emit(self, *_: object) -> None:

@@ -27,6 +27,7 @@ from prefect.states import Running
 
 import skyward_core as sky
 from prefect_skyward import SkywardTaskRunner, cost_so_far, settle_flow_runs
+from prefect_skyward.after_sweep import complete_bills
 from prefect_skyward.automations import deploy_budget_notification, deploy_crash_guard
 from prefect_skyward.report import pages
 from prefect_skyward.report.flow_trend import write_trend
@@ -228,7 +229,7 @@ def test_a_run_whose_process_could_not_write_its_bill_gets_it_by_the_ledger(monk
     with monkeypatch.context() as dead:
         dead.setattr(RunApi, "emit", lambda *_, **__: None)
         dead.setattr(RunApi, "tag", lambda *_: None)
-        dead.setattr(RunApi, "label", lambda self, labels: label(self, {**labels, "skyward.is_final": False}))
+        dead.setattr(RunApi, "label", lambda api, labels, *_: label(api, {**labels, "skyward.is_final": False}))
         unwritten()
         unwritten()
     assert events_of(ids[0]) == []
@@ -245,7 +246,7 @@ def test_a_run_whose_process_could_not_write_its_bill_gets_it_by_the_ledger(monk
     assert found["labels"]["skyward.cost_usd"] == pytest.approx(usd, abs=1e-6)
     assert found["tags"][0].startswith(pages.usd(usd))
     RunApi(UUID(ids[0])).label({"skyward.is_final": False})
-    assert settle_flow_runs() >= 1
+    assert complete_bills() >= 1
     (event,) = wait_until(lambda: events_of(ids[0]))
     assert (event["event"], event["payload"]["flow_run_usd"]) == ("skyward.cost.final", pytest.approx(usd, abs=1e-6))
     assert {one["prefect.resource.role"] for one in event["related"]} >= {"flow-run", "flow"}

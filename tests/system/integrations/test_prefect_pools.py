@@ -279,7 +279,7 @@ def test_a_page_is_written_at_once_at_a_change_of_the_pool_and_else_every_15_sec
         def write(self, key: str, *_: object, **__: object) -> None:
             written.append(key)
 
-        def label(self, _: object) -> None:
+        def label(self, *_: object) -> None:
             written.append("labels")
 
         def tag(self, _: object) -> None:
@@ -305,5 +305,5 @@ def test_a_page_is_written_at_once_at_a_change_of_the_pool_and_else_every_15_sec
     counts = Counter(written)
     assert counts["skyward-machines"] == 3, "at the request, when it is ready, at the end with its bill"
     assert counts["skyward-cost"] == counts["tag"] == 2
-    assert counts["labels"] == 1 + 2 + 1, "before there is a cost, with each, and at last that it is final"
+    assert counts["labels"] == 1 + 1 + 1, "before there is a cost, with it, and at last that it is final"
     assert (counts["skyward-tasks"], counts["skyward-task-run"]) == (1, 0)

@@ -19,7 +19,7 @@ from skyward_core.machines.offers import Offer
 from skyward_core.providers.base import POOL_TAG, RANK_TAG
 from skyward_core.work import Work
 from tests.cleanup.pools import FolderProvider
-from tests.cli.ledger import DEAD, HERE, ROOT, Skyward, install, lines
+from tests.cli.ledger import DEAD, HERE, ROOT, Skyward, install, install_bills, lines
 
 # ── pools and their users ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -205,6 +205,34 @@ def test_a_sweep_is_dry_without_yes(skyward: Skyward) -> None:
     assert skyward("sweep --yes").splitlines()[-1] == "machines of 1 pool ended"
     assert [instance.pool_id for instance in skyward.folder.instances()] == ["sky-live"]
     assert "nothing is to be done" in skyward("sweep")
+
+
+def test_a_sweep_lets_orchestrators_complete_the_bills_of_killed_runs(
+    skyward: Skyward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a dry run; and a server that is away is a warning. JSON has nothing of it."""
+    completed: list[int] = []
+
+    def complete() -> int:
+        completed.append(2)
+        return 2
+
+    install_bills(monkeypatch, complete)
+    skyward("sweep")
+    assert completed == []
+    assert skyward("sweep --yes").splitlines() == [
+        "nothing is to be done",
+        "cron: the final costs of 2 runs were written",
+    ]
+    assert skyward.json("sweep --yes")["ended"] == []
+
+    def fail() -> int:
+        raise OSError("the server is away")
+
+    install_bills(monkeypatch, fail)
+    code, output, complaint = skyward.run("sweep --yes")
+    assert (code, output) == (0, "nothing is to be done\n")
+    assert "cron: the costs of runs whose processes were killed could not be completed: the server is away" in complaint
 
 
 def test_a_sweep_lists_the_providers_of_its_options(skyward: Skyward, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import cloudpickle
+import httpx
 import pytest
 
 pytest.importorskip("prefect")
@@ -21,7 +22,13 @@ from prefect import flow, get_run_logger, runtime, task
 from prefect.blocks.core import Block, InvalidBlockRegistration
 from prefect.client.schemas.objects import TaskRun
 from prefect.exceptions import MissingContextError
-from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_KEY, PREFECT_API_URL, temporary_settings
+from prefect.settings import (
+    PREFECT_API_AUTH_STRING,
+    PREFECT_API_KEY,
+    PREFECT_API_URL,
+    PREFECT_CLIENT_MAX_RETRIES,
+    temporary_settings,
+)
 from prefect.states import Cancelling, Running
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.testing.standard_test_suites import BlockStandardTestSuite
@@ -54,10 +61,11 @@ from prefect_skyward.prefect_context import (
     with_prefect_s_api,
     without_prefect_s_api,
 )
-from prefect_skyward.report import flow_trend, notices, pages
+from prefect_skyward.report import flow_trend, notices, pages, prefect_api
 from prefect_skyward.report.flow_trend import RunFigures
 from prefect_skyward.report.pages import RunState
 from prefect_skyward.report.pool_state import PoolState, SharedPool
+from prefect_skyward.report.prefect_api import RunApi
 from prefect_skyward.report.task_costs import TaskCosts
 from prefect_skyward.ui import RunLog
 from prefect_skyward.waiting_state import waiting_for_machines
@@ -156,6 +164,28 @@ def test_a_task_run_is_pending_while_its_machines_are_rented(
     begins_anew = end == "opens" and run_count == 1
     assert run.start_time == (run.state.timestamp if begins_anew else began.timestamp)
     assert run.run_count == run_count
+
+
+def test_a_message_that_takes_long_holds_no_other_task_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others begin and end meanwhile, and hear nothing after their end. Its own task run waits for it."""
+    monkeypatch.setattr(pool_life, "UPDATE_SECONDS", -1.0)
+    life = PoolLife(local(), SimpleNamespace(work=sky.Work()), "")  # type: ignore[arg-type]
+    heard: list[str] = []
+
+    def say(why: str) -> None:
+        heard.append(f"slow {why}")
+        if not why:
+            return
+        other.close()
+        with life.waiting_message(lambda why: heard.append(f"new {why}")):
+            heard.append("end of the new one")
+
+    with ExitStack() as other, life.waiting_message(say):
+        other.enter_context(life.waiting_message(lambda why: heard.append(f"other {why}")))
+        life._note_reason(sky.InstanceLaunching(2, "p4d", "aws"))
+        life.update_waiting_messages()
+    assert heard[:2] == ["slow ", "other "]
+    assert [words.partition(" ")[0] for words in heard[2:]] == ["slow", "new", "end"]
 
 
 def test_those_who_wait_for_machines_learn_why_and_are_told_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -543,6 +573,69 @@ def test_a_subflow_ends_with_the_flow_run_around_it_and_an_api_that_does_not_ans
 
 
 # ── the report ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class BusyApi:
+    """Answers as Prefect's server does while its database is locked: 503 to so many requests that set labels."""
+
+    def __init__(self, refusals: int) -> None:
+        self.refusals = refusals
+        self.run = SimpleNamespace(tags=["of a user"], labels={})
+        self.requests: list[str] = []
+        self.retries: list[int] = []
+
+    def update_flow_run_labels(self, _: UUID, labels: dict[str, Any]) -> None:
+        self.requests.append("labels")
+        self.retries.append(PREFECT_CLIENT_MAX_RETRIES.value())
+        self.refusals -= 1
+        if self.refusals >= 0:
+            request = httpx.Request("PATCH", HERE)
+            raise httpx.HTTPStatusError("busy", request=request, response=httpx.Response(503, request=request))
+        self.run.labels |= labels
+
+    def read_flow_run(self, _: UUID) -> Any:
+        return self.run
+
+    def update_flow_run(self, _: UUID, tags: list[str]) -> None:
+        self.requests.append("tags")
+        self.run.tags = tags
+
+    def create_artifact(self, artifact: Any) -> Any:
+        self.artifact = artifact
+        return SimpleNamespace(id=UUID(int=2))
+
+    def read_artifacts(self, **_: Any) -> list[Any]:
+        made = self.artifact
+        return [SimpleNamespace(id=UUID(int=2), key=made.key, data="", task_run_id=None, metadata_=made.metadata_)]
+
+
+@pytest.fixture
+def busy_api(monkeypatch: pytest.MonkeyPatch) -> BusyApi:
+    api = BusyApi(refusals=3)
+    context = SimpleNamespace(get_or_create=lambda: nullcontext(SimpleNamespace(client=api)))
+    monkeypatch.setattr(prefect_api, "SyncClientContext", context)
+    monkeypatch.setattr(prefect_api, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: None))
+    return api
+
+
+def test_labels_of_a_busy_server_are_tried_again_at_once(busy_api: BusyApi) -> None:
+    """Prefect's client would wait 2, 4 and 8 seconds."""
+    RunApi(UUID(int=1)).label({"skyward.is_final": True})
+    assert busy_api.run.labels == {"skyward.is_final": True}
+    assert busy_api.retries == [0] * 4
+
+
+def test_the_tag_of_a_run_replaces_ours_and_needs_no_label(busy_api: BusyApi) -> None:
+    """Also that of a process which was killed after the artifact, before or after its tag."""
+    first = RunApi(UUID(int=1))
+    first.write("skyward-cost", "markdown", "", "", tag="$5")
+    first.tag("$5")
+    busy_api.run.tags.append("$6")  # of a user
+    second = RunApi(UUID(int=1))
+    second.read(["skyward-cost"])
+    second.tag("$7")
+    assert busy_api.run.tags == ["of a user", "$6", "$7"]
+    assert set(busy_api.requests) == {"tags"}
 
 
 def provisioned(node: int, price: float = 3.6, **more: object) -> sky.InstanceProvisioned:
