@@ -7,11 +7,13 @@ environment, the credentials of the cloud; without them the machines end by thei
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
 from airflow.listeners import hookimpl
 
+_log = logging.getLogger("skyward")
 SETUP = "SkywardCreatePool"
 """Its pool is used by other tasks after it has ended."""
 
@@ -44,6 +46,20 @@ def _end_pools(previous_state: object, task_instance: Any) -> None:
     from airflow_provider_skyward.stop_order import order_stop
     from airflow_provider_skyward.task_attempt import work_of
 
-    for pool in sky.receipts_of(replace(work_of(task_instance), attempt="")):
-        if not pool["ended_at"]:
-            order_stop(pool["pool_id"])
+    work = replace(work_of(task_instance), attempt="")
+    of_task = f"{work.workflow}/{work.run}/{work.task}"
+    try:
+        pools = sky.receipts_of(work)
+    except sky.LedgerError as error:
+        _log.warning(
+            "the machines of %s were not looked for after its mark, and end by their lease; `skyward sweep` ends them"
+            " at once: %s",
+            of_task,
+            error,
+        )
+        return
+    for pool_id in (pool["pool_id"] for pool in pools if not pool["ended_at"]):
+        try:
+            order_stop(pool_id)
+        except OSError as error:  # no process can be started
+            _log.warning("the pool %s of %s was not ended after its mark: %s", pool_id, of_task, error)
