@@ -61,6 +61,7 @@ def one_task(dag_id: str, **keywords: Any) -> None:
 one_task("attended", max_cost=5.0)
 one_task("durable", retries=4)
 one_task("deferred", deferrable=True, retries=4)
+one_task("deferred_once", deferrable=True)
 one_task("timed", deferrable=True, execution_timeout=timedelta(seconds=12))
 one_task("ended_with_worker", durable=False, retries=4)
 
@@ -84,7 +85,7 @@ def shared(dag_id: str, **keywords: Any) -> None:
 
 shared("shared")
 
-LIMIT = timedelta(seconds=60)
+LIMIT = timedelta(seconds=120)
 one_task("durable_limited", retries=4, execution_timeout=LIMIT)
 one_task("deferred_limited", deferrable=True, retries=4, execution_timeout=LIMIT)
 one_task("ended_with_worker_limited", durable=False, retries=4, execution_timeout=LIMIT)

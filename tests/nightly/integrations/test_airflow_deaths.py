@@ -45,14 +45,15 @@ type OfService = Callable[[AirflowServer], None]
 
 @dataclass(frozen=True)
 class Seen:
-    """What a cell is to show: how often the function has run, how many pools were rented, and the state at the end.
+    """What a cell is to show: how often the function has run, how many pools were rented (None: one, or one
+    more, as it comes), and the state at the end.
 
     `adopts`: a later try adopts the call of an earlier one. `needs_go`: the function ends as the test says, and the task
     with it; else the death is the end of the task. `is_one_try`: the pool runs the call again.
     """
 
     runs: int
-    pools: int
+    pools: int | None
     state: str = "success"
     adopts: bool = False
     needs_go: bool = True
@@ -205,11 +206,12 @@ def kill_scheduler(server: AirflowServer) -> None:
 DEATHS: dict[str, Death] = {
     "SIGKILL of the supervisor": Death(run_in_worker, kill_supervisor),
     "SIGKILL of the supervisor of a silent function": Death(run, kill_supervisor, files=("silent",)),
+    "SIGKILL of the last supervisor in the last try": Death(run_in_worker, kill_supervisor, dag="_once"),
     "execution_timeout": Death(dag="_limited"),
     "SIGKILL of the task": Death(run_in_worker, kill_task),
     "SIGKILL while it rents": Death(rent, kill_task),
     "SIGTERM while it rents": Death(rent, evict),
-    "SIGTERM in the call": Death(strike=evict),
+    "SIGTERM in the call": Death(run_in_worker, evict),
     "the machine is gone": Death(strike=end_machines),
     "cleared while it runs": Death(strike=lambda job: job.run.clear()),
     "cleared after its success": Death(succeed, lambda job: job.run.clear()),
@@ -224,12 +226,13 @@ DEATHS: dict[str, Death] = {
 SEEN: dict[str, dict[str, Seen]] = {
     "SIGKILL of the supervisor": dict.fromkeys(KINDS, ADOPTED) | {"durable=False": ANEW},
     "SIGKILL of the supervisor of a silent function": {"durable=False": ANEW},
+    "SIGKILL of the last supervisor in the last try": {"deferrable": FAILED},
     "execution_timeout": dict.fromkeys(KINDS, ANEW) | {"shared pool": ANEW_SHARED},
     "SIGKILL of the task": dict.fromkeys(KINDS, ADOPTED) | {"durable=False": ANEW},
     "SIGKILL while it rents": dict.fromkeys(KINDS, ONCE),
     "SIGTERM while it rents": dict.fromkeys(KINDS, ONCE),
-    "SIGTERM in the call": {"durable": ANEW, "durable=False": ANEW, "shared pool": ANEW_SHARED},
-    "the machine is gone": dict.fromkeys(KINDS, ANEW) | {"durable=False": REPLACED},
+    "SIGTERM in the call": dict.fromkeys(KINDS, ANEW) | {"shared pool": ANEW_SHARED},
+    "the machine is gone": dict.fromkeys(KINDS, ANEW) | {"durable=False": REPLACED, "shared pool": Seen(2, None)},
     "cleared while it runs": dict.fromkeys(KINDS, ANEW) | {"shared pool": ANEW_SHARED},
     "cleared after its success": dict.fromkeys(KINDS, ANEW),
     "marked as failed": dict.fromkeys(KINDS, FAILED),
@@ -297,7 +300,7 @@ class Cells:
         died_at, wanted = time.time(), SEEN[cell[0]][cell[1]]
         try:
             settle(job, wanted, tried)
-            check(job, wanted)
+            check(job, wanted, tried)
         except Exception as error:
             error.add_note(job.run.log())
             self.errors[cell] = error
@@ -317,14 +320,14 @@ def settle(job: Job, wanted: Seen, tried: int) -> None:
     job.run.wait(FINAL)
 
 
-def check(job: Job, wanted: Seen) -> None:
+def check(job: Job, wanted: Seen, tried: int) -> None:
     job.is_repeated = wanted.is_one_try
     cost = job.ended(wanted.pools)
     task = job.run.task()
     assert (task["state"], len(job.runs)) == (wanted.state, wanted.runs)
     assert not wanted.is_one_try or set(job.runs) == {"1"}
     assert not (job.folder / "overlaps").exists(), "a run has begun beside another one"
-    assert ("adopted the call that try" in job.run.log()) == wanted.adopts
+    assert (f"adopted the call that try {tried} has" in job.run.log()) == wanted.adopts
     if is_shared(job):
         job.run.wait("success", "release")
         bill = job.run.xcom("return_value", "release")

@@ -595,6 +595,27 @@ def test_a_mark_ends_the_pools_of_the_task_that_live(
     assert ended == (["sky-new"] if is_ended else [])
 
 
+@pytest.mark.parametrize(
+    ("of_scheduler", "state", "is_ended"),
+    [(True, "failed", True), (True, "up_for_retry", False), (False, "failed", False)],
+)
+def test_the_scheduler_ends_the_pools_of_a_task_that_it_fails_for_good(
+    monkeypatch: pytest.MonkeyPatch, *, of_scheduler: bool, state: str, is_ended: bool
+) -> None:
+    """Its worker is dead, such as the one that was to fetch the result of a deferred task. A worker ends its own."""
+    instance = type(
+        "Instance", (SimpleNamespace,), {"__module__": "airflow.models.taskinstance" if of_scheduler else "x"}
+    )
+    thread = type("InThisThread", (), {"__init__": lambda self, **keywords: self.__dict__.update(keywords)})
+    thread.start = lambda self: self.target(*self.args)  # type: ignore[attr-defined]
+    ended: list[str] = []
+    monkeypatch.setattr(marks.threading, "Thread", thread)
+    monkeypatch.setattr(sky, "receipts_of", lambda _: [{"pool_id": "sky-new", "ended_at": None}])
+    monkeypatch.setattr(stop_order, "order_stop", ended.append)
+    marks.on_task_instance_failed("running", instance(operator="SkywardOperator", state=state, **INSTANCE))
+    assert ended == (["sky-new"] if is_ended else [])
+
+
 def test_a_mark_goes_on_without_the_ledger_and_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -609,7 +630,7 @@ def test_a_mark_goes_on_without_the_ledger_and_one_line_says_so(
     assert line.levelname == "WARNING"
     assert line.exc_info is None
     assert line.getMessage() == (
-        "the machines of d/r/t were not looked for after its mark, and end by their lease; `skyward sweep` ends them at"
+        "the machines of d/r/t were not looked for after its end, and end by their lease; `skyward sweep` ends them at"
         " once: the database does not answer"
     )
 
@@ -629,7 +650,7 @@ def test_the_other_pools_of_a_task_are_ended_if_one_cannot_be(
     monkeypatch.setattr(stop_order, "order_stop", order)
     marks.on_task_instance_failed(None, SimpleNamespace(operator="SkywardOperator", **INSTANCE))
     assert ended == ["sky-a", "sky-b"]
-    assert "the pool sky-a of d/r/t was not ended after its mark" in caplog.text
+    assert "the pool sky-a of d/r/t was not ended with it" in caplog.text
 
 
 @pytest.mark.parametrize("is_gone", [True, False])
