@@ -10,7 +10,8 @@ Workers on several computers need a shared ledger: SKYWARD_LEDGER=postgresql+psy
 A sweep that finds something opens an event of the asset `skyward://sweep/found`, with what it has found in `extra`. A
 DAG with `schedule=[Asset("skyward://sweep/found")]` runs then.
 
-The second task makes the bill (XCom `skyward_cost`) final of each task that was killed in its last try.
+The second task makes the bill (XCom `skyward_cost`) final of each task that was killed in its last try. The asset
+`skyward://bills` remembers until when it has looked, so that a sweep after an outage leaves no bill out.
 """
 
 import logging
@@ -25,6 +26,7 @@ from airflow_provider_skyward.bills import settle_bills
 PROVIDERS = None  # the providers of the settings; or a list: [sky.AWS(region="us-east-1"), sky.RunPod()]
 
 FOUND = Asset(name="skyward_sweep_found", uri="skyward://sweep/found")
+BILLS = Asset(name="skyward_bills", uri="skyward://bills")
 SWEEP = AssetAlias("skyward_sweep")  # an alias, because most sweeps find nothing, and then there is no event
 MOST_LINES = 50  # of an event: Airflow keeps it in its database
 
@@ -69,9 +71,9 @@ def skyward_sweep():
             outlet_events[SWEEP].add(FOUND, extra=extra)
         return [as_line(finding) for finding in report.ended]
 
-    @task(execution_timeout=timedelta(minutes=30))
-    def make_bills_final(params) -> list[str]:
-        return [] if params["dry_run"] else settle_bills()
+    @task(execution_timeout=timedelta(minutes=30), inlets=[BILLS])
+    def make_bills_final(params, asset_state_store) -> list[str]:
+        return [] if params["dry_run"] else settle_bills(asset_state_store)
 
     end_what_is_left_running()
     make_bills_final()

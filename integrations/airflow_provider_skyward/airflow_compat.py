@@ -6,6 +6,7 @@ Raises ImportError on an Airflow before 3.3, which lacks names of the Task SDK a
 from __future__ import annotations
 
 import logging
+import socket
 from typing import TYPE_CHECKING, Any
 
 from airflow.sdk import __version__ as SDK_VERSION  # noqa: N812 - a constant, which has this name there
@@ -65,3 +66,20 @@ def tracer() -> Any:
     from opentelemetry import trace
 
     return trace.get_tracer("airflow_provider_skyward")
+
+
+def is_supervisor_gone() -> bool:
+    """Return whether the process that supervises this task has ended: it sends no heartbeat and no kill any more. False
+    if this process supervises itself, as in `airflow dags test`.
+    """
+    from airflow.sdk.execution_time import task_runner
+
+    connection = getattr(getattr(task_runner, "SUPERVISOR_COMMS", None), "socket", None)
+    if connection is None:
+        return False
+    try:
+        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True

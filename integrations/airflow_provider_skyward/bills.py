@@ -15,9 +15,11 @@ from airflow_provider_skyward.airflow_compat import xcom_class
 
 COST_KEY = "skyward_cost"
 """The XCom with the bill of a task instance."""
-OLDEST, NEWEST = timedelta(hours=3), timedelta(minutes=1)
+SETTLED_KEY = "skyward_bills_settled_until"
+"""The key of the state store of an asset that has the end of the time in which `settle_bills` has looked."""
+OLDEST, NEWEST = timedelta(days=7), timedelta(minutes=1)
 """How long ago a pool has ended, at most and at least, whose tasks get their last bill: a worker that lives writes its
-own in the seconds after the end.
+own in the seconds after the end. The first one is that of a first look: each later one begins where the last has ended.
 """
 
 
@@ -81,16 +83,30 @@ def bill_of(
     }
 
 
-def settle_bills(oldest: timedelta = OLDEST, newest: timedelta = NEWEST) -> list[str]:
+def settle_bills(store: Any = None, oldest: timedelta = OLDEST, newest: timedelta = NEWEST) -> list[str]:
     """Make the XCom `skyward_cost` final of task instances that could not do it themselves, such as a task that was
     killed in its last try; return them, as DAG, run, task and map index.
 
-    Only for a running task. It looks at pools that have ended so long ago. Raises LedgerError.
+    Only for a running task. It looks at pools that have ended since the last call with this `store`, the state store of
+    an asset; without one, and in the first call, since `oldest` ago. So no bill is left out after an outage, and none
+    is looked at twice. Raises LedgerError, and then the next call looks at the same time again.
     """
-    now = datetime.now(UTC)
-    parts = sky.cost_parts(sky.Work(system="airflow"), ended_between=(now - oldest, now - newest))
+    until = datetime.now(UTC) - newest
+    since = _settled_until(store) or until - oldest
+    parts = sky.cost_parts(sky.Work(system="airflow"), ended_between=(since, until))
     instances = dict.fromkeys(replace(part.work, attempt="", asset="", partition="") for part in parts)
-    return [str(one) for one in instances if one.task and make_final(one)]
+    settled = [str(one) for one in instances if one.task and make_final(one)]
+    if store is not None:
+        store.set(SETTLED_KEY, until.isoformat())
+    return settled
+
+
+def _settled_until(store: Any) -> datetime | None:
+    """Users may edit the store: what is no time is as if there were none."""
+    try:
+        return None if store is None else datetime.fromisoformat(store.get(SETTLED_KEY)).astimezone(UTC)
+    except (TypeError, ValueError):
+        return None
 
 
 def make_final(work: sky.Work, costs: Sequence[Cost] | None = None) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import skyward_core as sky
 from airflow_provider_skyward.bills import costs_of, usd
 from airflow_provider_skyward.durable_attempt import DurableAttempt
-from airflow_provider_skyward.generations import STATE_KEY, Generation, pool_name_of
+from airflow_provider_skyward.generations import Generation, pool_name_of
 
 UNATTENDED_SECONDS = 600.0
 """For how long nodes live without a trigger: while a triggerer is restarted, or the task waits for a worker."""
@@ -57,7 +57,7 @@ class DeferredAttempt(DurableAttempt):
         `why_unpaid`: why the money of the pool was about to end when the trigger saw it last. Raises BudgetExceeded if
         the pool has ended for that reason, or by `max_cost`.
         """
-        generation = self._generation = Generation.of(self._states.get(STATE_KEY))
+        generation = self._generation = self._stored()
         if generation is None or not generation.pool_id:
             raise sky.NodeLost("the state of the task is gone, and with it the id of its pool: it begins again")
         self._announced = generation.pool_id
@@ -81,13 +81,13 @@ class DeferredAttempt(DurableAttempt):
 
     def note_cursors(self, cursors: Sequence[int]) -> None:
         """Store which lines the trigger has written."""
-        generation = Generation.of(self._states.get(STATE_KEY))
+        generation = self._stored()
         if generation is not None and len(cursors) == len(generation.cursors):
             self._remember(replace(generation, cursors=tuple(cursors)))
 
     def give_up(self) -> None:
         """End the pool of a task that is not followed any more, such as after its deferral has timed out."""
-        generation = self._generation = Generation.of(self._states.get(STATE_KEY))
+        generation = self._generation = self._stored()
         if generation is not None:
             self._announced = generation.pool_id
         self._end_pool()

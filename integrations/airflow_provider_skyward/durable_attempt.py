@@ -25,6 +25,7 @@ from airflow_provider_skyward.generations import STATE_KEY, Generation, Phase, b
 from airflow_provider_skyward.pool_keywords import PLACEHOLDER
 from airflow_provider_skyward.stop_order import order_stop
 from airflow_provider_skyward.task_attempt import Killed, TaskAttempt
+from airflow_provider_skyward.task_log import alarm_waits
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -98,7 +99,7 @@ class DurableAttempt(TaskAttempt):
 
     def _begin(self, pool_name: str) -> tuple[Generation, Generation | None]:
         """Return the generation that this try would begin, and the one of an earlier try whose call may be adopted."""
-        before = Generation.of(self._states.get(STATE_KEY))
+        before = self._stored()
         mine = self._new_generation(pool_name)
         adopted = before if may_adopt(before, self._work, pool_name) else None
         if adopted is not None and adopted.is_cleared(mine.max_tries):
@@ -240,7 +241,8 @@ class DurableAttempt(TaskAttempt):
             raise
 
     def _drain(self) -> None:
-        """Write the events of the next moment to the task log."""
+        """Write the events of the next moment to the task log. Raises Killed and SupervisorGone."""
+        self._refuse_without_supervisor()
         deadline = time.monotonic() + LOOK_SECONDS
         while (left := deadline - time.monotonic()) > 0:
             if self._is_killed:
@@ -337,10 +339,15 @@ class DurableAttempt(TaskAttempt):
                 raise
             self._log.warning("Airflow's api-server is away; the call goes on: %s", error)
 
+    def _stored(self) -> Generation | None:
+        with alarm_waits():
+            return Generation.of(self._states.get(STATE_KEY))
+
     def _remember(self, generation: Generation) -> None:
         """Write the state. A kill waits until it is written."""
-        self._states.set(STATE_KEY, generation.to_json())
-        self._generation = generation
+        with alarm_waits():
+            self._states.set(STATE_KEY, generation.to_json())
+            self._generation = generation
         if self._is_killed and generation.phase is not Phase.ENDED:
             raise Killed
 

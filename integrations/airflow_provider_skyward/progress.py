@@ -13,6 +13,7 @@ from typing import Any
 
 import skyward_core as sky
 from airflow_provider_skyward.airflow_compat import gauge
+from airflow_provider_skyward.task_log import alarm_waits
 
 METRICS_KEY = "skyward_metrics"
 """The key of the live metrics in Airflow's task state store."""
@@ -128,7 +129,8 @@ class Progress:
         if store is None or time.monotonic() < self._paused_until:
             return
         try:
-            store.set(METRICS_KEY, metrics)
+            with alarm_waits():
+                store.set(METRICS_KEY, metrics)
         except Exception as error:  # the work is more important than its metrics
             self._paused_until = time.monotonic() + SECONDS_AFTER_AN_ERROR
             self._log.warning("the live metrics could not be stored; the next try is in a minute: %s", error)

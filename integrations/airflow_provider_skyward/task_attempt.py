@@ -17,7 +17,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import skyward_core as sky
-from airflow_provider_skyward.airflow_compat import known_level
+from airflow_provider_skyward.airflow_compat import is_supervisor_gone, known_level
 from airflow_provider_skyward.bills import COST_KEY, Cost, bill_of, costs_of, usd, whole_pool_usd
 from airflow_provider_skyward.links import CONSOLE_KEY, links_of
 from airflow_provider_skyward.phases import Phases
@@ -25,7 +25,7 @@ from airflow_provider_skyward.plain_values import PLAIN
 from airflow_provider_skyward.pool_keywords import PLACEHOLDER
 from airflow_provider_skyward.progress import Progress
 from airflow_provider_skyward.secrets import values_of
-from airflow_provider_skyward.task_log import TaskLog
+from airflow_provider_skyward.task_log import TaskLog, alarm_waits
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -33,12 +33,19 @@ if TYPE_CHECKING:
 POOL_KEY = "skyward_pool"
 """XCom that is pushed before anything is rented: the pool's id finds the bill even if the task is killed."""
 
+SUPERVISOR_SECONDS = 2.0
+"""The pause between two looks at the supervisor, at least: a silent function makes no request that would fail."""
+
 
 class Killed(BaseException):
     """Unwinds `execute` after a kill.
 
     A BaseException, as AirflowTaskTimeout is: raised in a signal handler, it must pass every `except Exception`.
     """
+
+
+class SupervisorGone(RuntimeError):
+    """The process does not go on beside the next try, of which it would hear nothing."""
 
 
 class TaskAttempt:
@@ -317,7 +324,8 @@ class TaskAttempt:
 
     def _store(self, key: str, value: dict[str, Any] | str) -> None:
         try:
-            self._task_instance.xcom_push(key=key, value=value)
+            with alarm_waits():
+                self._task_instance.xcom_push(key=key, value=value)
         except Exception:  # the work is done and paid for, or failed for a more important reason
             self._log.exception("XCom %s could not be stored: %s", key, value)
 
@@ -339,7 +347,7 @@ class TaskAttempt:
         for future in futures:
             future.add_done_callback(self._inbox.put)
         while waiting and not self._is_killed:
-            message = self._inbox.get()
+            message = self._next_message()
             if not isinstance(message, Future):
                 with self._writing:
                     self._write(message)
@@ -354,6 +362,18 @@ class TaskAttempt:
         if self._is_killed:
             raise Killed
         return [future.result() for future in futures]
+
+    def _next_message(self) -> Any:
+        """Return what comes next. Raises SupervisorGone."""
+        while True:
+            try:
+                return self._inbox.get(timeout=SUPERVISOR_SECONDS)
+            except queue.Empty:
+                self._refuse_without_supervisor()
+
+    def _refuse_without_supervisor(self) -> None:
+        if is_supervisor_gone():
+            raise SupervisorGone("Airflow's supervisor of this task has died: Airflow begins the next try")
 
     def _receive(self, event: sky.SkywardEvent) -> None:
         with self._writing:

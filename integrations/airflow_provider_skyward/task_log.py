@@ -1,8 +1,9 @@
-"""The task log, in which no line is interrupted by Airflow's time limit.
+"""The task log and requests to Airflow, which Airflow's time limit does not interrupt.
 
 When `execution_timeout` is over, Airflow's handler of SIGALRM writes into the log, in the main thread, and raises. If
 that thread was just writing a line, it has the lock of structlog's logger, which can be taken only once: it would wait
-for itself for ever, and its machines would go on. So the signal waits until the line is written.
+for itself for ever, and its machines would go on. If it was just asking Airflow, the next request would read the answer
+of this one. So the signal waits until the line is written, or the answer is there.
 """
 
 from __future__ import annotations
@@ -14,35 +15,8 @@ from contextlib import contextmanager
 from typing import Any
 
 
-class TaskLog:
-    """A logger with the methods of another one."""
-
-    def __init__(self, log: Any) -> None:
-        self._log = log
-
-    def log(self, level: int, text: str, *args: object) -> None:
-        """Write a line."""
-        with _alarm_waits():
-            self._log.log(level, text, *args)
-
-    def info(self, text: str, *args: object) -> None:
-        """Write a line."""
-        with _alarm_waits():
-            self._log.info(text, *args)
-
-    def warning(self, text: str, *args: object) -> None:
-        """Write a line."""
-        with _alarm_waits():
-            self._log.warning(text, *args)
-
-    def exception(self, text: str, *args: object) -> None:
-        """Write a line, and the exception that is handled just now."""
-        with _alarm_waits():
-            self._log.exception(text, *args)
-
-
 @contextmanager
-def _alarm_waits() -> Generator[None]:
+def alarm_waits() -> Generator[None]:
     """Call the handler of SIGALRM after the block, if the signal comes in it. Only the main thread calls handlers."""
     handler = signal.getsignal(signal.SIGALRM)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
@@ -56,3 +30,30 @@ def _alarm_waits() -> Generator[None]:
         signal.signal(signal.SIGALRM, handler)
         if late:
             handler(*late[0])
+
+
+class TaskLog:
+    """A logger with the methods of another one."""
+
+    def __init__(self, log: Any) -> None:
+        self._log = log
+
+    def log(self, level: int, text: str, *args: object) -> None:
+        """Write a line."""
+        with alarm_waits():
+            self._log.log(level, text, *args)
+
+    def info(self, text: str, *args: object) -> None:
+        """Write a line."""
+        with alarm_waits():
+            self._log.info(text, *args)
+
+    def warning(self, text: str, *args: object) -> None:
+        """Write a line."""
+        with alarm_waits():
+            self._log.warning(text, *args)
+
+    def exception(self, text: str, *args: object) -> None:
+        """Write a line, and the exception that is handled just now."""
+        with alarm_waits():
+            self._log.exception(text, *args)

@@ -1,7 +1,8 @@
 """The DAGs of tests with a server: one task each, whose function counts its runs and waits for a file.
 
 `folder` of the run's configuration has the files `runs`, with the try that has begun each run of the function,
-`overlaps`, with those that began beside another run, and `go`, which lets the function end.
+`overlaps`, with those that began beside another run, and `go`, which lets the function end. With `silent` it writes no
+line before its end.
 """
 
 from datetime import timedelta
@@ -39,7 +40,8 @@ def work(folder: str, mark: str) -> int:
         number = 0
         while not (path / "go").exists():
             number += 1
-            print("line", number, flush=True)
+            if not (path / "silent").exists():
+                print("line", number, flush=True)
             time.sleep(0.2)
         print("the end", flush=True)
         (path / "ended").touch()
@@ -59,21 +61,32 @@ def one_task(dag_id: str, **keywords: Any) -> None:
 one_task("attended", max_cost=5.0)
 one_task("durable", retries=4)
 one_task("deferred", deferrable=True, retries=4)
+one_task("deferred_once", deferrable=True)
 one_task("timed", deferrable=True, execution_timeout=timedelta(seconds=12))
 one_task("ended_with_worker", durable=False, retries=4)
 
 
-@dag(dag_id="shared", schedule=None, max_active_runs=16)
-def shared() -> None:
-    """`work` between a setup and a teardown."""
-    create = SkywardCreatePool(task_id="create", provider=LOCAL, retries=4)
-    release = SkywardReleasePool(task_id="release", skyward_pool=create.output)
-    its = {name: value for name, value in CALL.items() if name != "provider"}
-    (
-        create
-        >> SkywardOperator(task_id="work", python_callable=work, skyward_pool=create.output, retries=4, **its)
-        >> release
-    )
+def shared(dag_id: str, **keywords: Any) -> None:
+    """Make a DAG with the task `work` between a setup and a teardown."""
+
+    @dag(dag_id=dag_id, schedule=None, max_active_runs=16)
+    def shared_work() -> None:
+        create = SkywardCreatePool(task_id="create", provider=LOCAL, retries=4, retry_delay=timedelta(seconds=0))
+        release = SkywardReleasePool(task_id="release", skyward_pool=create.output)
+        its = {name: value for name, value in CALL.items() if name != "provider"} | keywords
+        (
+            create
+            >> SkywardOperator(task_id="work", python_callable=work, skyward_pool=create.output, retries=4, **its)
+            >> release
+        )
+
+    shared_work()
 
 
-shared()
+shared("shared")
+
+LIMIT = timedelta(seconds=120)
+one_task("durable_limited", retries=4, execution_timeout=LIMIT)
+one_task("deferred_limited", deferrable=True, retries=4, execution_timeout=LIMIT)
+one_task("ended_with_worker_limited", durable=False, retries=4, execution_timeout=LIMIT)
+shared("shared_limited", execution_timeout=LIMIT)

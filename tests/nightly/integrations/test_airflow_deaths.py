@@ -29,8 +29,8 @@ from tests.ledger.fixtures import postgresql_server, run_on  # noqa: F401 - a fi
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(3600)]
-AT_ONCE = 5
-"""How many cells run at the same time. Each takes a worker of Airflow and a node."""
+AT_ONCE = 9
+"""How many cells run at the same time. Each takes a worker of Airflow and a node; most wait for a heartbeat or a time limit."""
 LONG = 600.0
 """The limit of a wait, in seconds: a machine with other tests takes long to begin a try."""
 SETTINGS = {
@@ -45,22 +45,27 @@ type OfService = Callable[[AirflowServer], None]
 
 @dataclass(frozen=True)
 class Seen:
-    """What a cell is to show: how often the function has run, how many pools were rented, and the state at the end.
+    """What a cell is to show: how often the function has run, how many pools were rented (None: one, or one
+    more, as it comes), and the state at the end.
 
     `adopts`: a later try adopts the call of an earlier one. `needs_go`: the function ends as the test says, and the task
-    with it; else the death is the end of the task.
+    with it; else the death is the end of the task. `is_one_try`: the pool runs the call again.
     """
 
     runs: int
-    pools: int
+    pools: int | None
     state: str = "success"
     adopts: bool = False
     needs_go: bool = True
+    is_one_try: bool = False
 
 
 ADOPTED = Seen(1, 1, adopts=True)
 ANEW = Seen(2, 2)
 ANEW_SHARED = Seen(2, 1)
+ONCE = Seen(1, 2)
+GOES_ON = Seen(1, 1)
+REPLACED = Seen(2, 1, is_one_try=True)
 FAILED = Seen(1, 1, state="failed", needs_go=False)
 MARKED = Seen(1, 1, needs_go=False)
 KINDS = {
@@ -72,13 +77,21 @@ KINDS = {
 """The kinds of tasks, and their DAGs."""
 
 
+def is_deferrable(job: Job) -> bool:
+    return job.run.dag_id.startswith("deferred")
+
+
+def is_shared(job: Job) -> bool:
+    return job.run.dag_id.startswith("shared")
+
+
 # ── deaths ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def run(job: Job) -> None:
     """Wait until the function runs, and a deferred task is deferred and followed."""
     job.begun()
-    if job.run.dag_id.startswith("deferred"):
+    if is_deferrable(job):
         job.run.wait("deferred")
         wait_until(lambda: "[node 0] line" in job.run.log(), "the trigger to follow the call", LONG)
     else:
@@ -107,16 +120,30 @@ def succeed(job: Job) -> None:
     (job.folder / "go").unlink()
 
 
+def run_in_worker(job: Job) -> None:
+    """As `run`. The function of a deferrable task ends: its last worker is there, which has not done anything yet."""
+    run(job)
+    if is_deferrable(job):
+        job.go()
+        wait_until(lambda: job.run.task()["state"] == "running", "the last worker", LONG, longest_pause_seconds=0.05)
+
+
+def process_of(job: Job) -> int:
+    """Return the process of the task that rents, or runs."""
+    task_id = "create" if is_shared(job) and not job.runs else "work"
+    return int(job.run.task(task_id)["pid"])
+
+
 def kill_task(job: Job) -> None:
-    os.kill(job.run.task()["pid"], signal.SIGKILL)
+    os.kill(process_of(job), signal.SIGKILL)
 
 
 def kill_supervisor(job: Job) -> None:
-    os.kill(parent_of(job.run.task()["pid"]), signal.SIGKILL)
+    os.kill(parent_of(process_of(job)), signal.SIGKILL)
 
 
 def evict(job: Job) -> None:
-    os.kill(parent_of(job.run.task()["pid"]), signal.SIGTERM)
+    os.kill(parent_of(process_of(job)), signal.SIGTERM)
 
 
 def end_machines(job: Job) -> None:
@@ -146,6 +173,10 @@ class Death:
     strike: Callable[[Job], object] = lambda job: None
     before: OfService | None = None
     after: OfService | None = None
+    dag: str = ""
+    """What the id of the DAG ends with."""
+    files: Sequence[str] = ()
+    """Those that are there before the DAG run begins."""
 
 
 def without_triggerer(strike: Callable[[Job], None]) -> Death:
@@ -161,11 +192,26 @@ def start_triggerer(server: AirflowServer) -> None:
     server.start("triggerer")
 
 
+def kill_triggerer(server: AirflowServer) -> None:
+    server.kill("triggerer")
+    server.start("triggerer")
+
+
+def kill_scheduler(server: AirflowServer) -> None:
+    """Kill it with its process group: LocalExecutor has the supervisors of the tasks there."""
+    server.kill("scheduler")
+    server.start("scheduler")
+
+
 DEATHS: dict[str, Death] = {
-    "SIGKILL of the task": Death(strike=kill_task),
-    "SIGKILL of the supervisor": Death(strike=kill_supervisor),
+    "SIGKILL of the supervisor": Death(run_in_worker, kill_supervisor),
+    "SIGKILL of the supervisor of a silent function": Death(run, kill_supervisor, files=("silent",)),
+    "SIGKILL of the last supervisor in the last try": Death(run_in_worker, kill_supervisor, dag="_once"),
+    "execution_timeout": Death(dag="_limited"),
+    "SIGKILL of the task": Death(run_in_worker, kill_task),
+    "SIGKILL while it rents": Death(rent, kill_task),
     "SIGTERM while it rents": Death(rent, evict),
-    "SIGTERM in the call": Death(strike=evict),
+    "SIGTERM in the call": Death(run_in_worker, evict),
     "the machine is gone": Death(strike=end_machines),
     "cleared while it runs": Death(strike=lambda job: job.run.clear()),
     "cleared after its success": Death(succeed, lambda job: job.run.clear()),
@@ -174,21 +220,30 @@ DEATHS: dict[str, Death] = {
     "cleared before a triggerer took it": without_triggerer(lambda job: job.run.clear()),
     "marked as failed before a triggerer took it": without_triggerer(mark_alone("failed")),
     "marked as success before a triggerer took it": without_triggerer(mark_alone("success")),
+    "SIGKILL of the triggerer": Death(after=kill_triggerer),
+    "SIGKILL of the scheduler": Death(after=kill_scheduler),
 }
 SEEN: dict[str, dict[str, Seen]] = {
-    "SIGKILL of the task": {"durable": ADOPTED, "durable=False": ANEW, "shared pool": ADOPTED},
-    "SIGKILL of the supervisor": {"durable": ADOPTED},
-    "SIGTERM while it rents": {"durable": Seen(1, 2), "durable=False": Seen(1, 2)},
-    "SIGTERM in the call": {"durable": ANEW, "durable=False": ANEW, "shared pool": ANEW_SHARED},
-    "the machine is gone": {"durable": ANEW},
-    "cleared while it runs": {"durable": ANEW, "durable=False": ANEW, "deferrable": ANEW, "shared pool": ANEW_SHARED},
-    "cleared after its success": {"durable": ANEW},
+    "SIGKILL of the supervisor": dict.fromkeys(KINDS, ADOPTED) | {"durable=False": ANEW},
+    "SIGKILL of the supervisor of a silent function": {"durable=False": ANEW},
+    "SIGKILL of the last supervisor in the last try": {"deferrable": FAILED},
+    "execution_timeout": dict.fromkeys(KINDS, ANEW) | {"shared pool": ANEW_SHARED},
+    "SIGKILL of the task": dict.fromkeys(KINDS, ADOPTED) | {"durable=False": ANEW},
+    "SIGKILL while it rents": dict.fromkeys(KINDS, ONCE),
+    "SIGTERM while it rents": dict.fromkeys(KINDS, ONCE),
+    "SIGTERM in the call": dict.fromkeys(KINDS, ANEW) | {"shared pool": ANEW_SHARED},
+    "the machine is gone": dict.fromkeys(KINDS, ANEW) | {"durable=False": REPLACED, "shared pool": Seen(2, None)},
+    "cleared while it runs": dict.fromkeys(KINDS, ANEW) | {"shared pool": ANEW_SHARED},
+    "cleared after its success": dict.fromkeys(KINDS, ANEW),
     "marked as failed": dict.fromkeys(KINDS, FAILED),
     "marked as success": dict.fromkeys(KINDS, MARKED),
     "cleared before a triggerer took it": {"deferrable": ANEW},
     "marked as failed before a triggerer took it": {"deferrable": FAILED},
     "marked as success before a triggerer took it": {"deferrable": MARKED},
+    "SIGKILL of the triggerer": {"deferrable": GOES_ON},
+    "SIGKILL of the scheduler": dict.fromkeys(KINDS, ADOPTED) | {"durable=False": ANEW, "deferrable": GOES_ON},
 }
+"""Those that wait for a time come first."""
 CELLS = [(death, kind) for death, row in SEEN.items() for kind in row]
 
 
@@ -227,7 +282,7 @@ class Cells:
         death = DEATHS[name]
         job: Job | None = None
         try:
-            job = Job(self.server, self.folder / "-".join(cell).replace(" ", "-"), KINDS[kind])
+            job = Job(self.server, self.folder / "-".join(cell).replace(" ", "-"), KINDS[kind] + death.dag, death.files)
             death.until(job)
             tried = job.run.task()["try_number"]
             death.strike(job)
@@ -245,7 +300,7 @@ class Cells:
         died_at, wanted = time.time(), SEEN[cell[0]][cell[1]]
         try:
             settle(job, wanted, tried)
-            check(job, wanted)
+            check(job, wanted, tried)
         except Exception as error:
             error.add_note(job.run.log())
             self.errors[cell] = error
@@ -265,13 +320,19 @@ def settle(job: Job, wanted: Seen, tried: int) -> None:
     job.run.wait(FINAL)
 
 
-def check(job: Job, wanted: Seen) -> None:
+def check(job: Job, wanted: Seen, tried: int) -> None:
+    job.is_repeated = wanted.is_one_try
     cost = job.ended(wanted.pools)
     task = job.run.task()
     assert (task["state"], len(job.runs)) == (wanted.state, wanted.runs)
+    assert not wanted.is_one_try or set(job.runs) == {"1"}
     assert not (job.folder / "overlaps").exists(), "a run has begun beside another one"
-    assert ("adopted the call that try" in job.run.log()) == wanted.adopts
-    if "shared" not in job.run.dag_id:
+    assert (f"adopted the call that try {tried} has" in job.run.log()) == wanted.adopts
+    if is_shared(job):
+        job.run.wait("success", "release")
+        bill = job.run.xcom("return_value", "release")
+        assert micro(bill["cost_usd"]) == micro(sum(bill["shares"].values())) == micro(cost)
+    else:
         assert micro(job.run.tab()["cost_usd"]) == micro(cost)
         assert job.run.xcom("skyward_pool")["pool_id"] in {pool["pool_id"] for pool in job.receipts()}
         if wanted.needs_go:

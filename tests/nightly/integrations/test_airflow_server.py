@@ -35,7 +35,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AirflowServer]:
     )
     pages = {"pools.py": first, "pools_of_asset.py": of_asset}
     sweep = Path(__file__).parents[3].joinpath("dags/sweep.py").read_text()
-    at_once = sweep.replace("timedelta(minutes=10)", "None", 1).replace("bills()", "bills(newest=timedelta(0))")
+    at_once = sweep.replace("timedelta(minutes=10)", "None", 1).replace(
+        "bills(asset_state_store)", "bills(asset_state_store, newest=timedelta(0))"
+    )
     server = AirflowServer(tmp_path_factory.mktemp("airflow"), DAGS | pages | {"sweep.py": at_once})
     yield server
     server.close()

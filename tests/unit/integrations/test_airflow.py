@@ -5,12 +5,14 @@ import io
 import json
 import logging
 import re
+import signal
 import sys
 import time
 import tomllib
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from datetime import datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,9 +28,16 @@ from airflow.sdk.exceptions import AirflowRuntimeError, ErrorType
 from airflow.sdk.execution_time.comms import ErrorResponse
 
 import skyward_core as sky
-from airflow_provider_skyward import deferred_attempt, durable_attempt, get_provider_info, marks, stop_order
-from airflow_provider_skyward.airflow_compat import known_level
-from airflow_provider_skyward.bills import Cost, bill_of, make_final, micro
+from airflow_provider_skyward import (
+    deferred_attempt,
+    durable_attempt,
+    get_provider_info,
+    marks,
+    stop_order,
+    task_attempt,
+)
+from airflow_provider_skyward.airflow_compat import is_supervisor_gone, known_level
+from airflow_provider_skyward.bills import SETTLED_KEY, Cost, bill_of, make_final, micro, settle_bills
 from airflow_provider_skyward.call_follower import LEASE_SECONDS, CallFollower
 from airflow_provider_skyward.deferred_attempt import DeferredAttempt
 from airflow_provider_skyward.generations import STATE_KEY, Generation, Phase, begun, may_adopt, pool_name_of
@@ -41,6 +50,7 @@ from skyward_core.concurrency import afterwards
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "integrations/airflow_provider_skyward"
 WORK = sky.Work(system="airflow", workflow="d", run="r", task="t", attempt="1")
+INSTANCE = {"dag_id": "d", "run_id": "r", "task_id": "t", "map_index": -1, "try_number": 1}
 
 
 # ── the package ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -581,9 +591,167 @@ def test_a_mark_ends_the_pools_of_the_task_that_live(
     ended: list[str] = []
     monkeypatch.setattr(sky, "receipts_of", lambda work: pools if work == replace(WORK, attempt="") else [])
     monkeypatch.setattr(stop_order, "order_stop", ended.append)
-    task = SimpleNamespace(operator=operator, dag_id="d", run_id="r", task_id="t", map_index=-1, try_number=1)
-    marks.on_task_instance_success(previous, task)
+    marks.on_task_instance_success(previous, SimpleNamespace(operator=operator, **INSTANCE))
     assert ended == (["sky-new"] if is_ended else [])
+
+
+@pytest.mark.parametrize(
+    ("of_scheduler", "state", "is_ended"),
+    [(True, "failed", True), (True, "up_for_retry", False), (False, "failed", False)],
+)
+def test_the_scheduler_ends_the_pools_of_a_task_that_it_fails_for_good(
+    monkeypatch: pytest.MonkeyPatch, *, of_scheduler: bool, state: str, is_ended: bool
+) -> None:
+    """Its worker is dead, such as the one that was to fetch the result of a deferred task. A worker ends its own."""
+    instance = type(
+        "Instance", (SimpleNamespace,), {"__module__": "airflow.models.taskinstance" if of_scheduler else "x"}
+    )
+    thread = type("InThisThread", (), {"__init__": lambda self, **keywords: self.__dict__.update(keywords)})
+    thread.start = lambda self: self.target(*self.args)  # type: ignore[attr-defined]
+    ended: list[str] = []
+    monkeypatch.setattr(marks.threading, "Thread", thread)
+    monkeypatch.setattr(sky, "receipts_of", lambda _: [{"pool_id": "sky-new", "ended_at": None}])
+    monkeypatch.setattr(stop_order, "order_stop", ended.append)
+    marks.on_task_instance_failed("running", instance(operator="SkywardOperator", state=state, **INSTANCE))
+    assert ended == (["sky-new"] if is_ended else [])
+
+
+def test_a_mark_goes_on_without_the_ledger_and_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The user's mark has been made: no fault of ours may be an error of Airflow's listeners, with its traceback."""
+
+    def away(_: sky.Work) -> Any:
+        raise sky.LedgerError("the database does not answer")
+
+    monkeypatch.setattr(sky, "receipts_of", away)
+    marks.on_task_instance_failed(None, SimpleNamespace(operator="SkywardOperator", **INSTANCE))
+    (line,) = caplog.records
+    assert line.levelname == "WARNING"
+    assert line.exc_info is None
+    assert line.getMessage() == (
+        "the machines of d/r/t were not looked for after its end, and end by their lease; `skyward sweep` ends them at"
+        " once: the database does not answer"
+    )
+
+
+def test_the_other_pools_of_a_task_are_ended_if_one_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pools = [{"pool_id": name, "ended_at": None} for name in ("sky-a", "sky-b")]
+    ended: list[str] = []
+
+    def order(pool_id: str) -> None:
+        ended.append(pool_id)
+        if pool_id == "sky-a":
+            raise OSError("no more processes")
+
+    monkeypatch.setattr(sky, "receipts_of", lambda _: pools)
+    monkeypatch.setattr(stop_order, "order_stop", order)
+    marks.on_task_instance_failed(None, SimpleNamespace(operator="SkywardOperator", **INSTANCE))
+    assert ended == ["sky-a", "sky-b"]
+    assert "the pool sky-a of d/r/t was not ended with it" in caplog.text
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_a_silent_call_does_not_keep_a_worker_whose_supervisor_has_died(
+    world: World, monkeypatch: pytest.MonkeyPatch, *, is_gone: bool
+) -> None:
+    """Airflow begins the next try, and this one would hear nothing of it: two runs of one function at once."""
+    monkeypatch.setattr(task_attempt, "is_supervisor_gone", lambda: is_gone)
+    monkeypatch.setattr(task_attempt, "SUPERVISOR_SECONDS", 0.0)
+    future: Future[int] = Future()
+    attempt = world.attempt()
+    if is_gone:
+        with pytest.raises(task_attempt.SupervisorGone):
+            attempt._wait([future])  # pyright: ignore[reportPrivateUsage]
+        with pytest.raises(task_attempt.SupervisorGone):
+            attempt._drain()  # pyright: ignore[reportPrivateUsage]
+    else:
+        attempt._drain()  # pyright: ignore[reportPrivateUsage]
+        monkeypatch.setattr(task_attempt, "is_supervisor_gone", lambda: bool(future.set_result(42)))
+        assert attempt._wait([future]) == [42]  # pyright: ignore[reportPrivateUsage]
+
+
+def test_a_supervisor_is_gone_when_its_end_of_the_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task that supervises itself has no connection (`airflow dags test`)."""
+    from airflow.sdk.execution_time import task_runner
+
+    answers: list[Any] = [BlockingIOError(), b"x", b"", ConnectionResetError()]
+
+    def recv(*_: Any) -> bytes:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(task_runner, "SUPERVISOR_COMMS", SimpleNamespace(socket=SimpleNamespace(recv=recv)), False)
+    assert [is_supervisor_gone() for _ in range(4)] == [False, False, True, True]
+    monkeypatch.setattr(task_runner, "SUPERVISOR_COMMS", SimpleNamespace())
+    assert not is_supervisor_gone()
+
+
+def test_a_time_limit_waits_for_the_answer_of_a_request_to_airflow(world: World) -> None:
+    """Airflow's client has no number for an answer: after a request that was cut off, the next one reads its answer.
+
+    Each request meets Airflow's handler of SIGALRM, as if the signal came in it.
+    """
+    answered: list[str] = []
+
+    class TimedOut(BaseException):
+        pass
+
+    def late(number: int, frame: Any) -> None:
+        raise TimedOut(f"after {answered[-1:]}")
+
+    def during(request: str) -> None:
+        handler: Any = signal.getsignal(signal.SIGALRM)
+        handler(signal.SIGALRM, None)
+        answered.append(request)
+
+    before = signal.signal(signal.SIGALRM, late)
+    try:
+        attempt = world.attempt()
+        attempt._announced = "sky-old"  # pyright: ignore[reportPrivateUsage]
+        attempt._task_instance.xcom_push = lambda key, value: during(key)  # pyright: ignore[reportPrivateUsage]
+        attempt._states.set = lambda key, value: during(key)  # pyright: ignore[reportPrivateUsage]
+        attempt._states.get = lambda key: during("the state")  # pyright: ignore[reportPrivateUsage]
+        attempt.progress.see(sky.PoolReady(pool_id="sky-old", nodes=1, slots=1, seconds=1.0))
+        for ask, request in (
+            (attempt._stored, "the state"),  # pyright: ignore[reportPrivateUsage]
+            (lambda: attempt._push("skyward_pool", {}), "skyward_pool"),  # pyright: ignore[reportPrivateUsage]
+            (lambda: attempt._remember(OLD), STATE_KEY),  # pyright: ignore[reportPrivateUsage]
+            (attempt.progress.tick, "skyward_metrics"),
+        ):
+            with pytest.raises(TimedOut, match=f"after .'{request}'"):
+                ask()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("kept", ["2026-11-01T00:00:00+00:00", None, 7, "yesterday"])
+def test_bills_are_settled_from_where_the_last_sweep_has_ended(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long ago; a value that a user has broken is as if there were none. An error keeps it as it was."""
+    looked: list[tuple[datetime, datetime]] = []
+
+    def parts(work: sky.Work, *, ended_between: tuple[datetime, datetime]) -> list[sky.CostPart]:
+        looked.append(ended_between)
+        if len(looked) == 2:
+            raise sky.LedgerError("away")
+        return []
+
+    state: dict[str, Any] = {} if kept is None else {SETTLED_KEY: kept}
+    store = SimpleNamespace(get=state.get, set=state.__setitem__)
+    monkeypatch.setattr(sky, "cost_parts", parts)
+    assert settle_bills(store) == []
+    with pytest.raises(sky.LedgerError):
+        settle_bills(store)
+    settle_bills(store)
+    first, away, last = looked
+    began = first[1] - timedelta(days=7) if kept is None or len(str(kept)) < 10 else datetime.fromisoformat(kept)
+    assert first[0] == began
+    assert away[0] == last[0] == first[1]
+    assert state[SETTLED_KEY] == last[1].isoformat()
 
 
 def test_a_pool_out_of_reach_is_waited_for_and_then_ended_first(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
