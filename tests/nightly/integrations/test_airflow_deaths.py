@@ -231,7 +231,7 @@ SEEN: dict[str, dict[str, Seen]] = {
     "SIGKILL of the task": dict.fromkeys(KINDS, ADOPTED) | {"durable=False": ANEW},
     "SIGKILL while it rents": dict.fromkeys(KINDS, ONCE),
     "SIGTERM while it rents": dict.fromkeys(KINDS, ONCE),
-    "SIGTERM in the call": dict.fromkeys(KINDS, ANEW) | {"shared pool": ANEW_SHARED},
+    "SIGTERM in the call": dict.fromkeys(KINDS, ANEW) | {"deferrable": ADOPTED, "shared pool": ANEW_SHARED},
     "the machine is gone": dict.fromkeys(KINDS, ANEW) | {"durable=False": REPLACED, "shared pool": Seen(2, None)},
     "cleared while it runs": dict.fromkeys(KINDS, ANEW) | {"shared pool": ANEW_SHARED},
     "cleared after its success": dict.fromkeys(KINDS, ANEW),
