@@ -79,13 +79,12 @@ def record(context: StepContext, pool: object, usage: Usage) -> None:
     equal share of the cost and of the seconds; so does each partition of a range. A check, an op without outputs and an
     op with dynamic outputs cannot have metadata.
     """
+    if isinstance(context, dg.AssetCheckExecutionContext) or not is_of_step(context):
+        return
     with _lock:
         usages = _usages.setdefault(context, {})
         usages[id(pool)] = usage
         total: dict[str, Any] = {**_total(usages), **_details(usages)}
-    # a check; a sensor or a schedule, which makes nothing
-    if isinstance(context, dg.AssetCheckExecutionContext) or not hasattr(context, "add_output_metadata"):
-        return
     outputs = _outputs(context)
     costs, savings = (equal_parts(round(total[name] * MICRO_PER_USD), len(outputs)) for name in (COST_USD, SAVINGS_USD))
     partitions = _materializations(context)
@@ -149,6 +148,11 @@ def asset_tags_of(context: StepContext) -> set[str]:
 def plain(usage: Usage) -> dict[str, Any]:
     """Return a usage as metadata: numbers and text."""
     return _total({0: usage})
+
+
+def is_of_step(context: StepContext) -> bool:
+    """Return whether the context is that of an op, an asset or a check; a sensor and a schedule make nothing."""
+    return isinstance(context, dg.AssetCheckExecutionContext) or hasattr(context, "add_output_metadata")
 
 
 def step_key(context: StepContext) -> str | None:

@@ -109,24 +109,29 @@ class Step:
         return self.uses[pool]
 
     @property
+    def _uses(self) -> tuple[sky.PoolUse, ...]:
+        """Those of this moment: other threads may begin more."""
+        return tuple(self.uses.values())
+
+    @property
     def pool(self) -> sky.ComputePool | None:
         """The pool that it has begun to use last."""
-        return next(reversed(self.uses), None)
+        return next(reversed(tuple(self.uses)), None)
 
     @property
     def cost_usd(self) -> float:
         """USD of all its uses so far."""
-        return float(sum(use.cost for use in self.uses.values()))
+        return float(sum(use.cost for use in self._uses))
 
     @property
     def utilisation(self) -> sky.Utilisation:
         """That of the pool which it has used last; of an earlier one if nothing was measured there."""
-        found = [use.utilisation for use in reversed(self.uses.values())]
+        found = [use.utilisation for use in reversed(self._uses)]
         return next((one for one in found if one.measured), found[0])
 
     def numbers(self) -> dict[str, float | str]:
         """Return what was measured and reported as metadata; what a later pool has too replaces an earlier one's."""
-        return {name: value for use in self.uses.values() for name, value in numbers_of(use.utilisation).items()}
+        return {name: value for use in self._uses for name, value in numbers_of(use.utilisation).items()}
 
     def running(self, pool: sky.ComputePool) -> dict[str, Any]:
         """Return the metadata of an observation while it uses a pool."""
@@ -141,4 +146,4 @@ class Step:
     @property
     def is_waiting(self) -> bool:
         """Whether its calls on the newest pool wait for slots that others hold."""
-        return bool(self.uses) and next(reversed(self.uses.values())).is_waiting
+        return bool(uses := self._uses) and uses[-1].is_waiting

@@ -15,7 +15,7 @@ import dagster as dg
 
 import skyward_core as sky
 from dagster_skyward.dagster_events import report_observation
-from dagster_skyward.metadata import StepContext, assets_of, partition_of, step_key, work_of
+from dagster_skyward.metadata import StepContext, assets_of, is_of_step, partition_of, step_key, work_of
 from dagster_skyward.step_log import Log, LogWriter
 from dagster_skyward.step_report import (
     BOOTSTRAP,
@@ -62,8 +62,9 @@ class StepEvents:
     def begin(self, context: StepContext) -> None:
         """From now on the events are those of this step."""
         self._log, self._step = context.log, step_key(context) or ""
-        self._of_step = self._of_steps.setdefault(context, StepSpan())
-        self._live_at.setdefault(context, time.monotonic())
+        if is_of_step(context):
+            self._of_step = self._of_steps.setdefault(context, StepSpan())
+            self._live_at.setdefault(context, time.monotonic())
 
     def opened(self) -> None:
         """The step has its pool, and makes calls: a span begins, once for each step."""

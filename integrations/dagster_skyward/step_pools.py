@@ -19,7 +19,7 @@ import skyward_core as sky
 from dagster_skyward.backfills import OF_BACKFILL, group_of, runs_to_come
 from dagster_skyward.final_errors import not_tried_again, refuse_retries
 from dagster_skyward.lifecycle import OF_RUNS, Lifecycle, spec_of_run, spec_of_use
-from dagster_skyward.metadata import StepContext, Usage, is_alone, record, step_key, work_of
+from dagster_skyward.metadata import StepContext, Usage, is_alone, is_of_step, record, step_key, work_of
 from dagster_skyward.plain_values import PLAIN
 from dagster_skyward.run_plan import planned_users, strangers
 from dagster_skyward.run_steps import (
@@ -118,6 +118,7 @@ class StepPools:
         step = self._step_of(context)
         if context is not None:
             self.events.begin(context)
+            context = context if is_of_step(context) else None
         with not_tried_again():
             spec = self._spec_for(context, settings or {})
         before, use = (step.cost_usd, step.time.used, step.time.queued), None
@@ -400,7 +401,7 @@ class StepPools:
             cost_usd=cost,
             seconds=_worked(used, queued),
             queue_seconds=queued,
-            pool_ids=tuple(one.id for one in step.uses if one.id),
+            pool_ids=tuple(one.id for one in tuple(step.uses) if one.id),
             savings_usd=savings(pool, cost),
             details=self.events.details(pool, step.utilisation),
         )

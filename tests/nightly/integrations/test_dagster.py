@@ -161,6 +161,24 @@ def test_outside_of_a_run(new_processes):
     assert new_processes() == []
 
 
+def test_a_sensor_has_its_result() -> None:
+    """Its context is that of no step, and has no metadata."""
+
+    @dg.job
+    def job() -> None: ...
+
+    @dg.sensor(job=job)
+    def rows(context: dg.SensorEvaluationContext, compute: SkywardResource) -> dg.SkipReason:
+        return dg.SkipReason(f"{compute.run(context, abs, -2).value} rows")
+
+    compute = SkywardResource(provider=sky.Local(), display="quiet")
+    with (
+        dg.DagsterInstance.ephemeral() as instance,
+        dg.build_sensor_context(instance=instance, resources={"compute": compute}) as context,
+    ):
+        assert rows.evaluate_tick(context).skip_message == "2 rows"
+
+
 SCRIPT = """
 import dagster as dg
 import skyward_core as sky

@@ -483,20 +483,17 @@ def test_an_optional_output_is_left_out_by_a_function_that_skips() -> None:
     assert not [event for event in result.all_events if "Skip:" in (event.message or "")]  # it is no error
 
 
-def test_a_sensor_has_its_result() -> None:
-    """Its context is that of no step, and has no metadata."""
+def test_a_schedule_has_its_result() -> None:
+    """Its context is that of no step: it has no metadata, and no weak reference to it can be made."""
 
-    @dg.job
-    def job() -> None: ...
-
-    @dg.sensor(job=job)
-    def rows(context: dg.SensorEvaluationContext, compute: SkywardResource) -> dg.SkipReason:
+    @dg.schedule(target="*", cron_schedule="* * * * *")
+    def rows(context: dg.ScheduleEvaluationContext, compute: SkywardResource) -> dg.SkipReason:
         return dg.SkipReason(f"{compute.run(context, abs, -2).value} rows")
 
     compute = SkywardResource(provider=sky.Local(), display="quiet")
     with (
         dg.DagsterInstance.ephemeral() as instance,
-        dg.build_sensor_context(instance=instance, resources={"compute": compute}) as context,
+        dg.build_schedule_context(instance=instance, resources={"compute": compute}) as context,
     ):
         assert rows.evaluate_tick(context).skip_message == "2 rows"
 

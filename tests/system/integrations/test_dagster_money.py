@@ -644,6 +644,21 @@ def test_what_was_measured_is_metadata(instance: Any) -> None:
     assert CPU_UTIL_PCT not in plain(usage)
 
 
+def test_another_thread_of_a_step_may_begin_a_use_meanwhile() -> None:
+    """While its cost is added up."""
+    its = Step(OpenPool.work)
+
+    class Slow(OpenPool):
+        @property
+        def cost(self) -> float:  # type: ignore[override]
+            its.use_of(OpenPool())  # type: ignore[arg-type]
+            return 0.5
+
+    its.use_of(Slow())  # type: ignore[arg-type]
+    assert its.cost_usd == 0.5
+    assert len(its.uses) == 2
+
+
 def test_what_a_later_pool_of_a_step_has_replaces_what_an_earlier_one_has() -> None:
     """A step that prepares on one pool and trains on another shows how the second one was used."""
     report = sky.CallReported(0, "i-1", "call", 9, {"rows": 7.0, "loss": 0.5}, 0.0)

@@ -571,6 +571,21 @@ def test_blocks_of_several_threads_count_once(clock: list[float]) -> None:
 # ── tests of a project ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def test_a_sensor_and_a_schedule_may_use_a_local_resource() -> None:
+    """Their contexts are those of no step, and have no metadata."""
+    for decorated, built in (
+        (dg.sensor(target="*"), dg.build_sensor_context),
+        (dg.schedule(target="*", cron_schedule="* * * * *"), dg.build_schedule_context),
+    ):
+
+        @decorated
+        def rows(context: Any, compute: SkywardResource) -> Any:
+            return dg.SkipReason(f"{compute.run(context, abs, -2).value} rows")
+
+        with built(resources={"compute": SkywardResource.local()}) as context:
+            assert rows(context).skip_message == "2 rows"
+
+
 async def later(number: int) -> int:
     return number + 1
 
