@@ -117,6 +117,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     address = session_server.address(tmp_path_factory)
     with temporary_settings({PREFECT_API_URL: address}):
         yield address
+        run_report.wait_for_late_reports()  # their threads write into the ledger of the file that comes next
 
 
 def served_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
@@ -130,6 +131,7 @@ def served_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     _end_connections()
     with temporary_settings({PREFECT_API_URL: address}):
         yield address
+        run_report.wait_for_late_reports()
         _end_connections()
 
 

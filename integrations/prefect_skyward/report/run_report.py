@@ -33,6 +33,10 @@ from prefect_skyward.ui import RunLog
 NODES_KEY, MACHINES_KEY, TASK_RUN_KEY = "skyward-nodes", "skyward-machines", "skyward-task-run"
 WRITE_SECONDS = 15.0
 """The least time between two updates. The start and the readiness of a pool are written at once."""
+BATCH_SECONDS = 0.05
+"""How long messages are collected: each task run sends three, and each wake of the thread takes the interpreter from
+the task runs.
+"""
 BILL_SECONDS = 1.0
 """How soon the end of a pool is written. If the flow run ends with it, only the last state is."""
 LAST_LABEL_SECONDS = 2.0
@@ -180,6 +184,8 @@ class RunReport:
         self._try(self._read_earlier_attempts)
         written_at = time.monotonic() - WRITE_SECONDS
         while True:
+            if self._inbox.empty():
+                time.sleep(BATCH_SECONDS)
             due_at = min(written_at + WRITE_SECONDS, self._due_at)
             wait = max(0.0, due_at - time.monotonic()) if self._is_changed else None
             try:
