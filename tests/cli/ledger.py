@@ -24,8 +24,7 @@ import skyward_core as sky
 from skyward_core import cli
 from skyward_core.cleanup import release as releasing
 from skyward_core.cleanup import survey
-from skyward_core.cli.ui.pages import answers
-from skyward_core.cli.ui.server import PageServer
+from skyward_core.cli.ui import PageServer, answers
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import (
     BILLING_ROUNDING,

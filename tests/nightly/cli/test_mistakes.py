@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from skyward_core import cli
 from skyward_core.cli.app import command_tree
-from skyward_core.cli.ui.server import PageServer
+from skyward_core.cli.ui import PageServer
 from skyward_core.doctor import diagnosis
 from skyward_core.errors import BadRequest
 from skyward_core.providers import base

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from skyward_core.cli.commands import live as commands
+from skyward_core.cli import live as commands
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.live.copying import copy_from, copy_to
 from skyward_core.live.pool_nodes import PoolNodes, find_nodes
