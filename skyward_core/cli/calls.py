@@ -25,7 +25,7 @@ from skyward_core.errors import ZERO_USD
 
 if TYPE_CHECKING:
     from skyward_core.ledger.rows import CallEntry, UnreadableRow
-    from skyward_core.live.calls import CallList, LiveCall
+    from skyward_core.live.observer import CallList, LiveCall
 
 STACKS_OF = "stacks of"
 
@@ -87,8 +87,7 @@ def calls(
 
 
 def _live(context: typer.Context, name: str, *, as_json: bool, with_stacks: bool, limit: int) -> int:
-    from skyward_core.live.calls import calls_of
-    from skyward_core.live.observer import Observer
+    from skyward_core.live.observer import Observer, calls_of
     from skyward_core.live.pool_nodes import find_nodes
 
     with open_ledger(context) as ledger:

@@ -15,7 +15,7 @@ from skyward_core.cli.printing import print_json, print_table, print_warnings
 
 if TYPE_CHECKING:
     from skyward_core.config.report import Configuration, Value
-    from skyward_core.doctor.check import Check
+    from skyward_core.doctor import Check
 
 UNSET = "-"
 
@@ -46,7 +46,7 @@ def show(
 
 def schema() -> int:
     """Print the JSON schema of skyward.toml, with which editors complete and check it."""
-    from skyward_core.config.schema import settings_schema
+    from skyward_core.config.report import settings_schema
 
     print_json(settings_schema())
     return 0
@@ -69,7 +69,7 @@ def doctor(
     ] = 20.0,
 ) -> int:
     """Check settings, ledger, keys, clouds and orchestrators, and say what to do. Rents nothing."""
-    from skyward_core.doctor.diagnosis import diagnose
+    from skyward_core.doctor import diagnose
 
     given = None if provider is None else [provider_from(text) for text in provider]
     checks = diagnose(providers=given, ledger_url=context.obj, limit_seconds=limit)

@@ -34,9 +34,7 @@ from skyward_core.errors import BadRequest
 if TYPE_CHECKING:
     from skyward_core.events.events import Metrics
     from skyward_core.ledger.ledger import Ledger
-    from skyward_core.live.logs import Line
-    from skyward_core.live.metrics import NodeUse, PoolUses
-    from skyward_core.live.stacks import WorkerStacks
+    from skyward_core.live.observer import Line, NodeUse, PoolUses, WorkerStacks
 
 OnNode = Annotated[int, typer.Argument(parser=values.whole, metavar="[NODE]", help="the node, from 0")]
 TOKEN = "SKYWARD_UI_TOKEN"  # noqa: S105 - the name of a variable
@@ -78,8 +76,7 @@ def logs(
     ] = None,
 ) -> int:
     """Show the logs of a live pool's nodes, or the output of a detached call. Other calls print to their own client."""
-    from skyward_core.live.logs import CallLog, NodeLogs, followed
-    from skyward_core.live.observer import Observer
+    from skyward_core.live.observer import CallLog, NodeLogs, Observer, followed
     from skyward_core.live.pool_nodes import find_nodes
 
     with open_ledger(context) as ledger:
@@ -103,8 +100,7 @@ def logs(
 
 def metrics(context: typer.Context, pool: PoolName, *, as_json: AsJson = False) -> int:
     """Show the utilisation of a live pool's nodes now, and how many slots have calls. Takes some seconds."""
-    from skyward_core.live.metrics import uses_of
-    from skyward_core.live.observer import Observer
+    from skyward_core.live.observer import Observer, uses_of
     from skyward_core.live.pool_nodes import find_nodes
 
     with open_ledger(context) as ledger:
@@ -120,9 +116,8 @@ def metrics(context: typer.Context, pool: PoolName, *, as_json: AsJson = False) 
 
 def stacks(context: typer.Context, pool: PoolName, *, as_json: AsJson = False) -> int:
     """Show what each slot of a live pool does right now: the Python stacks of its process. The calls go on."""
-    from skyward_core.live.observer import Observer
+    from skyward_core.live.observer import Observer, stacks_of
     from skyward_core.live.pool_nodes import find_nodes
-    from skyward_core.live.stacks import stacks_of
 
     with open_ledger(context) as ledger:
         nodes = find_nodes(ledger, pool)
@@ -143,8 +138,7 @@ def ssh(
     show: Annotated[bool, typer.Option("--print", help="print the command, and do not run it")] = False,
 ) -> int:
     """Log in to a node of a live pool with OpenSSH; for a node of this machine, open a shell in its folder."""
-    from skyward_core.live.login import login_command
-    from skyward_core.live.pool_nodes import find_nodes
+    from skyward_core.live.pool_nodes import find_nodes, login_command
 
     with open_ledger(context) as ledger:
         command = login_command(find_nodes(ledger, pool), node)
@@ -163,8 +157,7 @@ def cp(
 ) -> int:
     """Copy a file or folder to or from a node of a live pool. A relative PATH begins where its calls run."""
     from skyward_core.errors import BadRequest
-    from skyward_core.live.copying import copy_from, copy_to, read_place
-    from skyward_core.live.pool_nodes import find_nodes
+    from skyward_core.live.pool_nodes import copy_from, copy_to, find_nodes, read_place
 
     there, here = read_place(source), read_place(target)
     place = here if there is None else there
@@ -219,7 +212,7 @@ def top(
     ] = 2.0,
 ) -> int:
     """Show the live pools and their nodes, with utilisation and cost, again and again until Ctrl-C."""
-    from skyward_core.live.metrics import PoolUses
+    from skyward_core.live.observer import PoolUses
 
     is_one = as_json or once or not sys.stdout.isatty()
     with open_ledger(context) as ledger, PoolUses(ledger, awaits_first=is_one) as uses:

@@ -16,7 +16,7 @@ from skyward_core.cli.printing import duration, money, number_of, print_json, pr
 
 if TYPE_CHECKING:
     from skyward_core.machines.offers import Offer
-    from skyward_core.pool.task_quotes import TaskQuote
+    from skyward_core.pool.preparation import TaskQuote
     from skyward_core.provisioning.price_list import PriceList
     from skyward_core.spec import PoolSpec
 
@@ -104,7 +104,7 @@ def quote(
     as_json: AsJson = False,
 ) -> int:
     """Show what an orchestrator's tasks would rent, and what it costs at most."""
-    from skyward_core.pool.task_quotes import quotes_of
+    from skyward_core.pool.preparation import quotes_of
     from skyward_core.provisioning.quote import plans_of
 
     with redirect_stdout(sys.stderr):  # the definitions are programs, and may print; so do orchestrators
@@ -261,7 +261,7 @@ def _each(quotes: Quotes) -> Iterator[tuple[str, TaskQuote]]:
 
 def _workflows(quotes: Quotes) -> Iterator[tuple[str, str, float | None, list[str]]]:
     """Return each workflow with the ceiling of a run, and the tasks that have none."""
-    from skyward_core.pool.task_quotes import ceiling_of_run
+    from skyward_core.pool.preparation import ceiling_of_run
 
     for system, ones in quotes.items():
         for workflow in dict.fromkeys(one.task.workflow for one in ones):

@@ -289,7 +289,7 @@ def _notes(entry: PoolEntry, attempts: Sequence[Attempt]) -> list[str]:
     """Return what the table does not say of the accelerators that the pool wanted."""
     from pydantic import ValidationError
 
-    from skyward_core.providers.choice import sizes_on_aws
+    from skyward_core.providers.base import sizes_on_aws
     from skyward_core.spec import PoolSpec
 
     if all(attempt.provider != "aws" for attempt in attempts):

@@ -41,7 +41,7 @@ from skyward_core.errors import BadRequest, LedgerConflict, LedgerError
 from skyward_core.events.utilisation import MEASURES, percentages
 from skyward_core.ledger.receipt import receipt
 from skyward_core.ledger.rows import CostBy, ResourceKind, UnreadableRow
-from skyward_core.live.metrics import NodeUse, PoolUses
+from skyward_core.live.observer import NodeUse, PoolUses
 
 if TYPE_CHECKING:
     from skyward_core.events.events import Metrics

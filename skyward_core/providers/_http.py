@@ -21,8 +21,7 @@ from typing import Any, Self, cast
 import httpx
 from tenacity import RetryCallState, Retrying, retry_if_exception_type
 
-from skyward_core.concurrency.backoff import Backoff
-from skyward_core.concurrency.threads import side_by_side
+from skyward_core.concurrency.threads import Backoff, side_by_side
 from skyward_core.errors import (
     BadRequest,
     CredentialsError,
@@ -31,9 +30,10 @@ from skyward_core.errors import (
     QuotaExceeded,
     RateLimited,
     SkywardError,
+    shown_unread,
+    without_logins,
 )
-from skyward_core.urls import shown_unread, without_logins
-from skyward_core.worker.masking import spellings
+from skyward_core.wire.masking import spellings
 
 TIMEOUT_SECONDS = 30.0
 PATIENCE_SECONDS = 60.0

@@ -25,8 +25,7 @@ from urllib.parse import quote
 from pydantic import Field, SecretStr, model_validator
 
 from skyward_core.accelerators.catalog import find
-from skyward_core.concurrency.backoff import Backoff
-from skyward_core.concurrency.threads import side_by_side
+from skyward_core.concurrency.threads import Backoff, side_by_side
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, SkywardError
 from skyward_core.machines.instances import Instance, InstanceState
 from skyward_core.machines.offers import Extra, Offer, Requirements, architecture_beside, by_month
@@ -42,9 +41,17 @@ from skyward_core.providers.base import (
     Tags,
     chips,
 )
-from skyward_core.providers.ssh_keys import Key, endpoint_of, host_key, our_key
 from skyward_core.providers.tagging import from_codes, launch_word, of_machine, to_codes
-from skyward_core.providers.userdata import END_COMMAND, boot_script, directory_of, script
+from skyward_core.providers.userdata import (
+    END_COMMAND,
+    Key,
+    boot_script,
+    directory_of,
+    endpoint_of,
+    host_key,
+    our_key,
+    script,
+)
 from skyward_core.providers.verda_api import (
     CAPACITY,
     CONSOLE,

@@ -23,7 +23,7 @@ import pytest
 import skyward_core as sky
 from skyward_core import cli
 from skyward_core.cleanup import release as releasing
-from skyward_core.cleanup import survey
+from skyward_core.cleanup import sweep as survey
 from skyward_core.cli.ui import PageServer, answers
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import (
@@ -39,7 +39,7 @@ from skyward_core.ledger.rows import (
     SlotUse,
 )
 from skyward_core.ledger.uses import NewUse, UseCount
-from skyward_core.live.metrics import NodeUse
+from skyward_core.live.observer import NodeUse
 from skyward_core.machines.owner import Owner
 from skyward_core.providers import base
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families as families_
 
 from skyward_core.cli.ui import Utilisation
 from skyward_core.errors import LedgerError
-from skyward_core.live.metrics import NodeUse
+from skyward_core.live.observer import NodeUse
 from tests.cli.ledger import ROOT, TOKEN, FakeUtilisation, Page, Skyward, record_pools, sample
 from tests.waiting import wait_until
 

@@ -26,7 +26,7 @@ from skyward_core.engine.membership import (
     RESTART_WORKERS_SECONDS,
 )
 from skyward_core.errors import NoCapacity, NodeLost
-from skyward_core.worker.preemption_notice import Kind, Notice
+from skyward_core.wire.info import Kind, Notice
 from tests.conftest import examples
 from tests.engine.recovery_world import NODES, Machine, World
 

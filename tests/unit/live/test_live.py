@@ -15,12 +15,9 @@ from skyward_core import cli
 from skyward_core.cli import calls as view
 from skyward_core.errors import Unreachable
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.live import metrics
-from skyward_core.live.calls import call_list, calls_of
-from skyward_core.live.copying import read_place
-from skyward_core.live.login import command_on, login_command
-from skyward_core.live.metrics import PoolUses
-from skyward_core.live.pool_nodes import PoolNodes
+from skyward_core.live import observer as metrics
+from skyward_core.live.observer import PoolUses, call_list, calls_of
+from skyward_core.live.pool_nodes import PoolNodes, command_on, login_command, read_place
 from skyward_core.machines.instances import Endpoint, Instance, InstanceState
 from skyward_core.machines.owner import Owner
 
