@@ -9,19 +9,16 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotInTime
 from contextvars import copy_context
-from dataclasses import dataclass
-from itertools import count
 from types import ModuleType
 from typing import Any, override
 
 from skyward_core.errors import BadRequest
 
 MOST_THREADS = 8
-MOST_STEPS = 64  # the power of a float stays finite; every back-off has reached its longest pause by then
 SECONDS = 10.0
 MODULES = ("thread", "threading", "socket", "select", "selectors", "subprocess", "queue", "time")
 """Modules that a pool's threads and event loops use. If they are replaced, the threads wait for each other for ever."""
@@ -166,27 +163,6 @@ class PeriodicThread:
             except Exception as error:  # whatever it is: the next call may succeed
                 if not self._ended.is_set():  # after the end its resources may be gone
                     self._on_error(error)
-
-
-@dataclass(frozen=True, slots=True)
-class Backoff:
-    """Exponential back-off: each pause is `factor` times as long as the one before, and `longest` seconds at most.
-
-    >>> [Backoff(0.5, 15.0).seconds(failures) for failures in (1, 2, 3, 9)]
-    [0.5, 1.0, 2.0, 15.0]
-    """
-
-    first: float
-    longest: float
-    factor: float = 2.0
-
-    def seconds(self, failures: int) -> float:
-        """Return the pause after so many failures in a row, from 1 on."""
-        return min(self.first * self.factor ** min(failures - 1, MOST_STEPS), self.longest)
-
-    def pauses(self) -> Iterator[float]:
-        """Return the pauses in their order, without end."""
-        return (self.seconds(failures) for failures in count(1))
 
 
 def after_the_work[R](

@@ -32,7 +32,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from skyward_core.concurrency.threads import Backoff
+from skyward_core.concurrency.backoff import Backoff
 from skyward_core.engine.membership import (
     FIRST_PAUSE_SECONDS,
     HOLD_SECONDS,

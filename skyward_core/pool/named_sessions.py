@@ -15,7 +15,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
-from skyward_core.concurrency.threads import Backoff
+from skyward_core.concurrency.backoff import Backoff
 from skyward_core.errors import BudgetExceeded, LeaseLost, LedgerError, NodeLost, SkywardError, Unreachable
 from skyward_core.ledger.names_policy import NameState, NotSteward, Rent
 from skyward_core.machines.instances import Lease, new_pool_id

@@ -21,7 +21,8 @@ from typing import Any, Self, cast
 import httpx
 from tenacity import RetryCallState, Retrying, retry_if_exception_type
 
-from skyward_core.concurrency.threads import Backoff, side_by_side
+from skyward_core.concurrency.backoff import Backoff
+from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import (
     BadRequest,
     CredentialsError,

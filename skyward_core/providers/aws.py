@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Self, cast
 
 from pydantic import Field, PrivateAttr, SecretStr, field_validator, model_validator
 
-from skyward_core.concurrency.threads import Backoff
+from skyward_core.concurrency.backoff import Backoff
 from skyward_core.errors import (
     BadRequest,
     CredentialsError,

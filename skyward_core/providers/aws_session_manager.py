@@ -31,7 +31,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from skyward_core.concurrency.threads import Backoff
+from skyward_core.concurrency.backoff import Backoff
 from skyward_core.errors import BadRequest, CredentialsError, ProviderFailed, SkywardError
 from skyward_core.providers.aws_account import AwsAccount
 from skyward_core.transport.proxy_command import PYTHON, REFUSED, WRONG

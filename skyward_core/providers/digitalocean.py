@@ -25,7 +25,8 @@ from typing import Any, ClassVar, Self
 from pydantic import ConfigDict, Field, SecretStr, model_validator
 
 from skyward_core.accelerators.catalog import Chip, find
-from skyward_core.concurrency.threads import Backoff, side_by_side
+from skyward_core.concurrency.backoff import Backoff
+from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import (
     BadRequest,
     CredentialsError,

@@ -31,7 +31,7 @@ from pydantic import ConfigDict, Field, SecretStr, model_validator
 
 from skyward_core.accelerators import Accelerator, is_nvidia, parse
 from skyward_core.accelerators.catalog import cuda_of
-from skyward_core.concurrency.threads import Backoff
+from skyward_core.concurrency.backoff import Backoff
 from skyward_core.errors import (
     BadRequest,
     CredentialsError,

@@ -27,7 +27,7 @@ from pydantic import Field, SecretStr, field_validator
 
 from skyward_core.accelerators import Accelerator, is_nvidia
 from skyward_core.accelerators.catalog import cuda_of
-from skyward_core.concurrency.threads import Backoff
+from skyward_core.concurrency.backoff import Backoff
 from skyward_core.errors import (
     BadRequest,
     CredentialsError,

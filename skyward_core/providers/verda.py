@@ -25,7 +25,8 @@ from urllib.parse import quote
 from pydantic import Field, SecretStr, model_validator
 
 from skyward_core.accelerators.catalog import find
-from skyward_core.concurrency.threads import Backoff, side_by_side
+from skyward_core.concurrency.backoff import Backoff
+from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, SkywardError
 from skyward_core.machines.instances import Instance, InstanceState
 from skyward_core.machines.offers import Extra, Offer, Requirements, architecture_beside, by_month

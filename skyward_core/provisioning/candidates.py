@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from heapq import nsmallest
 
-from skyward_core.concurrency.threads import Backoff, side_by_side
+from skyward_core.concurrency.backoff import Backoff
+from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import (
     BadRequest,
     BudgetExceeded,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, cast
 
-from skyward_core.concurrency.threads import Backoff
+from skyward_core.concurrency.backoff import Backoff
 from skyward_core.errors import BadRequest, LedgerConflict, LedgerError, NodeLost
 from skyward_core.ledger.rows import CallState, SlotUse
 from skyward_core.wire.messages import CallMetrics, Outcome, OutcomeKind, Report, ReportedMetrics, lines_with_levels

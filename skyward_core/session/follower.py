@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from skyward_core.concurrency.threads import Backoff
+from skyward_core.concurrency.backoff import Backoff
 from skyward_core.errors import NodeLost, PoolClosed, SkywardError
 from skyward_core.machines.instances import Lease, Node
 from skyward_core.session.sealed_lease import PoolKeys, find_lease

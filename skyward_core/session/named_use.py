@@ -23,8 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
+from skyward_core.concurrency.backoff import Backoff
 from skyward_core.concurrency.loading import load
-from skyward_core.concurrency.threads import Backoff, PeriodicThread
+from skyward_core.concurrency.threads import PeriodicThread
 from skyward_core.errors import BadRequest, LeaseLost, LedgerError, ProvisioningTimeout, SkywardError
 from skyward_core.events import console
 from skyward_core.ledger.names_policy import (

@@ -19,7 +19,7 @@ from typing import Any
 import asyncssh  # noqa: TID253  a part of ssh_connection.py
 from asyncssh.public_key import get_default_public_key_algs  # noqa: TID253
 
-from skyward_core.concurrency.threads import Backoff
+from skyward_core.concurrency.backoff import Backoff
 from skyward_core.errors import BadRequest, ConnectionLost, CredentialsError, HostKeyChanged, Unreachable
 from skyward_core.machines.instances import Endpoint
 from skyward_core.transport.proxy_command import Proxy

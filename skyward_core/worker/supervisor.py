@@ -38,7 +38,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from skyward_core.concurrency.threads import Backoff
+from skyward_core.concurrency.backoff import Backoff
 from skyward_core.wire.info import JOB_PLACE, InstanceInfo, to_env
 from skyward_core.wire.private_folders import make_private
 from skyward_core.wire.settings import NodeOwner, NodeSettings, with_partitions, write_atomically
