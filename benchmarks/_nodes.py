@@ -20,10 +20,10 @@ from typing import Any
 import dask.config
 from distributed import Worker
 
+from skyward_core.wire.settings import NodeSettings
 from skyward_core.worker.calls import CallMemory
 from skyward_core.worker.node import DASK_CONFIG, security
-from skyward_core.worker.pool_scheduler import PoolScheduler, PromptMessages
-from skyward_core.worker.settings import NodeSettings
+from skyward_core.worker.scheduler import PoolScheduler, PromptMessages
 from tests.fake_nodes import FakeNode, FakeNodes, Played, slowly
 from tests.providers.fake_digitalocean import Droplet, FakeDigitalOcean
 from tests.providers.http_fake import Reply, Request, route

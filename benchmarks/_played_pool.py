@@ -42,16 +42,14 @@ import uvloop
 from distributed import Worker
 
 from benchmarks._nodes import Rented
+from skyward_core.wire.messages import Batch, Outcome, OutcomeKind, Parcel
+from skyward_core.wire.protocol import POOL_TOPIC
+from skyward_core.wire.settings import NodeSettings
 from skyward_core.worker.calls import CallMemory
-from skyward_core.worker.draining import NodeHolding
 from skyward_core.worker.node import DASK_CONFIG, security
-from skyward_core.worker.pool_scheduler import PoolScheduler, PromptMessages
 from skyward_core.worker.pool_worker import Slots
-from skyward_core.worker.scheduler_messages import POOL_TOPIC
-from skyward_core.worker.secret_values import SecretStore
-from skyward_core.worker.settings import NodeSettings
+from skyward_core.worker.scheduler import NodeHolding, PoolScheduler, PromptMessages, SecretStore
 from skyward_core.worker.slot import News, Slot
-from skyward_core.worker.wire import Batch, Outcome, OutcomeKind, Parcel
 from tests.fake_nodes import FakeNode, FakeNodes, Played, slowly
 
 FIRST_NETWORK, NETWORKS = 100, 100

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.ledger import DEAD, Empty
 from skyward_core.cleanup.sweep import sweep
-from skyward_core.cli.entry import main as skyward
+from skyward_core.cli.app import main as skyward
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Bucket, Price, ResourceKind, ResourceRequest
 

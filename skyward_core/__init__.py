@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from skyward_core.compute import PendingCompute as PendingCompute
     from skyward_core.compute import PendingItems as PendingItems
     from skyward_core.compute import gather as gather
-    from skyward_core.concurrency.afterwards import after_the_work as after_the_work
     from skyward_core.concurrency.item_stream import ItemStream as ItemStream
+    from skyward_core.concurrency.threads import after_the_work as after_the_work
     from skyward_core.config.settings import Settings as Settings
     from skyward_core.distributed.checkpoint import Checkpoint as Checkpoint
     from skyward_core.distributed.checkpoint import SavedCheckpoint as SavedCheckpoint
     from skyward_core.distributed.checkpoint import checkpoint as checkpoint
     from skyward_core.distributed.sampler import DistributedSampler as DistributedSampler
-    from skyward_core.doctor.check import Check as Check
+    from skyward_core.doctor import Check as Check
     from skyward_core.engine.futures import CallFuture as CallFuture
     from skyward_core.engine.packing import plain_call as plain_call
     from skyward_core.errors import BadRequest as BadRequest
@@ -117,10 +117,6 @@ if TYPE_CHECKING:
     from skyward_core.image.image import Image as Image
     from skyward_core.image.volume import S3Volume as S3Volume
     from skyward_core.image.volume import Volume as Volume
-    from skyward_core.integrations.pools import JoblibPool as JoblibPool
-    from skyward_core.integrations.pools import ScikitLearnPool as ScikitLearnPool
-    from skyward_core.integrations.pools import joblib_backend as joblib_backend
-    from skyward_core.integrations.pools import sklearn_backend as sklearn_backend
     from skyward_core.ledger.rows import CostPart as CostPart
     from skyward_core.machines.instances import Endpoint as Endpoint
     from skyward_core.machines.instances import Instance as Instance
@@ -129,7 +125,7 @@ if TYPE_CHECKING:
     from skyward_core.machines.instances import Node as Node
     from skyward_core.machines.offers import Offer as Offer
     from skyward_core.machines.offers import Requirements as Requirements
-    from skyward_core.machines.sealing import check_secret_key as check_secret_key
+    from skyward_core.machines.signing import check_secret_key as check_secret_key
     from skyward_core.machines.spot import Spot as Spot
     from skyward_core.machines.spot import SpotLike as SpotLike
     from skyward_core.operations import cost_of as cost_of
@@ -140,7 +136,7 @@ if TYPE_CHECKING:
     from skyward_core.operations import release as release
     from skyward_core.operations import sweep as sweep
     from skyward_core.pool.aio import AsyncCalls as AsyncCalls
-    from skyward_core.pool.executor import PoolExecutor as PoolExecutor
+    from skyward_core.pool.calls import PoolExecutor as PoolExecutor
     from skyward_core.pool.multi_pool import MultiPool as MultiPool
     from skyward_core.pool.pool import ComputePool as ComputePool
     from skyward_core.pool.pool_use import PoolUse as PoolUse
@@ -149,7 +145,7 @@ if TYPE_CHECKING:
     from skyward_core.programs.calls import script_call as script_call
     from skyward_core.providers.aws import AWS as AWS
     from skyward_core.providers.base import Provider as Provider
-    from skyward_core.providers.choice import select_instance as select_instance
+    from skyward_core.providers.base import select_instance as select_instance
     from skyward_core.providers.digitalocean import DigitalOcean as DigitalOcean
     from skyward_core.providers.hosts import Hosts as Hosts
     from skyward_core.providers.local import Local as Local
@@ -165,19 +161,23 @@ if TYPE_CHECKING:
     from skyward_core.session.detached_call import CallAttempt as CallAttempt
     from skyward_core.session.detached_call import CallNews as CallNews
     from skyward_core.session.detached_call import DetachedCall as DetachedCall
+    from skyward_core.sklearn.pool import JoblibPool as JoblibPool
+    from skyward_core.sklearn.pool import ScikitLearnPool as ScikitLearnPool
+    from skyward_core.sklearn.pool import joblib_backend as joblib_backend
+    from skyward_core.sklearn.pool import sklearn_backend as sklearn_backend
     from skyward_core.spec import PoolSpec as PoolSpec
     from skyward_core.spec import Wishes as Wishes
+    from skyward_core.wire.info import InstanceInfo as InstanceInfo
+    from skyward_core.wire.info import current_accelerator as current_accelerator
+    from skyward_core.wire.info import instance_info as instance_info
+    from skyward_core.wire.info import shard as shard
+    from skyward_core.wire.messages import report as report
+    from skyward_core.wire.shared_values import scatter as scatter
     from skyward_core.work import RunContext as RunContext
     from skyward_core.work import Work as Work
     from skyward_core.work import run_context as run_context
     from skyward_core.work import running_for as running_for
-    from skyward_core.worker.call_metrics import report as report
-    from skyward_core.worker.info import InstanceInfo as InstanceInfo
-    from skyward_core.worker.info import current_accelerator as current_accelerator
-    from skyward_core.worker.info import instance_info as instance_info
     from skyward_core.worker.preemption_notice import preemption_notice as preemption_notice
-    from skyward_core.worker.shard import shard as shard
-    from skyward_core.worker.shared_values import scatter as scatter
 
 __version__: str  # that of the installed distribution, which has it from the git tag
 
@@ -190,32 +190,33 @@ _HOMES = {
     "serialization.plain_arguments": "PlainObject PlainTypes",
     "session.detached_call": "CallAttempt CallNews DetachedCall",
     "compute": "ComputeFunction PendingBatch PendingCompute PendingItems gather",
-    "concurrency.afterwards": "after_the_work",
+    "concurrency.threads": "after_the_work",
     "concurrency.item_stream": "ItemStream",
     "config.settings": "Settings",
     "errors": (
         "BadRequest BootstrapFailed BudgetExceeded CallCrashed CallOutOfMemory CallTimedOut CredentialsError"
-        " GiveUp GroupNotFormed"
-        " HostKeyChanged InstancesLeft LeaseLost LeaseTampered LedgerConflict LedgerError NoCapacity NodeLost"
-        " NotPicklable NotYetSupported OfferGone PoolClosed ProviderFailed ProvisioningTimeout QuotaExceeded RankFailed"
-        " RateLimited RemoteError ResultNotLoaded Skip SkywardError Unreachable"
+        " GiveUp GroupNotFormed HostKeyChanged InstancesLeft LeaseLost LeaseTampered LedgerConflict"
+        " LedgerError NoCapacity NodeLost NotPicklable NotYetSupported OfferGone PoolClosed ProviderFailed"
+        " ProvisioningTimeout QuotaExceeded RankFailed RateLimited RemoteError ResultNotLoaded Skip"
+        " SkywardError Unreachable"
     ),
     "events.events": (
         "BootstrapCompleted BootstrapProgress BootstrapStarting BudgetWarning CallProgress CallReported"
-        " CallRetrying Callback CallsWaiting CandidateRefused ClusterRestarting ContactLost ContactRegained CostFinal"
-        " CostUpdate Error InfraCreated InfraCreating InstanceLaunching InstanceLost InstanceProvisioned"
-        " InstanceStopping InstancesUnconfirmed LogLine Metrics NodesScaled PoolReady PoolStopping PreemptionNoticed"
-        " ProviderName RebalanceRecommended SkywardEvent compose emit use_callback"
+        " CallRetrying Callback CallsWaiting CandidateRefused ClusterRestarting ContactLost ContactRegained"
+        " CostFinal CostUpdate Error InfraCreated InfraCreating InstanceLaunching InstanceLost"
+        " InstanceProvisioned InstanceStopping InstancesUnconfirmed LogLine Metrics NodesScaled PoolReady"
+        " PoolStopping PreemptionNoticed ProviderName RebalanceRecommended SkywardEvent compose emit"
+        " use_callback"
     ),
     "distributed.checkpoint": "Checkpoint SavedCheckpoint checkpoint",
     "distributed.sampler": "DistributedSampler",
-    "doctor.check": "Check",
+    "doctor": "Check",
     "engine.futures": "CallFuture",
     "engine.packing": "plain_call",
     "operations": "cost_of cost_parts offers receipt_of receipts_of release sweep",
     "image.image": "Image",
     "image.volume": "S3Volume Volume",
-    "integrations.pools": "JoblibPool ScikitLearnPool joblib_backend sklearn_backend",
+    "sklearn.pool": "JoblibPool ScikitLearnPool joblib_backend sklearn_backend",
     "ledger.rows": "CostPart",
     "machines.instances": "Endpoint Instance InstanceState Lease Node",
     "events.narrator": "Narrator",
@@ -223,24 +224,22 @@ _HOMES = {
     "events.utilisation": "Series Utilisation",
     "machines.offers": "Offer Requirements",
     "pool.aio": "AsyncCalls",
-    "pool.executor": "PoolExecutor",
+    "pool.calls": "PoolExecutor",
     "pool.multi_pool": "MultiPool",
     "pool.pool": "ComputePool",
     "pool.pool_use": "PoolUse UseBill",
     "programs.calls": "command_call script_call",
-    "providers.base": "Provider",
-    "providers.choice": "select_instance",
+    "providers.base": "Provider select_instance",
     "provisioning.quote": "Plan PlannedTask Quote",
     "secret": "Secret",
     "spec": "PoolSpec Wishes",
-    "machines.sealing": "check_secret_key",
+    "machines.signing": "check_secret_key",
     "machines.spot": "Spot SpotLike",
     "work": "RunContext Work run_context running_for",
-    "worker.call_metrics": "report",
-    "worker.info": "InstanceInfo current_accelerator instance_info",
+    "wire.messages": "report",
+    "wire.info": "InstanceInfo current_accelerator instance_info shard",
     "worker.preemption_notice": "preemption_notice",
-    "worker.shard": "shard",
-    "worker.shared_values": "scatter",
+    "wire.shared_values": "scatter",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 _MODULES = frozenset({"accelerators", "distributed", "errors", "integrations"})

@@ -40,14 +40,92 @@ from __future__ import annotations
 
 import importlib
 import pickle
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Self, cast
 
-from skyward_core.urls import without_logins
-
+HIDDEN = "***"
+_BEGIN = r"(?<![A-Za-z0-9+.-])(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{0,20}://)"
+_WITH_PASSWORD = re.compile(_BEGIN + r"(?P<user>[^\s/?#@:]{0,500}):(?P<password>\S{0,500})@")
+"""A password may have any characters: one that breaks the URL is the very one that an error shows. So it lasts up to
+the last "@" before white space.
+"""
+_WITH_TOKEN = re.compile(_BEGIN + r"(?P<user>[^\s/?#@:]{1,500})@")
+_IN_QUERY = re.compile(
+    r"(?P<name>[?&][^=&\s?#]{0,100}(?:password|passwd|passphrase|secret|token|api_?key|signature|credential)[^=&\s?#]{0,100}=)"
+    r"[^&\s#'\"]+",
+    re.IGNORECASE,
+)
+_TOKEN_SCHEMES = re.compile(r"(?:\w+\+)?https?://", re.IGNORECASE)
+"""The user of these may be a token. That of SSH or of a database is none."""
+_PLAIN = re.compile(r"sqlite:.*|[\w./~-]+", re.DOTALL)
+LEAST_LIKENESS = 0.8
+"""Share of equal letters, as difflib counts them. Below it words meet that only look alike: console, nodes."""
 ZERO_USD = Decimal(0)
+
+
+def without_logins(text: str) -> str:
+    """Return a text without the passwords and tokens of the URLs in it.
+
+    >>> without_logins("no answer from https://jo:secret@host/simple?token=abc, nor from ssh://git@host")
+    'no answer from https://***@host/simple?token=***, nor from ssh://git@host'
+    """
+    if "://" not in text:
+        return text
+    text = _WITH_TOKEN.sub(_hidden, _WITH_PASSWORD.sub(_hidden, text))
+    return _IN_QUERY.sub(rf"\g<name>{HIDDEN}", text)
+
+
+def shown_unread(url: str) -> str:
+    """Return what may be shown of a text that cannot be read as a URL: any part may be a piece of a password.
+
+    >>> shown_unread("postgresql://jo:secret/db"), shown_unread("/var/lib/ledger.db")
+    ('postgresql://***', '/var/lib/ledger.db')
+    """
+    if _PLAIN.fullmatch(url):
+        return url
+    scheme = re.match(_BEGIN, url)
+    return f"{scheme[0] if scheme else ''}{HIDDEN}"
+
+
+def _hidden(found: re.Match[str]) -> str:
+    scheme, user = found["scheme"], found["user"]
+    if _TOKEN_SCHEMES.fullmatch(scheme):
+        return f"{scheme}{HIDDEN}@"
+    return found[0] if "password" not in found.re.groupindex else f"{scheme}{user}:{HIDDEN}@"
+
+
+def meant(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that `name` is a misspelling or a part of; None if there is no clear one.
+
+    Case, "-" and "_" do not count. A part is made of whole words.
+
+    >>> meant("acelerator", ["accelerator", "nodes"]), meant("lifetime", ["max_cost", "max_lifetime"])
+    ('accelerator', 'max_lifetime')
+    >>> meant("console", ["nodes"]), meant("max_hourly_cost", ["max_cost"])
+    (None, None)
+    """
+    from difflib import get_close_matches  # for mistakes only: it takes a millisecond
+
+    by_key = {_key(one): one for one in known}
+    if near := get_close_matches(_key(name), by_key, 1, cutoff=LEAST_LIKENESS):
+        return by_key[near[0]]
+    words = set(_key(name).split("_"))
+    whole = [one for key, one in by_key.items() if words < set(key.split("_"))]
+    return whole[0] if len(whole) == 1 else None
+
+
+def question(name: str, known: Iterable[str]) -> str:
+    """Return "did you mean 'nodes'?", or "" where no known name is near."""
+    near = meant(name, known)
+    return "" if near is None else f"did you mean {near!r}?"
+
+
+def _key(name: str) -> str:
+    return name.casefold().replace("-", "_")
+
 
 type Bytes = bytes | bytearray | memoryview
 

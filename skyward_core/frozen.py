@@ -10,9 +10,7 @@ from typing import Any, ClassVar, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from skyward_core.errors import BadRequest
-from skyward_core.hints import question
-from skyward_core.urls import without_logins
+from skyward_core.errors import BadRequest, question, without_logins
 
 SHOWN_CHARACTERS = 500
 _SHOWN = (str, int, float, bool, type(None))

@@ -115,7 +115,7 @@ def _settled_ledger(ledger_url: str | None) -> Ledger:
     """Open the ledger, after pools of this computer that have ended themselves were settled."""
     ledgers, settlement = (
         importlib.import_module("skyward_core.ledger.ledger"),
-        importlib.import_module("skyward_core.cleanup.settlement"),
+        importlib.import_module("skyward_core.cleanup.pool_record"),
     )
     ledger = cast("Ledger", ledgers.Ledger(ledger_url or ledgers.default_url()))
     settlement.settle_here(ledger)

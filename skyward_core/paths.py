@@ -11,7 +11,7 @@ from pathlib import Path
 
 from platformdirs import user_cache_path, user_state_path
 
-from skyward_core.worker.private_folders import NotPrivate, opened_private, real_path
+from skyward_core.wire.private_folders import NotPrivate, opened_private, real_path
 
 type Place = tuple[str, Callable[[], Path]]
 """The variable that names a folder, and what returns it."""

@@ -2,7 +2,7 @@
 hold one without saying so.
 
 A spec holds references (`Secret`) and no value. The process that opens a pool reads the values (`read_values`). They go
-to the nodes in memory (`worker/secret_values.py`). Plain text in `env` is masked wherever a spec is shown or written,
+to the nodes in memory (`worker/scheduler.py`). Plain text in `env` is masked wherever a spec is shown or written,
 if its name or its value looks like a secret.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, Literal, Self, cast
 from pydantic import BaseModel, ConfigDict, Field
 
 from skyward_core.errors import BadRequest
-from skyward_core.worker.masking import MASK, SHORTEST, SHORTEST_LINE, SecretValues
+from skyward_core.wire.masking import MASK, SHORTEST, SHORTEST_LINE, SecretValues
 
 LARGEST_BYTES = 32 * 1024
 """Of all values together: they travel in one packet with a call."""

@@ -27,9 +27,8 @@ from skyward_core.accelerators import Accelerator
 from skyward_core.accelerators.alternative import Alternative
 from skyward_core.accelerators.catalog import find
 from skyward_core.accelerators.neuron import slot_cores
-from skyward_core.errors import BadRequest
+from skyward_core.errors import BadRequest, question
 from skyward_core.frozen import explained
-from skyward_core.hints import question
 from skyward_core.image.image import FrozenEnv, Image, refuse_unexportable
 from skyward_core.image.volume import Volume, refuse_overlaps
 from skyward_core.machines import spot

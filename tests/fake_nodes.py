@@ -21,8 +21,9 @@ from typing import Any
 
 import asyncssh
 
-from skyward_core.transport import ssh_commands, ssh_files, ssh_transport
-from skyward_core.worker.settings import NodeSettings
+from skyward_core.transport import ssh_commands, ssh_transport
+from skyward_core.transport import ssh_connection as ssh_files
+from skyward_core.wire.settings import NodeSettings
 
 GUARD = "4711"
 PHASES_BEFORE, PHASES_AFTER = ("uv", "deps"), ("skyward", "server")

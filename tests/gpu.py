@@ -19,7 +19,7 @@ from typing import Any
 import pynvml
 
 import skyward_core as sky
-from skyward_core.worker.gpus import gpus_here
+from skyward_core.worker.metrics import gpus_here
 
 GB = 1e9
 FREED_SECONDS = 20.0

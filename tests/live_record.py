@@ -15,7 +15,7 @@ import httpx
 
 from skyward_core.providers._http import SECRET_FIELD
 from skyward_core.providers.aws_account import AwsAccount
-from skyward_core.worker.masking import spellings
+from skyward_core.wire.masking import spellings
 
 PRIVATE_FIELD = re.compile(
     r"(.*[_-])?(user_?data|env|extra_env|script|onstart|args|email|username|name_?on.*|first_?name|last_?name|address)",

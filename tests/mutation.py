@@ -50,10 +50,7 @@ OTHERS = {
         for name in ("accounts", "bills", "intents", "journal", "metering", "names", "names_policy", "pools", "receipt")
     },
     "machines/offers": ("unit/provisioning/test_candidates.py", "unit/test_spec.py"),
-    **{
-        f"provisioning/{name}": LIFECYCLE
-        for name in ("rental", "replacement", "selection", "startup", "teardown", "termination")
-    },
+    **{f"provisioning/{name}": LIFECYCLE for name in ("lifecycle", "rental", "replacement", "selection", "teardown")},
 }
 """Tests of a module beside those that `tests_of` finds."""
 

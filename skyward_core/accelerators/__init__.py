@@ -14,8 +14,7 @@ from typing import Any, Protocol, Self, cast
 
 from skyward_core.accelerators.catalog import Chip, FormFactor, Vendor, find
 from skyward_core.accelerators.mig import partitions, profiles, split
-from skyward_core.errors import BadRequest
-from skyward_core.hints import question
+from skyward_core.errors import BadRequest, question
 
 __all__ = [
     "A10",

@@ -3,12 +3,68 @@
 This is the only place for facts about a chip.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from skyward_core.errors import BadRequest
+
+_MIG_GUIDE = (
+    "NVIDIA MIG User Guide, Supported GPUs, docs.nvidia.com/datacenter/tesla/mig-user-guide/supported-gpus.html"
+)
+_EC2 = "AWS EC2 DescribeInstanceTypes, "
+_RUNPOD = "RunPod documentation, docs.runpod.io/references/gpu-types.md"
+_GPUHUNT = "dstackai/gpuhunt, src/gpuhunt/_internal/constraints.py"
+_VAST = (
+    "Vast.ai, GPU names of the offers API (fact sheet of 2026-11-20, section 4.6); size as on NVIDIA's product page,"
+    " not checked again"
+)
+_ROCM = "AMD ROCm, GPU hardware specifications, rocm.docs.amd.com/en/latest/reference/gpu-specs.html"
+_NEURON = "; cores: AWS Neuron documentation, NeuronCore architecture, and EC2 DescribeInstanceTypes, CoreInfo"
+_TPU = "Google Cloud, TPU system architecture, docs.cloud.google.com/tpu/docs/"
+_CUDA_CAPABILITIES: Mapping[str, frozenset[str]] = {
+    "6.0": frozenset({"P100"}),
+    "7.0": frozenset({"V100"}),
+    "7.5": frozenset({"T4", "T4g", "Quadro RTX 6000", "Quadro RTX 8000"}),
+    "8.0": frozenset({"A30", "A100"}),
+    "8.6": frozenset({"A10", "A10G", "A16", "A40", "RTX 3070", "RTX 3080", "RTX 3080 Ti", "RTX 3090", "RTX 3090 Ti"})
+    | {"RTX A2000", "RTX A4000", "RTX A4500", "RTX A5000", "RTX A6000"},
+    "8.9": frozenset({"L4", "L40", "L40S", "RTX 4070 Ti", "RTX 4080", "RTX 4080 SUPER", "RTX 4090", "RTX 4090D"})
+    | {"RTX 2000 Ada", "RTX 4000 Ada", "RTX 5000 Ada", "RTX 6000 Ada"},
+    "9.0": frozenset({"H100", "H200", "GH200"}),
+    "10.0": frozenset({"B100", "B200", "GB200"}),
+    "10.3": frozenset({"B300", "GB300"}),
+    "12.0": frozenset({"RTX 5080", "RTX 5090", "RTX PRO 4500", "RTX PRO 6000"}),
+}
+"""NVIDIA's list of compute capabilities, developer.nvidia.com/cuda-gpus; P100 and V100: cuda-legacy-gpus. A10G, T4g and
+the variants that are not listed have that of their architecture; B100 as B200.
+"""
+# words in drivers' and clouds' names ("NVIDIA H100 80GB HBM3") that do not identify the chip
+_NOISE = frozenset(
+    {
+        "nvidia",
+        "geforce",
+        "tesla",
+        "amd",
+        "instinct",
+        "oam",
+        "generation",
+        "blackwell",
+        "edition",
+        "server",
+        "workstation",
+        "hbm3",
+    }
+)
+CUDA = re.compile(r"(?<![a-z0-9])cu(?:da)?[-:]?(1[0-9])[.-]?([0-9])?")
+"""As in cu128, cu1281, cuda12x, cuda:12.4.1, cuda-13.0, nvidia-cublas-cu12.
+
+Versions before 10 work with every driver.
+"""
+
 
 type Vendor = Literal["NVIDIA", "AMD", "AWS", "Google"]
 type FormFactor = Literal["SXM", "PCIe", "NVL"]
@@ -47,38 +103,6 @@ class Chip:
         """Return the sizes, in GB, that exist in this form factor; the default first."""
         return dict[str, tuple[int, ...]](self.memory_of).get(form_factor or "", self.memory_gb)
 
-
-_MIG_GUIDE = (
-    "NVIDIA MIG User Guide, Supported GPUs, docs.nvidia.com/datacenter/tesla/mig-user-guide/supported-gpus.html"
-)
-_EC2 = "AWS EC2 DescribeInstanceTypes, "
-_RUNPOD = "RunPod documentation, docs.runpod.io/references/gpu-types.md"
-_GPUHUNT = "dstackai/gpuhunt, src/gpuhunt/_internal/constraints.py"
-_VAST = (
-    "Vast.ai, GPU names of the offers API (fact sheet of 2026-11-20, section 4.6); size as on NVIDIA's product page,"
-    " not checked again"
-)
-_ROCM = "AMD ROCm, GPU hardware specifications, rocm.docs.amd.com/en/latest/reference/gpu-specs.html"
-_NEURON = "; cores: AWS Neuron documentation, NeuronCore architecture, and EC2 DescribeInstanceTypes, CoreInfo"
-_TPU = "Google Cloud, TPU system architecture, docs.cloud.google.com/tpu/docs/"
-
-_CUDA_CAPABILITIES: Mapping[str, frozenset[str]] = {
-    "6.0": frozenset({"P100"}),
-    "7.0": frozenset({"V100"}),
-    "7.5": frozenset({"T4", "T4g", "Quadro RTX 6000", "Quadro RTX 8000"}),
-    "8.0": frozenset({"A30", "A100"}),
-    "8.6": frozenset({"A10", "A10G", "A16", "A40", "RTX 3070", "RTX 3080", "RTX 3080 Ti", "RTX 3090", "RTX 3090 Ti"})
-    | {"RTX A2000", "RTX A4000", "RTX A4500", "RTX A5000", "RTX A6000"},
-    "8.9": frozenset({"L4", "L40", "L40S", "RTX 4070 Ti", "RTX 4080", "RTX 4080 SUPER", "RTX 4090", "RTX 4090D"})
-    | {"RTX 2000 Ada", "RTX 4000 Ada", "RTX 5000 Ada", "RTX 6000 Ada"},
-    "9.0": frozenset({"H100", "H200", "GH200"}),
-    "10.0": frozenset({"B100", "B200", "GB200"}),
-    "10.3": frozenset({"B300", "GB300"}),
-    "12.0": frozenset({"RTX 5080", "RTX 5090", "RTX PRO 4500", "RTX PRO 6000"}),
-}
-"""NVIDIA's list of compute capabilities, developer.nvidia.com/cuda-gpus; P100 and V100: cuda-legacy-gpus. A10G, T4g and
-the variants that are not listed have that of their architecture; B100 as B200.
-"""
 
 CHIPS: tuple[Chip, ...] = (
     Chip("T4", "NVIDIA", (16,), _EC2 + "g4dn"),
@@ -195,24 +219,6 @@ CHIPS: tuple[Chip, ...] = (
     Chip("TPU-v6e", "Google", (32,), _TPU + "v6e"),
 )
 
-# words in drivers' and clouds' names ("NVIDIA H100 80GB HBM3") that do not identify the chip
-_NOISE = frozenset(
-    {
-        "nvidia",
-        "geforce",
-        "tesla",
-        "amd",
-        "instinct",
-        "oam",
-        "generation",
-        "blackwell",
-        "edition",
-        "server",
-        "workstation",
-        "hbm3",
-    }
-)
-
 
 def find(name: str) -> Chip:
     """Return the row of a chip by its name, in any case and with any separator of words, or none.
@@ -244,3 +250,14 @@ def _key(name: str) -> str:
 
 
 _BY_KEY = {_key(name): chip for chip in CHIPS for name in (chip.name, *chip.aliases)}
+
+
+def cuda_of(text: str) -> float | None:
+    """Return the newest CUDA version in a requirement, an index's URL or an image's name; None if it has none.
+
+    >>> [cuda_of(text) for text in ("torch==2.9.1+cu128", "cupy-cuda12x", "nvidia/cuda:12.4.1-ubuntu22.04", "torch")]
+    [12.8, 12.0, 12.4, None]
+    """
+    found = [(int(major), int(minor or 0)) for major, minor in CUDA.findall(text.casefold())]
+    major, minor = max(found, default=(0, 0))
+    return float(f"{major}.{minor}") if found else None

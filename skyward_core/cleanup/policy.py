@@ -6,6 +6,7 @@ dead. An entry is closed only if a listing lacks its machine and is late enough 
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from enum import StrEnum
 
 from skyward_core.errors import CredentialsError
 from skyward_core.ledger.rows import Bucket, Intent, PoolEntry, ResourceKind
-from skyward_core.machines.instances import Instance
+from skyward_core.machines.instances import Instance, NodeEnd
 from skyward_core.machines.owner import Owner, OwnerState
 from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, PROCESS_TAG, RANK_TAG, Provider
 
@@ -22,6 +23,8 @@ IN_FLIGHT_SECONDS = 10.0
 """How long a creating call may go on after its caller was killed."""
 BOOT_SECONDS = 1800.0
 """How long a machine may take to come up. Until then it does not count its lease."""
+ESTIMATED = "no process saw it end: its cost is estimated, up to the time at which its lease must have ended it"
+_log = logging.getLogger("skyward")
 
 
 class Action(StrEnum):
@@ -383,3 +386,63 @@ def other_account(entry: PoolEntry, account: str) -> CredentialsError | None:
         f"its machines belong to account {entry.provider_account!r}, and these credentials to {account!r}: sweep with"
         " credentials of the former"
     )
+
+
+# Until when machines are paid for that were found gone: until the end that they have written, or an estimate.
+#
+# A provider may be able to show when and why a machine has ended itself (`Provider.ends`). Otherwise it was at the
+# end of its lease (`policy.paid_until`).
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """For entries of machines that were found gone: until when each is paid for, and what its machine has written.
+
+    An end without words is an estimate.
+    """
+
+    until: Mapping[int, datetime] = field(default_factory=dict[int, datetime])
+    words: Mapping[int, str] = field(default_factory=dict[int, str])
+
+    def before(self, now: datetime, least_seconds: float) -> dict[int, datetime]:
+        """Return the ends that were written, and those that are estimated to be so long ago."""
+        return {
+            number: end
+            for number, end in self.until.items()
+            if number in self.words or (now - end).total_seconds() >= least_seconds
+        }
+
+    def evidence(self, number: int, evidence: str) -> str:
+        """Add to some evidence how the end of an entry is known."""
+        return f"{evidence}; {self.words.get(number, ESTIMATED)}"
+
+
+NO_ENDS = Ends()
+
+
+def ends_of(provider: Provider, pools: Mapping[str, PoolEntry], intents: Sequence[Intent], now: datetime) -> Ends:
+    """Return the ends of machines that a listing lacks. Asks the provider for them; raises nothing."""
+    shown = shown_ends(provider, intents)
+    until: dict[int, datetime] = {}
+    words: dict[int, str] = {}
+    for intent in intents:
+        if intent.cloud_id is not None and (end := shown.get(intent.cloud_id)) is not None:
+            until[intent.id], words[intent.id] = known_end(intent, end, now), str(end)
+        else:
+            until[intent.id] = paid_until(provider, pools[intent.pool_id], intent, now)
+    return Ends(until, words)
+
+
+def shown_ends(provider: Provider, intents: Sequence[Intent]) -> Mapping[str, NodeEnd]:
+    """Return the ends that the provider can show, by machine; none if it does not answer."""
+    ids = [intent.cloud_id for intent in intents if intent.cloud_id is not None]
+    try:
+        return provider.ends(ids) if ids else {}
+    except Exception as error:  # the machines are gone anyway, and their cost is estimated
+        _log.warning("%s does not show when machines have ended: %s", provider.name, error)
+        return {}
+
+
+def known_end(intent: Intent, end: NodeEnd, now: datetime) -> datetime:
+    """Return the end of a machine by the clock of the ledger: not before it was requested, and not after now."""
+    return min(now, max(end.at, intent.intended_at))

@@ -2,7 +2,7 @@
 
 import sys
 
-from skyward_core.cli.entry import main
+from skyward_core.cli.app import main
 
 if __name__ == "__main__":
     sys.exit(main())

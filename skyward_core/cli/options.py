@@ -75,7 +75,7 @@ def open_settled_ledger(context: typer.Context) -> Ledger:
     """Open the ledger to show it, after pools of this computer that have ended themselves were settled. That waits for
     other writers for some seconds only, and for no provider.
     """
-    from skyward_core.cleanup.settlement import settle_here
+    from skyward_core.cleanup.pool_record import settle_here
     from skyward_core.ledger.ledger import Ledger, default_url
 
     ledger = Ledger(context.obj or default_url(), busy_timeout_seconds=SETTLE_BUSY_SECONDS)

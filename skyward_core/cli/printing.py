@@ -48,6 +48,11 @@ def visible(text: str) -> str:
     return text if text.isprintable() else "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
+def stack_text(stacks: str) -> str:
+    """Return the stacks of a process, indented."""
+    return "\n".join(f"  {visible(one)}" for one in stacks.splitlines() if one) or "  no answer: it has just ended"
+
+
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print columns. A column whose head begins with `>` is aligned to the right.
 

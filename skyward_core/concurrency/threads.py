@@ -6,13 +6,22 @@ schedule new futures after interpreter shutdown"), so teardown cannot use them. 
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import override
+from concurrent.futures import TimeoutError as NotInTime
+from contextvars import copy_context
+from types import ModuleType
+from typing import Any, override
+
+from skyward_core.errors import BadRequest
 
 MOST_THREADS = 8
+SECONDS = 10.0
+MODULES = ("thread", "threading", "socket", "select", "selectors", "subprocess", "queue", "time")
+"""Modules that a pool's threads and event loops use. If they are replaced, the threads wait for each other for ever."""
 
 
 class Threads:
@@ -103,3 +112,100 @@ def side_by_side[T, R](work: Callable[[T], R], things: Sequence[T], name: str, m
         threads.join()
         raise
     return [outcome.result() for outcome in outcomes]
+
+
+class PeriodicThread:
+    """Calls `step` every so many seconds, from a daemon thread of that name, until `end` is called. The first call
+    comes after the first pause, or at once.
+
+    `step` must not wait for a callback or a display, and so it must not log either. What it raises goes to `on_error`,
+    and it is called again.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        seconds: float,
+        step: Callable[[], object],
+        on_error: Callable[[Exception], object],
+        *,
+        is_at_once: bool = False,
+    ) -> None:
+        self._first_seconds = 0.0 if is_at_once else seconds
+        self._seconds = seconds
+        self._step = step
+        self._on_error = on_error
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def end(self) -> None:
+        """Call `step` no more.
+
+        Does not wait for a call that runs; may be called twice, before `start`, and by `step` itself.
+        """
+        self._ended.set()
+
+    def join(self, timeout_seconds: float) -> None:
+        """Wait for a call that runs. Does nothing in the thread itself."""
+        if self._thread.ident not in (None, threading.get_ident()):
+            self._thread.join(timeout_seconds)
+
+    def _run(self) -> None:
+        pause = self._first_seconds
+        while not self._ended.wait(pause):
+            pause = self._seconds
+            try:
+                self._step()
+            except Exception as error:  # whatever it is: the next call may succeed
+                if not self._ended.is_set():  # after the end its resources may be gone
+                    self._on_error(error)
+
+
+def after_the_work[R](
+    what: str, do: Callable[[], R], say: Callable[[str], object], *, seconds: float = SECONDS
+) -> R | None:
+    """Return what a piece of bookkeeping returns; None if it fails, or has not ended in time. Raises nothing.
+
+    `say` gets a line about either, which begins with `what`. It runs in a thread, with the context variables of the
+    caller, and goes on after its time, until it ends or the process does.
+    """
+    outcome = Threads("skyward-after").submit(copy_context().run, do)
+    try:
+        return outcome.result(seconds)
+    except NotInTime as error:
+        is_late = not outcome.done()
+        words = f"has not ended within {seconds:g} s, and is not waited for" if is_late else f"has failed: {error!r}"
+    except Exception as error:
+        words = f"has failed: {error!r}"
+    say(f"{what} {words}; the result of the work is not concerned")
+    return None
+
+
+def refuse_greenlets(modules: Mapping[str, ModuleType] = sys.modules) -> None:
+    """Raise BadRequest if gevent or eventlet has replaced modules of the standard library: a pool would hang in `open`
+    without an error.
+    """
+    for library, patched in (("gevent", _by_gevent(modules)), ("eventlet", _by_eventlet(modules))):
+        if patched:
+            raise BadRequest(
+                f"{library} has replaced {', '.join(patched)} in this process, and a pool needs the real ones: its"
+                " threads would wait for each other for ever. Open the pool in a separate process that is not"
+                f" patched (`subprocess`, or a worker of another kind for these tasks), or do not call {library}'s"
+                " monkey patching in this one."
+            )
+
+
+def _by_gevent(modules: Mapping[str, Any]) -> list[str]:
+    if (monkey := modules.get("gevent.monkey")) is None:
+        return []
+    return [name for name in MODULES if monkey.is_module_patched(name)]
+
+
+def _by_eventlet(modules: Mapping[str, Any]) -> list[str]:
+    if (patcher := modules.get("eventlet.patcher")) is None:
+        return []
+    return [name for name in MODULES if patcher.is_monkey_patched(name)]

@@ -31,8 +31,7 @@ from typing import Any, cast
 
 from platformdirs import user_config_path
 
-from skyward_core.errors import BadRequest
-from skyward_core.hints import meant, question
+from skyward_core.errors import BadRequest, meant, question
 from skyward_core.spec import PoolSpec
 
 PREFIX = "SKYWARD_"

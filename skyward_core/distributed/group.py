@@ -20,12 +20,11 @@ from numbers import Real
 from typing import Any, ClassVar, Protocol, cast, overload
 
 from skyward_core.distributed.member import Member, Place, find_hub, open_hub
-from skyward_core.distributed.training_channel import TrainingJob
-from skyward_core.distributed.training_process import ProcessEnded, TrainingProcess, run_all
+from skyward_core.distributed.training_process import ProcessEnded, TrainingJob, TrainingProcess, run_all
 from skyward_core.errors import BadRequest, CallCrashed
 from skyward_core.serialization import pickling, sources
-from skyward_core.worker.info import ENV, instance_info, to_env
-from skyward_core.worker.log_records import kept_mark, of_this_process
+from skyward_core.wire.info import ENV, instance_info, to_env
+from skyward_core.wire.log_records import kept_mark, of_this_process
 
 RENDEZVOUS_SECONDS = 300.0
 
@@ -100,7 +99,7 @@ class GroupFunction[**P, R]:
     """
 
     forms_group = True
-    """For pools (`pool/groups.py`): after a loss all ranks run again."""
+    """For pools (`pool/calls.py`): after a loss all ranks run again."""
 
     def __init__(
         self, fn: Callable[P, Any], framework: Framework, rendezvous_seconds: float, nproc_per_node: int | None = None

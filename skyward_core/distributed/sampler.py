@@ -11,7 +11,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, override
 
-from skyward_core.worker.info import instance_info
+from skyward_core.wire.info import instance_info
 
 if TYPE_CHECKING:
     from collections.abc import Sized

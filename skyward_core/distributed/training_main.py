@@ -12,10 +12,11 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn, cast
 
 from skyward_core.distributed.group import Group
-from skyward_core.distributed.training_channel import Channel, Failure, TrainingJob
+from skyward_core.distributed.training_process import Channel, Failure, TrainingJob
 from skyward_core.serialization import exceptions, pickling, sources
-from skyward_core.worker import call_metrics, log_records
-from skyward_core.worker.log_records import keep_levels
+from skyward_core.wire import log_records
+from skyward_core.wire import messages as call_metrics
+from skyward_core.wire.log_records import keep_levels
 from skyward_core.worker.runner import completed
 from skyward_core.worker.watchdog import die_with_parent
 

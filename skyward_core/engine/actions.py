@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from skyward_core.errors import SkywardError
 from skyward_core.events.events import SkywardEvent
-from skyward_core.worker.wire import Batch, Outcome, Parcel
+from skyward_core.wire.messages import Batch, Outcome, Parcel
 
 # ── on the connection to the scheduler ───────────────────────────────────────────────────────────────────────────────
 

@@ -28,7 +28,7 @@ from skyward_core.engine.outbox import Entry
 from skyward_core.engine.state import Fetching, State
 from skyward_core.errors import NodeLost, SkywardError
 from skyward_core.events.events import CallProgress, CallReported, CallRetrying, LogLine
-from skyward_core.worker.wire import Item, Outcome, OutcomeKind, Output, Parcel, Report, ReportedMetrics
+from skyward_core.wire.messages import Item, Outcome, OutcomeKind, Output, Parcel, Report, ReportedMetrics
 
 PROGRESS_SECONDS = 0.1
 FETCH_SECONDS = 120.0  # how long a fetch whose connection is cut is repeated while the node lives: as long as a lease

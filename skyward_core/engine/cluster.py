@@ -37,12 +37,12 @@ from skyward_core.events.events import CallRetrying, SkywardEvent
 from skyward_core.machines.instances import Lease
 from skyward_core.serialization import pickling
 from skyward_core.transport.transport import Transports
+from skyward_core.wire import protocol as messages
+from skyward_core.wire.masking import SecretValues
+from skyward_core.wire.messages import Call, Parcel
+from skyward_core.wire.protocol import END_CLIENT
+from skyward_core.wire.shared_values import SharedValue
 from skyward_core.work import NO_WORK, Work
-from skyward_core.worker import calls as messages
-from skyward_core.worker.masking import SecretValues
-from skyward_core.worker.scheduler_messages import END_CLIENT
-from skyward_core.worker.shared_values import SharedValue
-from skyward_core.worker.wire import Call, Parcel
 
 TICK_SECONDS = 0.5
 JOIN_POLL_SECONDS = 0.01

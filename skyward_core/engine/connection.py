@@ -31,20 +31,21 @@ from tornado.ioloop import IOLoop
 from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.engine.dispatcher import PING_SECONDS, PoolNews
 from skyward_core.errors import NodeLost, PoolClosed
-from skyward_core.worker import calls
-from skyward_core.worker.call_lists import CALLS_QUESTION, INTRODUCE
-from skyward_core.worker.calls import BusyTime
-from skyward_core.worker.detached_calls import BUSY_TIMES
-from skyward_core.worker.scheduler_messages import (
+from skyward_core.wire import protocol
+from skyward_core.wire.messages import Batch, Report
+from skyward_core.wire.protocol import (
+    BUSY_TIMES,
+    CALLS_QUESTION,
+    INTRODUCE,
     LIST_CALLS,
     LISTING_SECONDS,
     POOL_TOPIC,
     RUN_BATCH,
     STALLED_SECONDS,
+    BusyTime,
     Resumed,
 )
-from skyward_core.worker.streams import ReportedOutcomes, send_at_once
-from skyward_core.worker.wire import Batch, Report
+from skyward_core.wire.streams import ReportedOutcomes, send_at_once
 
 ASKING_SECONDS = 0.2
 CLOSE_SECONDS = 2
@@ -303,7 +304,7 @@ class SchedulerConnection:
         cast(Any, self.client)._stream_handlers[CALLS_QUESTION] = lambda request, **_: inbox.on_asked_for_calls(
             epoch, request
         )
-        self.send(calls.resume(self.client.id, topic, after, epoch))
+        self.send(protocol.resume(self.client.id, topic, after, epoch))
 
     def introduce(self, who: Mapping[str, Any]) -> None:
         """Say who this client is. A scheduler of an earlier release does not know the operation."""

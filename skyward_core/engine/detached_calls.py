@@ -16,7 +16,8 @@ from skyward_core.engine.packing import WantedCall, packed_function, pickled_arg
 from skyward_core.errors import BadRequest, NodeLost
 from skyward_core.serialization import pickling
 from skyward_core.transport.transport import Transport, Transports
-from skyward_core.worker.detached_calls import (
+from skyward_core.wire.messages import Batch, Call, Outcome, Parcel
+from skyward_core.wire.protocol import (
     ENDS,
     IS_NAMED,
     NAME,
@@ -24,11 +25,10 @@ from skyward_core.worker.detached_calls import (
     RESULT_TTL,
     RETRIES,
     RUN_ID,
+    START_DETACHED,
     WORK,
     detached_key,
 )
-from skyward_core.worker.scheduler_messages import START_DETACHED
-from skyward_core.worker.wire import Batch, Call, Outcome, Parcel
 
 # how long `start` waits for a scheduler that is out of reach: the connection may come back, or another head may start
 DETACH_SECONDS = 60.0

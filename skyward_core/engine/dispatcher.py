@@ -33,9 +33,8 @@ from skyward_core.engine.shipments import seconds_by_use
 from skyward_core.errors import SkywardError
 from skyward_core.events.events import Metrics
 from skyward_core.machines.instances import Node
-from skyward_core.worker.retained_batches import WorkerFree, WorkerKept
-from skyward_core.worker.scheduler_messages import PoolRanks, Resumed, WorkerHeld, WorkerJoined, WorkerLeft
-from skyward_core.worker.wire import Item, Outcome, OutcomeKind, Output, Parcel, Report, ReportedMetrics
+from skyward_core.wire.messages import Item, Outcome, OutcomeKind, Output, Parcel, Report, ReportedMetrics
+from skyward_core.wire.protocol import PoolRanks, Resumed, WorkerFree, WorkerHeld, WorkerJoined, WorkerKept, WorkerLeft
 
 TICK_SECONDS = 0.5
 PING_SECONDS = 4.0

@@ -12,9 +12,7 @@ from collections.abc import Generator, Iterable
 from skyward_core.engine.connection import NotSent
 from skyward_core.engine.owner import EngineThread
 from skyward_core.errors import SkywardError
-from skyward_core.worker.calls import WAITING
-from skyward_core.worker.client_loads import stay
-from skyward_core.worker.draining import FREE, HOLD, KEPT
+from skyward_core.wire.protocol import FREE, HOLD, KEPT, WAITING, stay
 
 ANSWER_SECONDS = 1.0
 HOLD_SECONDS = 1.0

@@ -28,10 +28,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from skyward_core.errors import Bytes, CallCrashed, CallOutOfMemory, CallTimedOut, ResultNotLoaded
-from skyward_core.serialization import exception_state, exceptions, pickling
-from skyward_core.serialization.exception_notes import note_for
+from skyward_core.serialization import exceptions, pickling
+from skyward_core.serialization import unpicklable as exception_state
+from skyward_core.serialization.exceptions import note_for
 from skyward_core.serialization.unpicklable import one_line
-from skyward_core.worker.wire import Outcome, OutcomeKind, Parcel
+from skyward_core.wire.messages import Outcome, OutcomeKind, Parcel
 
 PLAIN_BYTES = 4096
 """The largest pickle of a result that the engine's thread loads."""

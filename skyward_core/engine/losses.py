@@ -17,9 +17,8 @@ from skyward_core.engine.shipments import Shipments
 from skyward_core.engine.state import batch_of, rank_of
 from skyward_core.events.events import BootstrapCompleted
 from skyward_core.machines.instances import Node
-from skyward_core.worker.retained_batches import WorkerKept
-from skyward_core.worker.scheduler_messages import HELD, Resumed
-from skyward_core.worker.wire import Item, Outcome, Report
+from skyward_core.wire.messages import Item, Outcome, Report
+from skyward_core.wire.protocol import HELD, Resumed, WorkerKept
 
 HEAD_LOST = "the head of the pool was lost"
 

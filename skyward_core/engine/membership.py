@@ -56,7 +56,7 @@ from skyward_core.events.events import (
     SkywardEvent,
 )
 from skyward_core.machines.instances import Instance, Lease, Node
-from skyward_core.worker.preemption_notice import Kind, Notice
+from skyward_core.wire.info import Kind, Notice
 
 REJOIN_SECONDS = 2.0  # a worker process that has crashed is back within one second
 RESTART_WORKERS_SECONDS, RESTART_WORKERS_AGAIN_SECONDS = (

@@ -16,8 +16,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from skyward_core.worker.shared_values import SharedValue
-from skyward_core.worker.wire import Batch, Call, Parcel
+from skyward_core.wire.messages import Batch, Call, Parcel
+from skyward_core.wire.shared_values import SharedValue
 
 TARGET_SECONDS = 0.02  # of work in a batch
 LEAST_SECONDS = 40e-6  # what a call that does nothing costs in a slot

@@ -40,15 +40,11 @@ from skyward_core.errors import NodeLost, PoolClosed, SkywardError
 from skyward_core.events.events import CallReported, CallsWaiting, SkywardEvent
 from skyward_core.machines.owner import Owner
 from skyward_core.transport.transport import Transports
+from skyward_core.wire import protocol
+from skyward_core.wire.masking import SecretValues
+from skyward_core.wire.messages import Parcel, Report
+from skyward_core.wire.protocol import MOST_WAITING, PUT_SECRETS, BusyTime, Resumed, answer_of, detached_key
 from skyward_core.work import NO_WORK, Work
-from skyward_core.worker import calls
-from skyward_core.worker.call_lists import MOST_WAITING, answer_of
-from skyward_core.worker.calls import BusyTime
-from skyward_core.worker.detached_calls import detached_key
-from skyward_core.worker.masking import SecretValues
-from skyward_core.worker.scheduler_messages import Resumed
-from skyward_core.worker.secret_values import PUT_SECRETS
-from skyward_core.worker.wire import Parcel, Report
 
 LOOK_SECONDS = 0.2
 _log = logging.getLogger("skyward")
@@ -514,15 +510,15 @@ class EngineThread:
                     connection, action, lambda: self.connection is connection and not self._is_closed
                 )
             case do.Stop(_, call_ids):
-                _try_to_send(connection, calls.cancel(call_ids))
+                _try_to_send(connection, protocol.cancel(call_ids))
             case do.GiveCredit(_, credit):
-                _try_to_send(connection, calls.give_credit(credit))
+                _try_to_send(connection, protocol.give_credit(credit))
             case do.RepeatReports():
-                _try_to_send(connection, calls.repeat_reports())
+                _try_to_send(connection, protocol.repeat_reports())
             case do.ReleaseRetainedCalls(_, call_ids):
-                _try_to_send(connection, calls.release(call_ids))
+                _try_to_send(connection, protocol.release(call_ids))
             case do.Acknowledge(_, number):
-                _try_to_send(connection, calls.acknowledge(self.dispatcher.topic, number))
+                _try_to_send(connection, protocol.acknowledge(self.dispatcher.topic, number))
             case do.AskLoad(epoch):
                 self._transfers.ask_load(connection, epoch, lambda: self.connection is connection)
             case do.Ping():

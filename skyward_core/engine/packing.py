@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 from skyward_core.compute import PendingCompute
 from skyward_core.engine.outbox import Entry
-from skyward_core.events.levels_for_nodes import levels_for_nodes
+from skyward_core.events.console import levels_for_nodes
 from skyward_core.serialization import pickling, sources
 from skyward_core.serialization.plain_arguments import PlainTypes, named_arguments, plain_arguments
+from skyward_core.wire import shared_values
+from skyward_core.wire.log_records import LogLevels
+from skyward_core.wire.messages import INLINE_BYTES, Call, Parcel
+from skyward_core.wire.shared_values import SharedValue
 from skyward_core.work import NO_WORK, Work, paying_use, run_context
-from skyward_core.worker import shared_values
-from skyward_core.worker.log_records import LogLevels
-from skyward_core.worker.shared_values import SharedValue
-from skyward_core.worker.wire import INLINE_BYTES, Call, Parcel
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ from skyward_core.engine.membership import (
 from skyward_core.errors import LedgerError, PoolClosed, SkywardError
 from skyward_core.events.events import Error, SkywardEvent
 from skyward_core.machines.instances import Lease, Node
-from skyward_core.worker.preemption_notice import Notice
+from skyward_core.wire.info import Notice
 
 TICK_SECONDS = 0.25
 JOIN_SECONDS = 60.0

@@ -23,7 +23,7 @@ from skyward_core.engine import actions as do
 from skyward_core.engine.calls import Calls
 from skyward_core.engine.state import Members, Out, Phase
 from skyward_core.errors import NodeLost
-from skyward_core.worker.wire import INLINE_BYTES, Batch, Call, Outcome, OutcomeKind, Parcel
+from skyward_core.wire.messages import INLINE_BYTES, Batch, Call, Outcome, OutcomeKind, Parcel
 
 
 class Shipments(Calls):

@@ -6,7 +6,7 @@ use, running ones too (`worker.topic_seconds`). The second one comes some second
 were lost with their worker. For each use and machine the larger count is used.
 
 Nothing is asked about other clients while calls run or end. A client whose calls make no progress for FIRST_SECONDS
-asks the scheduler once (`worker/call_lists.py`), and then rarely:
+asks the scheduler once (`worker/scheduler.py`), and then rarely:
 
     nothing waits ──calls, and none runs──▶ suspected ──FIRST_SECONDS──▶ asked ──answer──▶ answered ──later──▶ asked
           ▲                                                                                     │
@@ -20,8 +20,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from skyward_core.worker.client_loads import load
-from skyward_core.worker.detached_calls import detached_key
+from skyward_core.wire.protocol import detached_key, load
 
 FIRST_SECONDS = 5.0
 NEXT_SECONDS = 60.0

@@ -36,7 +36,7 @@ from skyward_core.engine import actions as do
 from skyward_core.engine.outbox import Entry, Queue, Shipment
 from skyward_core.errors import SkywardError
 from skyward_core.machines.instances import Node
-from skyward_core.worker.wire import SHARED, Outcome, Parcel, Report
+from skyward_core.wire.messages import SHARED, Outcome, Parcel, Report
 
 MANY = 1_000_000  # more than a worker has slots
 LIMIT_BYTES = 64 << 20

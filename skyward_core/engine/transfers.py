@@ -18,7 +18,7 @@ from skyward_core.engine.connection import SchedulerConnection
 from skyward_core.engine.dispatcher import PING_SECONDS, Dispatcher
 from skyward_core.errors import CommandFailed, ConnectionLost, NodeLost, Unreachable
 from skyward_core.transport.transport import Transport, Transports
-from skyward_core.worker.wire import SHARED, Outcome, Parcel
+from skyward_core.wire.messages import SHARED, Outcome, Parcel
 
 UPLOADS = FETCHES = 4  # at once
 POLL_SECONDS = 0.1

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol, TextIO, override
 
-from skyward_core.errors import BadRequest
+from skyward_core.errors import BadRequest, meant
 from skyward_core.events.events import (
     BootstrapCompleted,
     BootstrapProgress,
@@ -34,16 +34,16 @@ from skyward_core.events.events import (
 )
 from skyward_core.events.narrator import Narrator, not_well, usd
 from skyward_core.events.notebook import NotebookDisplay, kernel
-from skyward_core.hints import meant
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 KINDS = ("log", "spinner", "quiet")
 SECONDS_BETWEEN_PICTURES = 0.125
-
-_log = logging.getLogger("skyward")
 _node_log = logging.getLogger("skyward.node")
+OURS = ("skyward", "distributed", "tornado", "bokeh")
+"""Loggers of the pool itself, and of what it imports: their levels here are not the user's wish."""
+_log = logging.getLogger("skyward")
 
 
 class Display(Protocol):
@@ -398,3 +398,16 @@ class _Spinner:
             self._animation.start()
             self._pool = self._progress.add_task("opening the pool", total=None, note="")
         return self._pool
+
+
+def levels_for_nodes(root_level: int = 0) -> tuple[tuple[str, int], ...]:
+    """Return the level of each logger for which the user or an orchestrator has set one.
+
+    The root logger gets `root_level`; 0: the level from which on the lines of nodes are shown in this process.
+    """
+    named = [
+        (name, level)
+        for name, logger in list(logging.root.manager.loggerDict.items())  # a copy: other threads make loggers
+        if (level := getattr(logger, "level", 0)) and name.partition(".")[0] not in OURS
+    ]
+    return (("", root_level or node_level()), *named)

@@ -11,10 +11,14 @@ import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from skyward_core.errors import Refusal
 from skyward_core.work import NO_WORK, Work
+
+_callback: ContextVar[Callback | None] = ContextVar("skyward_callback", default=None)
+_log = logging.getLogger("skyward")
+
 
 type ProviderName = str
 """A provider's short name: "local", "aws", ..."""
@@ -426,9 +430,6 @@ type SkywardEvent = (
 type Callback = Callable[[SkywardEvent], SkywardEvent | None]
 """The event sink: takes an event, returns one to pass on in its place, or None to pass on the one it was given."""
 
-_callback: ContextVar[Callback | None] = ContextVar("skyward_callback", default=None)
-_log = logging.getLogger("skyward")
-
 
 def compose(*callbacks: Callback) -> Callback:
     """Merge callbacks into one that calls them in order, each with what the one before it returned.
@@ -492,3 +493,16 @@ class _Guarded:
                     event,
                 )
             return None
+
+
+# `output="head"`: of a broadcast, displays and task logs show what the first of its nodes prints.
+#
+# The events still have the lines of all nodes. Those of the others have `is_shown=False`, except log records of WARNING
+# and above. Lines on stderr without a level, as those of `warnings.warn`, are not shown.
+
+
+def hide_other_nodes(event: SkywardEvent, /) -> SkywardEvent:
+    """Return the event; a line of another node of a broadcast is not to be shown. The first callback of a pool."""
+    if isinstance(event, LogLine) and event.place and (event.level or 0) < logging.WARNING:
+        return replace(event, is_shown=False)
+    return event

@@ -8,11 +8,266 @@ Text after `prelude` may use its functions, and reports on stdout, one line each
     ::skyward done phase=NAME
 """
 
+from __future__ import annotations
+
 import shlex
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from skyward_core.image.packages import Step
-from skyward_core.image.uv_wheels import WHEELS
+
+# cloud-init runs user data without HOME; then `~` comes from the password database.
+_STRICT = r"""set -euo pipefail
+set -E  # so that the trap below works in functions
+[ -n "${HOME:-}" ] || HOME=~
+export HOME
+export SKYWARD_HOME="${SKYWARD_HOME:-$HOME/.cache/skyward}"
+case $SKYWARD_HOME in /*) ;; *) SKYWARD_HOME="$PWD/$SKYWARD_HOME" ;; esac
+"""
+_REPORTS = r"""skyward_phase_name=uv
+skyward_command=
+skyward_phase() {
+  skyward_phase_name=$1
+  printf '::skyward phase %s\n' "$1"
+}
+skyward_run() { # keeps the command with its expanded arguments, for the trap
+  skyward_command=$*
+  "$@" </dev/null # the script itself may come from stdin, and apt-get would read the rest of it
+  skyward_command=
+}
+skyward_failed() {
+  [ "$BASH_SUBSHELL" -eq 0 ] || return 0 # the parent shell reports it, once
+  local command=${skyward_command:-$2}
+  command=${command#skyward_}
+  [ -z "${SKYWARD_RESERVE:-}" ] || rm -f -- "$SKYWARD_RESERVE" # so that a full disk has space for these lines
+  case $(df --output=pcent -- "$SKYWARD_HOME" 2>/dev/null || true) in
+    *100%*) printf '\nThe disk that holds %s is full, or nearly so.\n' "$SKYWARD_HOME" ;;
+  esac
+  printf '::skyward failed phase=%s exit=%s command=%s\n' "$skyward_phase_name" "$1" "${command//[$'\n\r']/ }"
+}
+trap 'skyward_failed "$?" "$BASH_COMMAND"' ERR
+skyward_sudo() {
+  if [ "$EUID" -eq 0 ]; then "$@"; else sudo -n -- "$@"; fi
+}
+"""
+# Descriptor 9 is inherited by what runs under the lock: if this shell is killed, the next one waits until its orphaned
+# installer is gone.
+_LOCKS = r"""skyward_lock() {
+  mkdir -p -- "${1%/*}"
+  exec 9>"$1"
+  skyward_run flock --timeout 1800 9
+}
+skyward_unlock() {
+  exec 9>&-
+}
+"""
+# The timer leads its own process group (setsid), so that a later call can kill it with its sleep. "skyward-ttl" in its
+# command line shows that the pid is still the timer's.
+_SHUTDOWN = r"""skyward_shutdown_after() {
+  local timer="$SKYWARD_HOME/ttl.pid" pid root=()
+  [ "$EUID" -eq 0 ] || root=(sudo -n --)
+  mkdir -p -- "$SKYWARD_HOME"
+  skyward_run skyward_sudo true
+  if [ -f "$timer" ]; then
+    pid=$(<"$timer")
+    if grep -qsa skyward-ttl "/proc/$pid/cmdline"; then kill -- "-$pid" || true; fi
+    rm -f -- "$timer"
+  fi
+  skyward_sudo shutdown -c >/dev/null 2>&1 || true
+  if ! skyward_sudo shutdown -P "+$((($1 + 59) / 60))" >/dev/null 2>&1; then
+    setsid sh -c 'sleep "$1"; shift; "$@"' skyward-ttl "$1" "${root[@]}" sh -c 'shutdown -P now || poweroff -f' </dev/null >/dev/null 2>&1 &
+    printf '%s\n' "$!" >"$timer"
+  fi
+}
+"""
+# UV_PYTHON has precedence over VIRTUAL_ENV; --python has precedence over both.
+_UV = r"""skyward_uv() {
+  "${skyward_uv_command[@]}" "$@"
+}
+skyward_find_uv() {
+  if [ -n "${SKYWARD_UV:-}" ]; then
+    skyward_uv_command=("$SKYWARD_UV")
+  elif uv --version >/dev/null 2>&1; then
+    skyward_uv_command=(uv)
+  elif python3 -m uv --version >/dev/null 2>&1; then
+    skyward_uv_command=(python3 -m uv)
+  else
+    skyward_install_uv
+    skyward_uv_command=("$SKYWARD_HOME/uv/bin/uv")
+  fi
+}
+skyward_install_uv() {
+  local target="$SKYWARD_HOME/uv"
+  skyward_lock "$target.lock"
+  if ! "$target/bin/uv" --version >/dev/null 2>&1; then
+    rm -rf -- "$target" "$target.partial"
+    mkdir -p -- "$target.partial"
+    skyward_run skyward_fetch_uv "$target.partial"
+    mv -- "$target.partial" "$target"
+  fi
+  skyward_unlock
+}
+"""
+
+
+VERSION = "0.13.8"
+
+
+_FILES = "https://files.pythonhosted.org/packages"
+
+
+@dataclass(frozen=True, slots=True)
+class Wheel:
+    """A file of the package index.
+
+    `other_sha256` is the hash of the file for glibc, which pip prefers on machines with glibc; empty if there is none.
+    """
+
+    url: str
+    sha256: str
+    uv_platform: str
+    """The platform's name for `uv pip install --python-platform`."""
+    other_sha256: str = ""
+
+    @property
+    def requirement(self) -> str:
+        """A line of a requirements file that only this file fulfils."""
+        hashes = [f"--hash=sha256:{one}" for one in (self.sha256, self.other_sha256) if one]
+        return " ".join([f"uv=={VERSION}", *hashes])
+
+
+WHEELS: Mapping[str, Wheel] = {
+    "x86_64": Wheel(
+        url=f"{_FILES}/4d/a3/1ac9cd75985371da0d29c9c12132e6d5b5627b9d0de87c5ad97ab9ad69b0/uv-{VERSION}-py3-none-musllinux_1_1_x86_64.whl",
+        sha256="29451c60f5e8b07403e0a175d5229efc36b0289b34143ff4aaa499a5dd52553a",
+        uv_platform="x86_64-unknown-linux-musl",
+        other_sha256="e18a57b8b352eb7c8feb317b9f6f533c8f0ad9673fd6cf34bbe3cf1a9f6a8984",
+    ),
+    "aarch64": Wheel(
+        url=f"{_FILES}/9e/f0/d989ac5fcebf83f1c8c5d78974f27788e8364945969eb646f5d0db35d924/"
+        f"uv-{VERSION}-py3-none-manylinux_2_17_aarch64.manylinux2014_aarch64.musllinux_1_1_aarch64.whl",
+        sha256="0b3e8b1a4f5e405e31e2ff33de8af4744831e9f7338539671efbd8c3c94e791d",
+        uv_platform="aarch64-unknown-linux-musl",
+    ),
+}
+"""By the output of `uname -m` on Linux."""
+
+
+# pip is tried first because it knows the machine's own index. The hash is checked for each source of the file.
+_FETCH_UV = r"""skyward_fetch_uv() { # folder
+  local kind requirement url sha256
+  kind=$(uname -s)-$(uname -m)
+  case $kind in
+@WHEELS@
+    *) skyward_missing "no uv is known for $kind: install uv on the machine, or in its image" ;;
+  esac
+  printf '%s\n' "$requirement" >"$1/uv.txt"
+  if python3 -m pip --version >/dev/null 2>&1; then
+    if python3 -m pip install --quiet --no-deps --only-binary :all: --require-hashes --target "$1" -r "$1/uv.txt"; then return; fi
+    rm -rf -- "${1:?}/bin"
+  fi
+  mkdir -p -- "$1/bin"
+  skyward_download "$url" "$1/uv.whl"
+  printf '%s  %s\n' "$sha256" "$1/uv.whl" | sha256sum -c - >/dev/null || skyward_missing "$url has changed (its sha256 must be $sha256)"
+  skyward_unpack_uv "$1/uv.whl" >"$1/bin/uv"
+  chmod 755 "$1/bin/uv"
+  rm -f -- "$1/uv.whl"
+}
+skyward_download() { # URL, file
+  if command -v curl >/dev/null; then
+    curl --fail --silent --show-error --location --retry 3 --output "$2" "$1"
+  elif command -v wget >/dev/null; then
+    wget -q -O "$2" "$1"
+  elif command -v python3 >/dev/null; then
+    python3 -c 'import sys, urllib.request; urllib.request.urlretrieve(*sys.argv[1:])' "$1" "$2"
+  else
+    skyward_missing "there is no uv, and neither curl, wget nor python3 to fetch it: install one of them on the machine, or in its image"
+  fi
+}
+skyward_unpack_uv() { # wheel, which is a zip archive
+  if command -v unzip >/dev/null; then
+    unzip -p "$1" '*/scripts/uv'
+  elif command -v python3 >/dev/null; then
+    python3 -c 'import sys, zipfile
+wheel = zipfile.ZipFile(sys.argv[1])
+sys.stdout.buffer.write(wheel.read(next(name for name in wheel.namelist() if name.endswith("/scripts/uv"))))' "$1"
+  elif command -v bsdtar >/dev/null; then
+    bsdtar -xOf "$1" '*/scripts/uv'
+  elif busybox unzip -l "$1" >/dev/null 2>&1; then
+    busybox unzip -p "$1" '*/scripts/uv'
+  else
+    skyward_missing "there is nothing to unpack uv with: install unzip, python3, bsdtar or busybox on the machine, or in its image"
+  fi
+}
+skyward_missing() { # the message, with a remedy
+  printf '%s\n' "$1" >&2
+  return 1
+}
+""".replace(
+    "@WHEELS@",
+    "\n".join(
+        f"    Linux-{machine}) requirement={shlex.quote(wheel.requirement)} url={wheel.url} sha256={wheel.sha256} ;;"
+        for machine, wheel in WHEELS.items()
+    ),
+)
+# A service that an apt package starts must not inherit the lock, so 9>&- closes it.
+_APT = r"""skyward_has_apt() { # name, name=version, name:architecture, name/release
+  local version='' found
+  case $1 in *=*) version=${1#*=} ;; esac
+  found=$(dpkg-query --show --showformat '${db:Status-Status} ${Version}' "${1%%[=/]*}" 2>/dev/null) || return 1
+  case $found in
+    "installed "*) [ -z "$version" ] || [ "${found#installed }" = "$version" ] ;;
+    *) return 1 ;;
+  esac
+}
+skyward_apt() {
+  local package missing=()
+  for package; do skyward_has_apt "$package" || missing+=("$package"); done
+  [ "${#missing[@]}" -gt 0 ] || return 0
+  skyward_phase apt
+  skyward_lock "$SKYWARD_HOME/apt.lock"
+  skyward_run skyward_sudo apt-get -o Acquire::Retries=3 update 9>&-
+  skyward_run skyward_sudo env DEBIAN_FRONTEND=noninteractive \
+    apt-get -o DPkg::Lock::Timeout=300 install --yes --no-install-recommends -- "${missing[@]}" 9>&-
+  skyward_unlock
+}
+"""
+# The mark is written last: an environment without it is from a killed build. bin/python is checked too, because its
+# target, the interpreter, may have been removed.
+_ENVIRONMENT = r"""skyward_is_complete() {
+  [ -f "$skyward_environment/.skyward-complete" ] && [ -x "$skyward_environment/bin/python" ]
+}
+skyward_find() {
+  skyward_environment="$SKYWARD_HOME/envs/$1"
+  if skyward_is_complete; then
+    skyward_complete=yes
+  else
+    skyward_complete=
+    skyward_phase uv
+    skyward_find_uv
+  fi
+}
+skyward_pip() { # arguments of uv pip install
+  skyward_run skyward_uv pip install --no-progress --python "$skyward_environment/bin/python" "$@"
+}
+skyward_build() { # name, version of Python; skyward_packages installs the rest
+  local name=$1 version=$2
+  skyward_phase deps
+  skyward_lock "$SKYWARD_HOME/envs/$name.lock"
+  if ! skyward_is_complete; then
+    skyward_run rm -rf -- "$skyward_environment"
+    skyward_run skyward_uv venv --no-project --python "${SKYWARD_PYTHON:-$version}" "$skyward_environment"
+    skyward_run "$skyward_environment/bin/python" -c "$skyward_check" "$version"
+    skyward_packages
+    : >"$skyward_environment/.skyward-complete"
+  fi
+  skyward_unlock
+}
+skyward_check='import sys
+found = "%d.%d" % sys.version_info[:2]
+if found != sys.argv[1]: sys.exit("This interpreter is Python %s, not %s: unset SKYWARD_PYTHON or let it name another." % (found, sys.argv[1]))'
+"""
+_PARTS = (_STRICT, _REPORTS, _LOCKS, _SHUTDOWN, _UV, _FETCH_UV, _APT, _ENVIRONMENT)
 
 
 def prelude() -> str:
@@ -81,218 +336,7 @@ def _call(function: str, words: Iterable[str]) -> str:
     return f"{function} {shlex.join(words)}"
 
 
-# cloud-init runs user data without HOME; then `~` comes from the password database.
-_STRICT = r"""set -euo pipefail
-set -E  # so that the trap below works in functions
-[ -n "${HOME:-}" ] || HOME=~
-export HOME
-export SKYWARD_HOME="${SKYWARD_HOME:-$HOME/.cache/skyward}"
-case $SKYWARD_HOME in /*) ;; *) SKYWARD_HOME="$PWD/$SKYWARD_HOME" ;; esac
-"""
-
-_REPORTS = r"""skyward_phase_name=uv
-skyward_command=
-skyward_phase() {
-  skyward_phase_name=$1
-  printf '::skyward phase %s\n' "$1"
-}
-skyward_run() { # keeps the command with its expanded arguments, for the trap
-  skyward_command=$*
-  "$@" </dev/null # the script itself may come from stdin, and apt-get would read the rest of it
-  skyward_command=
-}
-skyward_failed() {
-  [ "$BASH_SUBSHELL" -eq 0 ] || return 0 # the parent shell reports it, once
-  local command=${skyward_command:-$2}
-  command=${command#skyward_}
-  [ -z "${SKYWARD_RESERVE:-}" ] || rm -f -- "$SKYWARD_RESERVE" # so that a full disk has space for these lines
-  case $(df --output=pcent -- "$SKYWARD_HOME" 2>/dev/null || true) in
-    *100%*) printf '\nThe disk that holds %s is full, or nearly so.\n' "$SKYWARD_HOME" ;;
-  esac
-  printf '::skyward failed phase=%s exit=%s command=%s\n' "$skyward_phase_name" "$1" "${command//[$'\n\r']/ }"
-}
-trap 'skyward_failed "$?" "$BASH_COMMAND"' ERR
-skyward_sudo() {
-  if [ "$EUID" -eq 0 ]; then "$@"; else sudo -n -- "$@"; fi
-}
-"""
-
-# Descriptor 9 is inherited by what runs under the lock: if this shell is killed, the next one waits until its orphaned
-# installer is gone.
-_LOCKS = r"""skyward_lock() {
-  mkdir -p -- "${1%/*}"
-  exec 9>"$1"
-  skyward_run flock --timeout 1800 9
-}
-skyward_unlock() {
-  exec 9>&-
-}
-"""
-
-# The timer leads its own process group (setsid), so that a later call can kill it with its sleep. "skyward-ttl" in its
-# command line shows that the pid is still the timer's.
-_SHUTDOWN = r"""skyward_shutdown_after() {
-  local timer="$SKYWARD_HOME/ttl.pid" pid root=()
-  [ "$EUID" -eq 0 ] || root=(sudo -n --)
-  mkdir -p -- "$SKYWARD_HOME"
-  skyward_run skyward_sudo true
-  if [ -f "$timer" ]; then
-    pid=$(<"$timer")
-    if grep -qsa skyward-ttl "/proc/$pid/cmdline"; then kill -- "-$pid" || true; fi
-    rm -f -- "$timer"
-  fi
-  skyward_sudo shutdown -c >/dev/null 2>&1 || true
-  if ! skyward_sudo shutdown -P "+$((($1 + 59) / 60))" >/dev/null 2>&1; then
-    setsid sh -c 'sleep "$1"; shift; "$@"' skyward-ttl "$1" "${root[@]}" sh -c 'shutdown -P now || poweroff -f' </dev/null >/dev/null 2>&1 &
-    printf '%s\n' "$!" >"$timer"
-  fi
-}
-"""
-
-# UV_PYTHON has precedence over VIRTUAL_ENV; --python has precedence over both.
-_UV = r"""skyward_uv() {
-  "${skyward_uv_command[@]}" "$@"
-}
-skyward_find_uv() {
-  if [ -n "${SKYWARD_UV:-}" ]; then
-    skyward_uv_command=("$SKYWARD_UV")
-  elif uv --version >/dev/null 2>&1; then
-    skyward_uv_command=(uv)
-  elif python3 -m uv --version >/dev/null 2>&1; then
-    skyward_uv_command=(python3 -m uv)
-  else
-    skyward_install_uv
-    skyward_uv_command=("$SKYWARD_HOME/uv/bin/uv")
-  fi
-}
-skyward_install_uv() {
-  local target="$SKYWARD_HOME/uv"
-  skyward_lock "$target.lock"
-  if ! "$target/bin/uv" --version >/dev/null 2>&1; then
-    rm -rf -- "$target" "$target.partial"
-    mkdir -p -- "$target.partial"
-    skyward_run skyward_fetch_uv "$target.partial"
-    mv -- "$target.partial" "$target"
-  fi
-  skyward_unlock
-}
-"""
-
-# pip is tried first because it knows the machine's own index. The hash is checked for each source of the file.
-_FETCH_UV = r"""skyward_fetch_uv() { # folder
-  local kind requirement url sha256
-  kind=$(uname -s)-$(uname -m)
-  case $kind in
-@WHEELS@
-    *) skyward_missing "no uv is known for $kind: install uv on the machine, or in its image" ;;
-  esac
-  printf '%s\n' "$requirement" >"$1/uv.txt"
-  if python3 -m pip --version >/dev/null 2>&1; then
-    if python3 -m pip install --quiet --no-deps --only-binary :all: --require-hashes --target "$1" -r "$1/uv.txt"; then return; fi
-    rm -rf -- "${1:?}/bin"
-  fi
-  mkdir -p -- "$1/bin"
-  skyward_download "$url" "$1/uv.whl"
-  printf '%s  %s\n' "$sha256" "$1/uv.whl" | sha256sum -c - >/dev/null || skyward_missing "$url has changed (its sha256 must be $sha256)"
-  skyward_unpack_uv "$1/uv.whl" >"$1/bin/uv"
-  chmod 755 "$1/bin/uv"
-  rm -f -- "$1/uv.whl"
-}
-skyward_download() { # URL, file
-  if command -v curl >/dev/null; then
-    curl --fail --silent --show-error --location --retry 3 --output "$2" "$1"
-  elif command -v wget >/dev/null; then
-    wget -q -O "$2" "$1"
-  elif command -v python3 >/dev/null; then
-    python3 -c 'import sys, urllib.request; urllib.request.urlretrieve(*sys.argv[1:])' "$1" "$2"
-  else
-    skyward_missing "there is no uv, and neither curl, wget nor python3 to fetch it: install one of them on the machine, or in its image"
-  fi
-}
-skyward_unpack_uv() { # wheel, which is a zip archive
-  if command -v unzip >/dev/null; then
-    unzip -p "$1" '*/scripts/uv'
-  elif command -v python3 >/dev/null; then
-    python3 -c 'import sys, zipfile
-wheel = zipfile.ZipFile(sys.argv[1])
-sys.stdout.buffer.write(wheel.read(next(name for name in wheel.namelist() if name.endswith("/scripts/uv"))))' "$1"
-  elif command -v bsdtar >/dev/null; then
-    bsdtar -xOf "$1" '*/scripts/uv'
-  elif busybox unzip -l "$1" >/dev/null 2>&1; then
-    busybox unzip -p "$1" '*/scripts/uv'
-  else
-    skyward_missing "there is nothing to unpack uv with: install unzip, python3, bsdtar or busybox on the machine, or in its image"
-  fi
-}
-skyward_missing() { # the message, with a remedy
-  printf '%s\n' "$1" >&2
-  return 1
-}
-""".replace(
-    "@WHEELS@",
-    "\n".join(
-        f"    Linux-{machine}) requirement={shlex.quote(wheel.requirement)} url={wheel.url} sha256={wheel.sha256} ;;"
-        for machine, wheel in WHEELS.items()
-    ),
-)
-
-# A service that an apt package starts must not inherit the lock, so 9>&- closes it.
-_APT = r"""skyward_has_apt() { # name, name=version, name:architecture, name/release
-  local version='' found
-  case $1 in *=*) version=${1#*=} ;; esac
-  found=$(dpkg-query --show --showformat '${db:Status-Status} ${Version}' "${1%%[=/]*}" 2>/dev/null) || return 1
-  case $found in
-    "installed "*) [ -z "$version" ] || [ "${found#installed }" = "$version" ] ;;
-    *) return 1 ;;
-  esac
-}
-skyward_apt() {
-  local package missing=()
-  for package; do skyward_has_apt "$package" || missing+=("$package"); done
-  [ "${#missing[@]}" -gt 0 ] || return 0
-  skyward_phase apt
-  skyward_lock "$SKYWARD_HOME/apt.lock"
-  skyward_run skyward_sudo apt-get -o Acquire::Retries=3 update 9>&-
-  skyward_run skyward_sudo env DEBIAN_FRONTEND=noninteractive \
-    apt-get -o DPkg::Lock::Timeout=300 install --yes --no-install-recommends -- "${missing[@]}" 9>&-
-  skyward_unlock
-}
-"""
-
-# The mark is written last: an environment without it is from a killed build. bin/python is checked too, because its
-# target, the interpreter, may have been removed.
-_ENVIRONMENT = r"""skyward_is_complete() {
-  [ -f "$skyward_environment/.skyward-complete" ] && [ -x "$skyward_environment/bin/python" ]
-}
-skyward_find() {
-  skyward_environment="$SKYWARD_HOME/envs/$1"
-  if skyward_is_complete; then
-    skyward_complete=yes
-  else
-    skyward_complete=
-    skyward_phase uv
-    skyward_find_uv
-  fi
-}
-skyward_pip() { # arguments of uv pip install
-  skyward_run skyward_uv pip install --no-progress --python "$skyward_environment/bin/python" "$@"
-}
-skyward_build() { # name, version of Python; skyward_packages installs the rest
-  local name=$1 version=$2
-  skyward_phase deps
-  skyward_lock "$SKYWARD_HOME/envs/$name.lock"
-  if ! skyward_is_complete; then
-    skyward_run rm -rf -- "$skyward_environment"
-    skyward_run skyward_uv venv --no-project --python "${SKYWARD_PYTHON:-$version}" "$skyward_environment"
-    skyward_run "$skyward_environment/bin/python" -c "$skyward_check" "$version"
-    skyward_packages
-    : >"$skyward_environment/.skyward-complete"
-  fi
-  skyward_unlock
-}
-skyward_check='import sys
-found = "%d.%d" % sys.version_info[:2]
-if found != sys.argv[1]: sys.exit("This interpreter is Python %s, not %s: unset SKYWARD_PYTHON or let it name another." % (found, sys.argv[1]))'
-"""
-
-_PARTS = (_STRICT, _REPORTS, _LOCKS, _SHUTDOWN, _UV, _FETCH_UV, _APT, _ENVIRONMENT)
+# Wheels of uv, by version and hash, for machines that have no uv and cannot use this client's.
+#
+# The version is that of `uv.lock`; a test compares every line with it. The musl files are linked statically and run on
+# any Linux of their architecture. uv chooses the Python to download by the machine, not by its own binary.

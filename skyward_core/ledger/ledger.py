@@ -30,7 +30,7 @@ from skyward_core.ledger.names import Names, Stewards
 from skyward_core.ledger.pools import Pools
 from skyward_core.ledger.uses import Calls, Uses
 from skyward_core.paths import first_private, state_places
-from skyward_core.worker.private_folders import NotPrivate
+from skyward_core.wire.private_folders import NotPrivate
 
 BUSY_TIMEOUT_SECONDS = 30.0
 """How long a statement waits for a writer in another process. A write takes milliseconds."""

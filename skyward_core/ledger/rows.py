@@ -410,7 +410,7 @@ class PoolRow:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SealedLease:
-    """The newest lease of a pool that outlives its owner, and the keys for it, sealed (`machines/sealing.py`).
+    """The newest lease of a pool that outlives its owner, and the keys for it, sealed (`machines/signing.py`).
 
     Neither text is verified.
     """

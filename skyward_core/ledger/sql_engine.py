@@ -30,10 +30,9 @@ from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import PoolProxiedConnection
 
-from skyward_core.errors import LedgerConflict, LedgerError
+from skyward_core.errors import HIDDEN, LedgerConflict, LedgerError, shown_unread, without_logins
 from skyward_core.ledger import sqlite_writers
-from skyward_core.urls import HIDDEN, shown_unread, without_logins
-from skyward_core.worker.private_folders import NotPrivate, kept_path, make_file, other_writers
+from skyward_core.wire.private_folders import NotPrivate, kept_path, make_file, other_writers
 
 CONNECT_TIMEOUT_SECONDS = 10
 ANSWER_SECONDS = 10.0

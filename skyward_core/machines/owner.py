@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
-from skyward_core.worker.settings import is_stopped, process_start, this_process
+from skyward_core.wire.settings import is_stopped, process_start, this_process
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PID_NAMESPACE = Path("/proc/self/ns/pid")

@@ -5,8 +5,7 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
-from skyward_core.errors import BadRequest
-from skyward_core.hints import meant
+from skyward_core.errors import BadRequest, meant
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """A pool in an asyncio program: `pool.aio` and `pool.arun` make its calls, `async with` opens and closes it.
 
 A coroutine waits for the futures of the engine, and no thread is started for a call. The exception is a broadcast whose
-workers form a group, because it may run again as a whole (`groups.py`). Opening and closing each have a thread, which
+workers form a group, because it may run again as a whole (`calls.py`). Opening and closing each have a thread, which
 is not a daemon: the interpreter waits for its end. States of `async with`:
 
     new ──▶ opening ──▶ open ──▶ closing ──▶ closed

@@ -22,14 +22,13 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, cast
 
-from skyward_core.concurrency.greenlets import refuse_greenlets
+from skyward_core.concurrency.threads import refuse_greenlets
 from skyward_core.errors import InstancesLeft, PoolClosed, SkywardError
 from skyward_core.events import console
 from skyward_core.events.events import Callback, CostFinal
 from skyward_core.ledger.names_policy import NOTHING_USED, Usage
 from skyward_core.machines.instances import Lease
-from skyward_core.machines.sealing import secret_keys
-from skyward_core.machines.signing import signed
+from skyward_core.machines.signing import secret_keys, signed
 from skyward_core.pool.named_sessions import leave_named, open_named
 from skyward_core.pool.preparation import Prepared
 from skyward_core.providers.base import Provider
@@ -56,7 +55,7 @@ if TYPE_CHECKING:
     from skyward_core.session.named_session import NamedSession
     from skyward_core.session.session import Session
     from skyward_core.session.stewardship import Stewardship
-    from skyward_core.worker.masking import SecretValues
+    from skyward_core.wire.masking import SecretValues
 
 
 class CurrentSession:

@@ -7,35 +7,36 @@ and close it.
 from __future__ import annotations
 
 import inspect
+import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, Unpack, cast, overload
 
+from pydantic import ValidationError
+
 from skyward_core.compute import ComputeFunction, PendingBatch, PendingCompute
-from skyward_core.concurrency.greenlets import refuse_greenlets
 from skyward_core.concurrency.item_stream import ItemStream
+from skyward_core.concurrency.threads import refuse_greenlets
 from skyward_core.engine.futures import CallFuture
-from skyward_core.errors import BadRequest, InstancesLeft, NotPicklable, PoolClosed
+from skyward_core.engine.packing import WantedCall
+from skyward_core.errors import BadRequest, InstancesLeft, LeaseTampered, NotPicklable, PoolClosed
 from skyward_core.events.events import Callback, CostFinal
 from skyward_core.machines.instances import Lease
-from skyward_core.machines.signing import signed
+from skyward_core.machines.signing import signed, verify
 from skyward_core.pool.aio import AsyncPool, Broadcast
-from skyward_core.pool.calls import checked, mapped_calls, results_of
-from skyward_core.pool.claim import verified_claim
+from skyward_core.pool.calls import PoolExecutor, checked, group_results, mapped_calls, results_of
 from skyward_core.pool.current_session import CurrentSession, note_machines_left
-from skyward_core.pool.detached import DetachedCalls
-from skyward_core.pool.elastic import ElasticSize
-from skyward_core.pool.executor import PoolExecutor
-from skyward_core.pool.groups import group_results
-from skyward_core.pool.preparation import Prepared, prepare
-from skyward_core.pool.quoting import Quoting
+from skyward_core.pool.preparation import Prepared, Quoting, prepare
 from skyward_core.providers.base import Provider
 from skyward_core.providers.local import Local
 from skyward_core.serialization import pickling
+from skyward_core.session.detached_call import DetachedCall
+from skyward_core.session.sealed_lease import PoolKeys, find_keys, find_lease
 from skyward_core.spec import LONGEST_SECONDS, PoolSpec, Wishes, signature
-from skyward_core.work import NO_WORK, Work
-from skyward_core.worker.masking import SecretValues
+from skyward_core.wire.masking import SecretValues
+from skyward_core.work import NO_WORK, WORK_CHARACTERS, Work
 
 if TYPE_CHECKING:
     import distributed
@@ -45,6 +46,93 @@ if TYPE_CHECKING:
 
 AHEAD = 16
 """How many items of a stream the node may be ahead of the program."""
+CALL_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
+POOL_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
+
+
+class DetachedCalls:
+    """The part of `ComputePool` for calls that outlive their client."""
+
+    _session: CurrentSession
+    _prepared: Prepared
+
+    def start_detached[R](
+        self,
+        pending: PendingCompute[R],
+        *,
+        call_id: str | None = None,
+        owner: str = "",
+        result_ttl: float | None = None,
+    ) -> DetachedCall[R]:
+        """Submit a call that goes on when this process dies; return an object that represents it.
+
+        Any attached process finds the call by its `call_id`. The call and its result live as long as the pool. The pool
+        lives until it is closed, or the lease of its nodes runs out (`lease_seconds` after the last sign of life from a
+        client). Arguments are sent in one message; the call should read large values itself.
+
+        `call_id`, 1 to 128 letters, digits and `._:/-`, makes the start idempotent. If the pool has had a call of this
+        id, from any process, that call is returned and nothing begins. This is so even if it has ended or was
+        forgotten, and for another function or other arguments. `name` is the function of the existing call, and
+        `is_new` says whether this start began it. If the head is lost with its records, the id is unknown.
+        `result_ttl`: how many seconds after its end the call is forgotten; None: never. `owner` says in the ledger whom
+        the call is for, such as "dag/run/task"; by default it is the pool's `work`, which bears the cost of the call:
+        the price of the slots that it holds. Raises BadRequest for other values.
+        """
+        if call_id is not None and not (isinstance(call_id, str) and CALL_ID.fullmatch(call_id)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise BadRequest(f"call_id={call_id!r}: write 1 to 128 letters, digits and characters of ._:/-")
+        if result_ttl is not None and not (math.isfinite(result_ttl) and 0 <= result_ttl <= LONGEST_SECONDS):
+            raise BadRequest(
+                f"result_ttl={result_ttl!r}: write for how many seconds after the end of the call its result is kept,"
+                f" from 0 to {LONGEST_SECONDS:.0f}"
+            )
+        if not (len(owner) <= WORK_CHARACTERS and owner.isprintable()):
+            raise BadRequest(f"owner={owner!r}: write a printable text of at most {WORK_CHARACTERS} characters")
+        cluster, calls = self._session.cluster, self._session.calls
+        work = self._prepared.work
+        call, wanted = checked(pending), WantedCall.of(call_id, owner, result_ttl, work)
+        self._session.live_by_lease()
+        calls.starts(wanted.call_id, getattr(call.fn, "__name__", ""), owner, work)
+        known = cluster.detached.start(call, self._prepared.replace_object, wanted)
+        calls.note(known)
+        return self._represented(wanted.call_id, is_new=bool(known["is_new"]))
+
+    def detached_call(self, call_id: str) -> DetachedCall[Any]:
+        """Return the call of this id that was started detached, here or elsewhere.
+
+        Raises BadRequest if the pool knows none.
+        """
+        self._session.cluster.detached.record(call_id)
+        return self._represented(call_id)
+
+    def detached_calls(self) -> list[DetachedCall[Any]]:
+        """Return all calls that were started detached and not forgotten, in the order in which they came."""
+        return [self._represented(str(known["call_id"])) for known in self._session.cluster.detached.all()]
+
+    def _represented(self, call_id: str, *, is_new: bool = False) -> DetachedCall[Any]:
+        return DetachedCall(
+            call_id, lambda: self._session.cluster, lambda record: self._session.calls.note(record), is_new=is_new
+        )
+
+
+class ElasticSize:
+    """The part of `ComputePool` for pools of `nodes=(least, most)`."""
+
+    _session: CurrentSession
+
+    def scale(self, nodes: int | None, *, wait_seconds: float = 0.0) -> int:
+        """Keep the pool at this number of nodes from now on; None: let it grow and shrink by itself again.
+
+        New nodes take calls as soon as each has joined; a node that is to leave ends its calls first. Machines that are
+        not to be had are tried again, with an `Error` event each time. Returns how many nodes take calls now, or as
+        soon as they are as many as wanted, after at most `wait_seconds`.
+
+        Raises BadRequest for a pool of a fixed size, for a number outside its limits, and in a process that does not
+        keep the machines, as after `attach`: the error names the process that does, if the pool has a name. Raises
+        PoolClosed, and LedgerError if it is not certain which process keeps the pool.
+        """
+        if not wait_seconds >= 0:
+            raise BadRequest(f"wait_seconds={wait_seconds!r}: write for how many seconds to wait for the nodes, or 0")
+        return self._session.scale(nodes, wait_seconds)
 
 
 class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
@@ -128,7 +216,7 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
         """Attach to a pool that another process has opened, by its `lease`, the lease's JSON, or the pool's id.
 
         The id is enough if the pool was detached or has a detached call: then the ledger has its newest lease, and its
-        keys sealed; SKYWARD_SECRET_KEY, or the same key file, opens them (`sealing.py`). They are also used if this
+        keys sealed; SKYWARD_SECRET_KEY, or the same key file, opens them. They are also used if this
         machine does not have the lease's SSH key. `key` is the path of one that the nodes know, or its text, which is
         kept only in memory. Several processes may attach at once. Returns the pool open, for `with` or `close`. Closing
         it leaves the machines running. As long as it is open it renews the nodes' lease, `lease_seconds` ahead. With
@@ -450,3 +538,38 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
         spec, names = self._prepared.spec, " or ".join(provider.name for provider in self._prepared.providers)
         nodes = f"{spec.least_nodes} to {spec.most_nodes}" if spec.is_elastic else spec.least_nodes
         return f"<ComputePool {state}, {nodes} x {spec.accelerator_words or 'node'} on {names}>"
+
+
+def verified_claim(
+    given: Lease | Mapping[str, Any] | str, *, has_key: bool, is_trusted: bool
+) -> tuple[Lease, PoolKeys | None]:
+    """Return a lease that may be used, and the sealed keys for it; None if it needs none.
+
+    Raises LeaseTampered for what is no lease, or an altered one; else as `find_lease` and `verify`. Nothing is
+    unpickled, and nothing in the lease is used before.
+    """
+    if isinstance(given, str) and POOL_ID.fullmatch(given):
+        return find_lease(given, has_key=has_key)
+    lease = _parsed(given)
+    if not is_trusted:
+        verify(lease)
+    return lease, None if has_key else find_keys(lease)
+
+
+def _parsed(given: Lease | Mapping[str, Any] | str) -> Lease:
+    if isinstance(given, Lease):
+        return given
+    try:
+        if not isinstance(given, str):
+            # values that have no JSON, such as bytes, are no part of a lease, and the signature is over the JSON
+            given = Lease.model_validate(given).model_dump_json()
+        return Lease.model_validate_json(given)
+    except ValidationError as error:
+        fields = sorted({".".join(map(str, detail["loc"])) or "the whole" for detail in error.errors()})
+        raise LeaseTampered(_words(", ".join(fields)[:200])) from error
+    except ValueError as error:
+        raise LeaseTampered(_words(str(error)[:200])) from error
+
+
+def _words(reason: str) -> str:
+    return f"this is no lease, or was altered ({reason}): get `pool.lease` from its owner again"

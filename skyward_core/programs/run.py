@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import logging
+import os
 import queue
-from collections.abc import Mapping
+import signal
+import sys
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import CancelledError
-from typing import Any, cast
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO, cast, override
 
+from skyward_core.compute import ComputeFunction, PendingCompute
 from skyward_core.config.settings import Settings
 from skyward_core.engine.futures import CallFuture
-from skyward_core.errors import CallCrashed, RemoteError, SkywardError
+from skyward_core.errors import BadRequest, CallCrashed, RemoteError, SkywardError
+from skyward_core.events.events import LogLine, SkywardEvent
+from skyward_core.events.narrator import Narrator
 from skyward_core.pool.pool import ComputePool
-from skyward_core.programs.interruption import Interrupted, interruptible
-from skyward_core.programs.output import ProgramOutput
-from skyward_core.programs.target import Program
+from skyward_core.programs.calls import script_of
 from skyward_core.spec import PoolSpec
 from skyward_core.work import Work
-from skyward_core.worker.script import BY_SIGNAL
+from skyward_core.worker.script import BY_SIGNAL, run_script
 
 FAILED = 1
+HOW = "write the path of a Python file, or module:function"
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def spec_of(fields: Mapping[str, Any], *, profile: str | None = None) -> PoolSpec:
@@ -101,3 +115,152 @@ def _values(futures: list[CallFuture[Any]], *, is_script: bool) -> list[Any]:
 
 def _as_in_a_shell(exit_code: int | None) -> int:
     return FAILED if exit_code is None else exit_code if exit_code >= 0 else BY_SIGNAL - exit_code
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A call to make, and what it is called. `is_script` says that the call returns an exit code."""
+
+    name: str
+    call: PendingCompute[Any]
+    is_script: bool
+
+
+def read_target(target: str, args: Sequence[str]) -> Program:
+    """Return the program of a command line; `args` are its arguments, as texts.
+
+    A function's module is imported from the working directory, as `python -m` does. Raises BadRequest.
+    """
+    if os.path.isfile(target) or target.endswith(".py"):
+        script = script_of(Path(target), args)
+        return Program(script.name, PendingCompute(run_script, (script,)), is_script=True)
+    module, colon, function = target.partition(":")
+    if not (colon and module and function):
+        raise BadRequest(f"{target!r} is no file here, and names no function: {HOW}")
+    return Program(target, _call(module, function, args), is_script=False)
+
+
+def _call(module: str, function: str, args: Sequence[str]) -> PendingCompute[Any]:
+    if sys.path[0] != str(Path.cwd()):
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise BadRequest(f"{module!r} cannot be imported from {Path.cwd()}: {error}. {HOW}") from error
+    except Exception as error:  # the user's own code runs here, and may raise anything
+        raise BadRequest(f"{module!r} cannot be imported: {type(error).__name__}: {error}") from error
+    for name in function.split("."):
+        if not hasattr(found, name):
+            raise BadRequest(f"{module!r} has no {function!r}: {HOW}")
+        found = getattr(found, name)
+    if not callable(found):
+        raise BadRequest(f"{module}:{function} is no function: it is {type(found).__name__}")
+    pending: Any = found(*args) if isinstance(found, ComputeFunction) else PendingCompute(found, tuple(args))
+    return pending
+
+
+class ProgramOutput:
+    """A callback that prints. After an error of a stream, such as a closed pipe, it prints nothing there any more."""
+
+    def __init__(self, out: TextIO, err: TextIO, *, has_ranks: bool, least_level: int = logging.INFO) -> None:
+        self._out = out
+        self._err = err
+        self._has_ranks = has_ranks
+        self._least_level = least_level
+        self._narrator = Narrator()
+        self._lock = threading.Lock()
+        """Held for one line: the thread of the events prints, and the main thread."""
+        self._broken: set[str] = set()
+
+    def __call__(self, event: SkywardEvent, /) -> None:
+        if isinstance(event, LogLine) and event.call_id is not None:
+            if not event.is_shown:
+                return
+            is_error = event.stream == "stderr" or event.level is not None
+            line = f"[node {event.node}] {event.line}" if self._has_ranks else event.line
+            self._print("stderr" if is_error else "stdout", line)
+        elif (news := self._narrator.tell(event)) is not None and news[0] >= self._least_level:
+            self.report(news[1])
+
+    def report(self, words: str) -> None:
+        """Print news of the pool."""
+        self._print("stderr", f"skyward: {words}")
+
+    @contextlib.contextmanager
+    def warnings(self) -> Generator[None]:
+        """Report the warnings of the logger "skyward" too: those of a pool that are no events."""
+        logger, handler = logging.getLogger("skyward"), _Reporter(self)
+        logger.addHandler(handler)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+
+    def text(self, text: str, *, is_error: bool) -> None:
+        """Print what a function has returned or raised."""
+        self._print("stderr" if is_error else "stdout", text)
+
+    def _print(self, name: str, line: str) -> None:
+        with self._lock:
+            if name in self._broken:
+                return
+            try:
+                print(line, file=self._out if name == "stdout" else self._err, flush=True)
+            except (OSError, ValueError):  # a closed pipe or a full disk is no reason to stop the program
+                self._broken.add(name)
+
+
+class _Reporter(logging.Handler):
+    def __init__(self, output: ProgramOutput) -> None:
+        super().__init__(logging.WARNING)
+        self._output = output
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        self._output.report(self.format(record))
+
+
+# Ctrl-C and SIGTERM while a program runs on a pool: the first one stops cleanly, the next one does not wait.
+#
+# running ──first──▶ stopping (the block gets `Interrupted`, its `with` ends the machines) ──next──▶ left
+#                                               (the reaper ends them, and nothing is waited for)
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal has stopped the program."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.exit_code = 128 + number
+
+
+@contextmanager
+def interruptible(tell: Callable[[str], object], leave: Callable[[], object], what_ends: str) -> Generator[None]:
+    """Raise `Interrupted` in the block at the first signal, and say what happens; call `leave` at the next one.
+
+    Outside of the main thread, and for signals that are ignored, it changes nothing.
+    """
+    received: list[int] = []
+
+    def handle(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        name = signal.Signals(number).name
+        if len(received) == 1:
+            tell(f"{name}: stopping; the program is cancelled, and {what_ends}. Once more to wait for nothing")
+        else:
+            tell(f"{name} again: nothing is waited for; `skyward ps` shows whether something is left")
+            leave()
+        raise Interrupted(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    mine = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    try:
+        for number in mine:
+            signal.signal(number, handle)
+        yield
+    finally:
+        for number in mine:
+            signal.signal(number, before[number] or signal.SIG_DFL)

@@ -31,9 +31,10 @@ from skyward_core.errors import (
     QuotaExceeded,
     RateLimited,
     SkywardError,
+    shown_unread,
+    without_logins,
 )
-from skyward_core.urls import shown_unread, without_logins
-from skyward_core.worker.masking import spellings
+from skyward_core.wire.masking import spellings
 
 TIMEOUT_SECONDS = 30.0
 PATIENCE_SECONDS = 60.0

@@ -90,8 +90,8 @@ from skyward_core.providers.base import (
     Tags,
     chips,
 )
-from skyward_core.providers.ssh_keys import Key, host_key, our_key
 from skyward_core.providers.tagging import of_machine, rank_in
+from skyward_core.providers.userdata import Key, host_key, our_key
 
 USER_DATA_BYTES = 16 * 1024
 DISK_GB = 100

@@ -22,10 +22,10 @@ from skyward_core.errors import (
     QuotaExceeded,
     RateLimited,
     SkywardError,
+    without_logins,
 )
 from skyward_core.machines.instances import InstanceState
 from skyward_core.providers import _http
-from skyward_core.urls import without_logins
 
 PAGE = 100
 MOST_THREADS = 8

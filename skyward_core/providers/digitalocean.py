@@ -52,9 +52,17 @@ from skyward_core.providers._http import (
     tried,
 )
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Sale, Tags, chips
-from skyward_core.providers.ssh_keys import Key, endpoint_of, host_key, our_key
 from skyward_core.providers.tagging import from_codes, launch_word, of_machine, rank_in, to_codes
-from skyward_core.providers.userdata import END_COMMAND, boot_script, cloud_config, directory_of
+from skyward_core.providers.userdata import (
+    END_COMMAND,
+    Key,
+    boot_script,
+    cloud_config,
+    directory_of,
+    endpoint_of,
+    host_key,
+    our_key,
+)
 
 ACCOUNT_ANSWER = "DigitalOcean answered GET /v2/account"
 

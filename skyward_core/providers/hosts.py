@@ -23,12 +23,21 @@ from pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_vali
 
 from skyward_core.accelerators import parse
 from skyward_core.errors import BadRequest, CommandFailed, HostKeyChanged, InstancesLeft, NoCapacity, SkywardError
-from skyward_core.machines.instances import Endpoint, Instance, InstanceState
-from skyward_core.machines.node_end import NodeEnd
+from skyward_core.machines.instances import Endpoint, Instance, InstanceState, NodeEnd
 from skyward_core.machines.offers import ARCHITECTURES, MOST_USD_PER_HOUR, Offer, Requirements, matches
 from skyward_core.providers.base import POOL_TAG, RANK_TAG, Provider, Tags
-from skyward_core.providers.host_connections import COMMAND_SECONDS, HostAnswer, HostConnections, SeenKeys
-from skyward_core.providers.host_scripts import END, ENDS, LIST, LOOK, START, SWEEP
+from skyward_core.providers.host_connections import (
+    COMMAND_SECONDS,
+    END,
+    ENDS,
+    LIST,
+    LOOK,
+    START,
+    SWEEP,
+    HostAnswer,
+    HostConnections,
+    SeenKeys,
+)
 from skyward_core.providers.tagging import TAGS_VARIABLE, from_word, of_machine, price_in, rank_in, to_word
 from skyward_core.providers.termination_shell import PROOFS, UNPARTITION_SECONDS
 from skyward_core.worker.watchdog import INSTANCE_TAG

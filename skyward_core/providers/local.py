@@ -14,6 +14,7 @@ import logging
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,43 +22,46 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, ClassVar
+from typing import Annotated, Any, BinaryIO, ClassVar, Self
 
 import psutil
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from skyward_core.accelerators import Accelerator, parse
 from skyward_core.errors import BadRequest, InstancesLeft
-from skyward_core.machines.instances import Instance, InstanceState
-from skyward_core.machines.node_end import NodeEnd
+from skyward_core.machines.instances import Instance, InstanceState, NodeEnd, node_end
 from skyward_core.machines.offers import ARCHITECTURES, MOST_USD_PER_HOUR, Offer, Requirements
-from skyward_core.paths import existing, state_places
-from skyward_core.providers import control_groups
+from skyward_core.machines.owner import Owner, OwnerState, boot_id
+from skyward_core.paths import existing, first_private, state_places
 from skyward_core.providers.base import POOL_TAG, RANK_TAG, Provider, Tags
-from skyward_core.providers.control_groups import ControlGroup
-from skyward_core.providers.node_folders import (
-    ID_SHAPE,
-    NODES,
-    abandoned,
-    end_file,
-    ends_of,
-    make_folders,
-    remove_abandoned_memory,
-    remove_folders,
-)
 from skyward_core.providers.tagging import TAGS_VARIABLE, from_word, of_machine, price_in, rank_in, to_word
 from skyward_core.providers.termination_shell import PROOFS
 from skyward_core.secret import looks_secret
-from skyward_core.worker import keeper
-from skyward_core.worker.gpus import VISIBLE, gpus_here
-from skyward_core.worker.settings import memory_directory, this_process
-from skyward_core.worker.watchdog import INSTANCE_TAG, kill_instance, members, tagged_processes
+from skyward_core.wire.private_folders import NotPrivate, is_private
+from skyward_core.wire.settings import memory_directory, this_process
+from skyward_core.worker import call_groups, keeper
+from skyward_core.worker.metrics import VISIBLE, gpus_here
+from skyward_core.worker.watchdog import INSTANCE_TAG, kill_instance, members, tagged_processes, uptime
 from skyward_core.worker.watchdog import POOL_TAG as POOL_VARIABLE
 
+NODES, ENDS = "nodes", "ended"
+MOST_ENDS = 2000
+LAUNCHED_BY = "launched-by"
+ID_SHAPE = re.compile(r"local-[0-9a-f]{12}")
+ABANDONED_SECONDS = 86_400.0
+"""An empty folder without its launcher's name is abandoned when it is older. A newer one may get the name yet."""
+NAME_SHAPE = re.compile(
+    r"skyward\.(?P<instance>local-[0-9a-f]{12})\.(?P<pool>[A-Za-z0-9_-]{1,120})\.(?P<rank>[0-9]{1,6})"
+)
+LIMITS = ("memory.max", "memory.high", "pids.max", "cpu.max", "cpuset.cpus", "io.max")
+NO_LIMIT = ("", "max", "max 100000")
+ABANDONED_GROUP_SECONDS = 60.0
+"""An empty group that is older belongs to a node that has ended. A newer one may soon get its first process."""
 GB = 1e9
 NODE_BYTES = 100_000_000
 """The least memory of a node: supervisor, scheduler or worker, and a runner for each slot."""
@@ -69,7 +73,6 @@ RANK_VARIABLE = "SKYWARD_RANK"
 PRICE_VARIABLE = "SKYWARD_PRICE_PER_HOUR"
 SPOT_VARIABLE = "SKYWARD_IS_SPOT"
 DIRECTORY_VARIABLE = "SKYWARD_INSTANCE_DIRECTORY"
-
 KEPT_VARIABLES = (
     "PATH",
     "HOME",
@@ -92,9 +95,231 @@ INSTALLER_PREFIXES, PROXY_ENDINGS = ("UV_", "PIP_"), ("_proxy", "_PROXY")
 WITH_USER = re.compile(r"(^|://)[^\s/@]+@")
 """The address of an index or a proxy that contains a user, and mostly a password."""
 LOGIN_NAME = re.compile(r"USERNAME|PASSWORD|TOKEN|CREDENTIAL")
-
-
 _log = logging.getLogger("skyward")
+
+
+# The folders of this machine's nodes, one on disk and one in memory for each, and which of them no node needs.
+#
+# A folder has its launcher's process in the file `launched-by`. It is written before the node's first process starts.
+# States, and who removes the folder:
+#
+#     made, and its launcher lives           the launcher, if the start fails
+#     a process of the node lives            `Local.terminate`, or the keeper, if the launcher is gone
+#     no process, and the launcher is dead   the next sweep (`abandoned`): both were killed, or it was before the start
+#
+# When a node has ended, its keeper writes when and why into a file with its id, in the folder `ended` beside `nodes`.
+# It stays, because the ledger may learn of the end much later. The oldest are removed when there are too many.
+
+
+def make_folders(instance_id: str) -> Path:
+    """Create the folders of an instance, on disk and in memory, before another process can know its id.
+
+    Raises BadRequest if no folder is safe.
+    """
+    try:
+        directory = first_private(NODES, state_places(), is_locked=True) / instance_id
+    except NotPrivate as error:
+        raise BadRequest(f"nodes of this machine need a separate folder: {error}") from error
+    directory.mkdir(mode=0o700)
+    with contextlib.suppress(OSError):  # then the cost of a node whose end no process sees is estimated
+        end_file(directory).parent.mkdir(mode=0o700, exist_ok=True)
+        _forget_old_ends(end_file(directory).parent)
+    here = Owner.here()
+    (directory / LAUNCHED_BY).write_text(f"{here.name}\n{here.process}\n")
+    with contextlib.suppress(OSError):  # large values go into the other folder
+        os.mkdir(memory_directory(instance_id), 0o700)
+    return directory
+
+
+def remove_folders(instance_id: str, directory: Path) -> None:
+    """Remove the folders of an instance. In another user's folder nothing is ours."""
+    shutil.rmtree(memory_directory(instance_id), ignore_errors=True)
+    if is_private(directory.parent):
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def end_file(directory: Path) -> Path:
+    """Return the file in which the keeper of a node with this folder writes when and why the node has ended."""
+    return directory.parent.parent / ENDS / directory.name
+
+
+def ends_of(instance_ids: Iterable[str], now: datetime) -> dict[str, NodeEnd]:
+    """Return when and why nodes of this user have ended, by id; those that have left no file are absent."""
+    found: dict[str, NodeEnd] = {}
+    boot, up = boot_id(), uptime()
+    for folder in existing(ENDS, state_places()):
+        if not is_private(folder):
+            continue
+        for instance_id in instance_ids:
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                text = (folder / instance_id).read_text() if ID_SHAPE.fullmatch(instance_id) else ""
+                if (end := node_end(text, now=now, uptime=up, boot=boot)) is not None:
+                    found[instance_id] = end
+    return found
+
+
+def _forget_old_ends(folder: Path) -> None:
+    with os.scandir(folder) as entries:
+        files = list(entries)
+    if len(files) > MOST_ENDS:
+        for entry in sorted(files, key=lambda entry: entry.stat().st_mtime)[: len(files) - MOST_ENDS // 2]:
+            with contextlib.suppress(OSError):  # another process removes it
+                os.unlink(entry.path)
+
+
+def abandoned(has_processes: Callable[[str], bool]) -> list[Path]:
+    """Return the folders on disk of nodes that have ended and whose launchers are dead.
+
+    `has_processes` returns whether any process of an instance lives. A folder whose launcher is not visible from here
+    is left: another container, or another computer with the same home, may have it.
+    """
+    return [
+        directory
+        for nodes in existing(NODES, state_places())
+        if is_private(nodes)
+        for directory in sorted(nodes.iterdir())
+        if ID_SHAPE.fullmatch(directory.name) and _is_abandoned(directory) and not has_processes(directory.name)
+    ]
+
+
+def remove_abandoned_memory(has_processes: Callable[[str], bool]) -> None:
+    """Remove the empty folders in memory of nodes whose keepers were killed together with all other processes.
+
+    No other process would. Only old and empty ones: processes of another container cannot be seen here.
+    """
+    pattern = Path(memory_directory("local-*"))
+    for folder in pattern.parent.glob(pattern.name):
+        instance_id = f"local-{folder.name.rpartition('-')[2]}"
+        with contextlib.suppress(OSError):  # it is not empty, or another process removes it
+            is_old = time.time() - folder.stat().st_mtime > ABANDONED_SECONDS
+            if is_old and ID_SHAPE.fullmatch(instance_id) and not has_processes(instance_id):
+                folder.rmdir()
+
+
+def _is_abandoned(directory: Path) -> bool:
+    try:
+        changed = directory.stat().st_mtime
+    except OSError:  # another process removes it
+        return False
+    try:
+        launcher = Owner.parse(*(directory / LAUNCHED_BY).read_text().split("\n")[:2])
+    except (OSError, ValueError, TypeError):
+        return not any(directory.iterdir()) and time.time() - changed > ABANDONED_SECONDS
+    here = Owner.here()
+    if launcher.host == here.host and "" not in (launcher.boot, here.boot) and launcher.boot != here.boot:
+        # of an earlier boot; but another computer may have the same name and the same home, and writes leases there
+        return changed < time.time() - uptime()
+    return launcher.state() is OwnerState.DEAD
+
+
+# Control groups (cgroup v2) for the nodes of this machine: child processes stay in the group of their parent, and the
+# kernel kills all of them at once (`cgroup.kill`).
+#
+# A group is a folder below the group of the process that creates it, or beside that group (`_home`). It needs a
+# kernel of 5.14 or later, and a folder that this user may write to. Root has one nearly everywhere, other users below
+# their systemd user manager (`user@.service` and its children), and no user in most containers. Its name has the
+# instance, the pool and the rank, `skyward.INSTANCE.POOL.RANK`, and its owner is the user: so any process of the same
+# user finds it.
+
+
+@dataclass(frozen=True, slots=True)
+class ControlGroup:
+    """A group of one node, by its folder."""
+
+    path: Path
+    instance_id: str
+    pool_id: str
+    rank: int
+
+    @classmethod
+    def of(cls, path: Path) -> Self | None:
+        """Return the group of a folder; None for a folder with another name."""
+        found = NAME_SHAPE.fullmatch(path.name)
+        return cls(path, found["instance"], found["pool"], int(found["rank"])) if found else None
+
+    @property
+    def is_populated(self) -> bool:
+        """Whether a living process is in it or in a group below it."""
+        try:
+            return "populated 1" in (self.path / "cgroup.events").read_text()
+        except OSError:  # removed
+            return False
+
+    def kill(self) -> None:
+        """Have the kernel kill all processes in it, of any user, including forks in progress."""
+        with contextlib.suppress(OSError):
+            (self.path / "cgroup.kill").write_text("1")
+
+    def remove(self) -> bool:
+        """Remove it with the groups below it; return False if it is still populated."""
+        for folder, _, _ in os.walk(self.path, topdown=False):
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+        return not self.path.exists()
+
+
+def make(instance_id: str, pool_id: str, rank: str) -> ControlGroup | None:
+    """Create a group for a node, below that of this process or beside it; return None if that is impossible."""
+    home = _home()
+    group = None if home is None else ControlGroup.of(home / f"skyward.{instance_id}.{pool_id}.{rank}")
+    if group is None:
+        return None
+    try:
+        group.path.mkdir()
+    except OSError:
+        return None
+    if not os.access(group.path / "cgroup.kill", os.W_OK):  # a kernel before 5.14
+        group.remove()
+        return None
+    return group
+
+
+def all_groups() -> list[ControlGroup]:
+    """Return the groups of nodes that this user has created, anywhere in the hierarchy. It takes some milliseconds."""
+    hierarchy = call_groups.mount()
+    found: list[ControlGroup] = []
+    if hierarchy is not None:
+        for folder, below, _ in os.walk(hierarchy[1]):
+            groups = [
+                group
+                for name in below
+                if name.startswith("skyward.") and (group := ControlGroup.of(Path(folder, name))) is not None
+            ]
+            for group in groups:
+                with contextlib.suppress(OSError):
+                    if group.path.stat().st_uid == os.getuid():
+                        found.append(group)
+    return found
+
+
+def remove_abandoned(clock: Callable[[], float] = time.time) -> None:
+    """Remove the empty groups of nodes that have ended while no process was there to remove them."""
+    for group in all_groups():
+        with contextlib.suppress(OSError):
+            if not group.is_populated and clock() - group.path.stat().st_ctime > ABANDONED_GROUP_SECONDS:
+                group.remove()
+
+
+def _home() -> Path | None:
+    """Return the folder for groups of nodes; None if the hierarchy is not visible.
+
+    A group that has processes cannot pass controllers to the groups below it (cgroups(7)). So the folder is the parent
+    of this process's group, if the parent passes `memory` and this process's group sets no limits. An example
+    is the parent of a login session's group.
+    """
+    own = call_groups.own_group()
+    if own is None:
+        return None
+    above = own.parent
+    passes_memory = "memory" in _read(above / "cgroup.subtree_control").split()
+    is_ours = os.access(above, os.W_OK) and os.access(above / "cgroup.procs", os.W_OK)
+    return above if passes_memory and is_ours and all(_read(own / name).strip() in NO_LIMIT for name in LIMITS) else own
+
+
+def _read(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return call_groups.read(path)
+    return ""
 
 
 class Local(Provider):
@@ -210,7 +435,7 @@ class Local(Provider):
                 continue
             if pool is not None and pool_id in (None, pool):
                 found[instance_id] = _from_process(environ, pool, instance_id)
-        for group in control_groups.all_groups():
+        for group in all_groups():
             if group.instance_id not in found and pool_id in (None, group.pool_id) and group.is_populated:
                 found[group.instance_id] = _from_process(
                     {RANK_VARIABLE: str(group.rank)}, group.pool_id, group.instance_id
@@ -235,7 +460,7 @@ class Local(Provider):
         # ids become paths below, and ids of another shape are not ours
         wanted = {instance_id for instance_id in ids if ID_SHAPE.fullmatch(instance_id)}
         directories = {instance_id: _directories(instance_id) for instance_id in wanted}
-        groups = {group.instance_id: group for group in control_groups.all_groups() if group.instance_id in wanted}
+        groups = {group.instance_id: group for group in all_groups() if group.instance_id in wanted}
         were_populated = {instance_id for instance_id, group in groups.items() if group.is_populated}
         were_kept = {instance_id for instance_id in wanted if any(members(instance_id).values())}
         started = time.monotonic()
@@ -269,7 +494,7 @@ class Local(Provider):
 
     def prune(self, now: datetime, *, is_dry_run: bool) -> list[str]:
         """Remove the folders of nodes that were killed together with all processes that would have removed them."""
-        populated = {group.instance_id for group in control_groups.all_groups() if group.is_populated}
+        populated = {group.instance_id for group in all_groups() if group.is_populated}
         found = abandoned(lambda instance_id: instance_id in populated or bool(members(instance_id)))
         if not is_dry_run:
             for directory in found:
@@ -307,12 +532,12 @@ class Local(Provider):
             "SKYWARD_OWNER": f"{owner.pid}:{owner.started}",
         }
         command = _keeper_command(
-            control_groups.make(instance_id, tags[POOL_TAG], tags[RANK_TAG]),
+            make(instance_id, tags[POOL_TAG], tags[RANK_TAG]),
             end_file(directory),
             directory,
             memory_directory(instance_id),
         )
-        control_groups.remove_abandoned()
+        remove_abandoned()
         remove_abandoned_memory(lambda other: bool(members(other)))
         with _in_memory(f"exec </dev/null\n{startup}") as script, (directory / "log").open("wb") as log:
             process = subprocess.Popen(

@@ -30,7 +30,7 @@ from urllib.parse import quote
 from pydantic import ConfigDict, Field, SecretStr, model_validator
 
 from skyward_core.accelerators import Accelerator, is_nvidia, parse
-from skyward_core.accelerators.cuda import cuda_of
+from skyward_core.accelerators.catalog import cuda_of
 from skyward_core.concurrency.backoff import Backoff
 from skyward_core.errors import (
     BadRequest,
@@ -57,8 +57,8 @@ from skyward_core.providers._http import (
     tried,
 )
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Sale, Tags, chips
-from skyward_core.providers.ssh_keys import Key, endpoint_of, host_key, our_key
 from skyward_core.providers.tagging import TagName, from_codes, of_machine, to_codes
+from skyward_core.providers.userdata import Key, endpoint_of, host_key, our_key
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from urllib.parse import quote, unquote
 from pydantic import Field, SecretStr, field_validator
 
 from skyward_core.accelerators import Accelerator, is_nvidia
-from skyward_core.accelerators.cuda import cuda_of
+from skyward_core.accelerators.catalog import cuda_of
 from skyward_core.concurrency.backoff import Backoff
 from skyward_core.errors import (
     BadRequest,
@@ -43,8 +43,8 @@ from skyward_core.machines.offers import Offer, Requirements, total_of
 from skyward_core.providers import userdata
 from skyward_core.providers._http import Advice, Api, Classify, Found, Row, field_of, is_unsure, number_of, rows_of
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags, chips
-from skyward_core.providers.ssh_keys import Key, endpoint_of, host_key, our_key
 from skyward_core.providers.tagging import MORE_TAGS, TagName, of_machine
+from skyward_core.providers.userdata import Key, endpoint_of, host_key, our_key
 from skyward_core.providers.vastai_market import (
     TYPE,
     UNKNOWN_REGION,

@@ -42,9 +42,17 @@ from skyward_core.providers.base import (
     Tags,
     chips,
 )
-from skyward_core.providers.ssh_keys import Key, endpoint_of, host_key, our_key
 from skyward_core.providers.tagging import from_codes, launch_word, of_machine, to_codes
-from skyward_core.providers.userdata import END_COMMAND, boot_script, directory_of, script
+from skyward_core.providers.userdata import (
+    END_COMMAND,
+    Key,
+    boot_script,
+    directory_of,
+    endpoint_of,
+    host_key,
+    our_key,
+    script,
+)
 from skyward_core.providers.verda_api import (
     CAPACITY,
     CONSOLE,

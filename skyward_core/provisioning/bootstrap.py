@@ -11,8 +11,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
+import re
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,26 +24,31 @@ from typing import TYPE_CHECKING
 import uv
 
 from skyward_core.accelerators import Accelerator
-from skyward_core.errors import BootstrapFailed, CommandFailed, ProvisioningTimeout, Unreachable
+from skyward_core.errors import (
+    BootstrapFailed,
+    CommandFailed,
+    PoolClosed,
+    ProvisioningTimeout,
+    Unreachable,
+    without_logins,
+)
 from skyward_core.events.events import BootstrapProgress, BootstrapStarting, LogLine, SkywardEvent
 from skyward_core.image import shell
-from skyward_core.image.image import FrozenEnv
+from skyward_core.image.image import FrozenEnv, make_work
 from skyward_core.image.local_files import NodeFile, on_node
 from skyward_core.image.mig_shell import partition_gpus
-from skyward_core.image.volume_shell import mount_volumes
-from skyward_core.image.work_shell import make_work
+from skyward_core.image.volume import mount_volumes
 from skyward_core.machines.instances import Instance
 from skyward_core.machines.offers import memory_gb
-from skyward_core.providers.base import Provider
+from skyward_core.providers.base import STARTED_FROM_TAG, Provider
 from skyward_core.providers.local import installing_environment
-from skyward_core.provisioning.guard import guard_script
+from skyward_core.providers.termination_shell import ENDING
 from skyward_core.spec import PoolSpec
 from skyward_core.transport.code_upload import FileChanged, shipped_archive, shipped_file, shipped_package
 from skyward_core.transport.transport import Transport
-from skyward_core.urls import without_logins
-from skyward_core.worker.masking import Mask
-from skyward_core.worker.preemption_notice import Notice
-from skyward_core.worker.settings import NodeSettings, this_process
+from skyward_core.wire.info import Notice
+from skyward_core.wire.masking import Mask
+from skyward_core.wire.settings import NodeSettings, this_process
 
 if TYPE_CHECKING:
     from skyward_core.engine.certificates import PoolCertificate
@@ -52,7 +60,6 @@ KEEP_PHASE, IMAGE_ENV, REST = "keep", "image-env", "rest.sh"
 POLL_SECONDS = 0.01
 LOOK_SECONDS = 0.5
 LAST_PHASE = "server"
-
 # It watches the owner until the supervisor does: the installation of packages must end when the client is killed.
 WATCHER = """\
 (
@@ -66,6 +73,118 @@ WATCHER = """\
 ) >/dev/null 2>&1 &
 export SKYWARD_BOOT_WATCHER=$!
 """
+CAPTURE_LOOK_SECONDS = 0.05
+PAUSE_SECONDS = 1.0
+"""Between two checks."""
+GUARD = r"""skyward_write() { # file, text: whole or not at all
+  echo "$2" >"$skyward_directory/.$1.partial" && mv -f -- "$skyward_directory/.$1.partial" "$skyward_directory/$1"
+}
+skyward_clock() { # sets skyward_now, in seconds; the time of day may jump
+  { read -r skyward_uptime _ <"${SKYWARD_UPTIME_FILE:-/proc/uptime}" && skyward_now=${skyward_uptime%%.*}; } 2>/dev/null
+}
+skyward_read() { # file: sets skyward_text to the uptime in it; fails for what cannot be read, a line without its end included
+  { read -r skyward_text _ <"$skyward_directory/$1"; } 2>/dev/null || return 1
+  skyward_text=${skyward_text%%.*}
+  case $skyward_text in '' | *[!0-9]*) return 1 ;; esac
+  [ "${#skyward_text}" -le 15 ]
+}
+skyward_birth() { # pid: sets skyward_born to when it was started; fails if it is gone or a zombie
+  { read -r skyward_stat <"/proc/$1/stat"; } 2>/dev/null || return 1
+  # shellcheck disable=SC2086 # its fields
+  set -- ${skyward_stat##*) }
+  case ${1:-Z} in Z | X) return 1 ;; esac
+  skyward_born=${20:-}
+}
+skyward_lost_supervisor() { # succeeds if there was a supervisor and it is gone; its pid may be reused
+  { read -r skyward_pid _ <"$skyward_directory/supervisor"; } 2>/dev/null || return 1
+  case $skyward_pid in '' | *[!0-9]*) return 1 ;; esac
+  skyward_birth "$skyward_pid" || return 0
+  [ "$skyward_pid $skyward_born" != "$skyward_supervisor" ] || return 1
+  env -i PATH="$PATH" LC_ALL=C grep -qsaxzF -e "SKYWARD_INSTANCE_ID=$SKYWARD_INSTANCE_ID" "/proc/$skyward_pid/environ" 9<&- || return 0
+  skyward_supervisor="$skyward_pid $skyward_born"
+  return 1
+}
+skyward_ended() { # sets skyward_reason if the file says that the node has ended
+  [ -e "$skyward_directory/ended" ] || return 1
+  skyward_reason=
+  { read -r skyward_reason <"$skyward_directory/ended"; } 2>/dev/null
+  [ -n "$skyward_reason" ] || skyward_reason="it says so"
+}
+skyward_verdict() { # succeeds, with skyward_reason, if the node must end now
+  skyward_clock
+  ! skyward_read lease || skyward_lease=$skyward_text # else the last good value stands
+  ! skyward_read paid || skyward_paid=$skyward_text
+  if skyward_ended; then
+    return 0
+  elif skyward_read warm && [ "$skyward_now" -ge "$skyward_text" ]; then
+    skyward_reason="its warm time is over (keep_warm)"
+  elif [ "$skyward_now" -ge "$skyward_lease" ]; then
+    skyward_reason="no sign of life from a client, and the lease has run out (lease_seconds)"
+  elif [ -n "$skyward_paid" ] && [ "$skyward_now" -ge "$skyward_paid" ]; then
+    skyward_reason="the money is used up (max_cost, budget)"
+  elif [ -n "$skyward_max_lifetime" ] && [ "$skyward_now" -ge $((skyward_started + skyward_max_lifetime)) ]; then
+    skyward_reason="alive for $skyward_max_lifetime s (max_lifetime)"
+  elif skyward_lost_supervisor; then
+    skyward_ended || skyward_reason="its supervisor is gone"
+  else
+    return 1
+  fi
+}
+skyward_end() { # reason
+  trap : TERM
+  skyward_say "node ends: $1"
+  [ -z "$skyward_sleep" ] || kill "$skyward_sleep" 2>/dev/null
+  skyward_kill "$SKYWARD_INSTANCE_ID" "$skyward_directory" || skyward_say "SIGKILL does not end the processes$skyward_pids"
+  skyward_note "$1"
+  skyward_clean "$SKYWARD_INSTANCE_ID" "$skyward_directory"
+  if [ -n "$skyward_end_command" ]; then
+    env -i PATH="$PATH" sleep 0.5 9<&- # until who follows the log has read why
+    sh -c "$skyward_end_command"
+  fi
+  exit 0
+}
+skyward_note() { # reason
+  skyward_place=${SKYWARD_ENDS:-}
+  [ -n "$skyward_place" ] && [ "$1" != "asked to" ] && mkdir -p -- "$skyward_place" 2>/dev/null || return 0
+  skyward_clock
+  skyward_boot=
+  { read -r skyward_boot </proc/sys/kernel/random/boot_id; } 2>/dev/null
+  { printf '%s %s %s\n%s\n' "$skyward_now" "$(env -i PATH="$PATH" date +%s 9<&-)" "$skyward_boot" "$1" >"$skyward_place/$SKYWARD_INSTANCE_ID"; } 2>/dev/null
+}
+skyward_say() {
+  { printf 'skyward: %s\n' "$1" >>"$skyward_directory/log"; } 2>/dev/null
+}
+
+set -u
+umask 077
+: "${SKYWARD_INSTANCE_ID:?}" "${SKYWARD_INSTANCE_DIRECTORY:?}"
+skyward_directory=$SKYWARD_INSTANCE_DIRECTORY
+skyward_sleep='' skyward_supervisor='' skyward_now='' skyward_paid=''
+cd / || exit 1
+trap '' HUP INT
+trap 'skyward_end "asked to"' TERM
+skyward_clock
+: "${skyward_now:?the uptime of this machine cannot be read}"
+skyward_started=$skyward_now
+skyward_lease=$((skyward_now + skyward_lease_seconds))
+[ -z "$skyward_paid_seconds" ] || skyward_paid=$((skyward_now + skyward_paid_seconds))
+if ! { mkdir -p -- "$skyward_directory" && skyward_write lease "$skyward_lease" && skyward_write guard "$$"; }; then
+  echo "skyward: the guard cannot write to $skyward_directory" >&2
+  skyward_end "its guard cannot write"
+fi
+while ! skyward_verdict; do
+  env -i PATH="$PATH" sleep "$skyward_pause" 9<&- &
+  skyward_sleep=$!
+  wait "$skyward_sleep"
+  skyward_sleep=''
+done
+skyward_end "$skyward_reason"
+"""  # noqa: E501
+"""The program, after ENDING and the five values.
+
+One `sleep` a look is all that it starts; `wait`, unlike a command, is cut short by a signal.
+"""
+_log = logging.getLogger("skyward")
 
 
 def startup_script(spec: PoolSpec, provider: Provider, paid_seconds: float | None = None) -> str:
@@ -367,3 +486,134 @@ def raise_if_gone(preparations: Sequence[Preparation], gone: set[str]) -> None:
         if preparation.instance.id in gone:
             preparation.follow()
             raise preparation.failure("it is gone, or has been silent for longer than its lease")
+
+
+# Captures the disk of the first machine with an image's packages, so that later ones start from it (`Image.cache`).
+#
+# Every user of a disk image can read it. So the machine is prepared in two parts, and secrets come after the capture:
+#
+#     bootstrap.sh               installs the packages; the image's `env`, which the installation may need (indexes,
+#                                proxies), is kept in the machine's memory
+#     sync, phase "keep"         and the machine waits
+#     `Provider.keep_image`      returns when the content of the disk image is fixed, or fails; the machine goes on
+#     included files             of `Image(includes=...)`
+#     rest.sh, settings.json     the environment of calls, volumes with their credentials, the commands of
+#                                `Image(shell=...)`, the pool's certificate
+#
+# The disk is that of the head, because each pool has one; the other machines go on meanwhile. If the client is
+# killed, the machine waits until its lease runs out, and `Provider.prune` removes the incomplete disk image.
+# Replacements and new heads are prepared in one part.
+
+
+def is_to_be_kept(spec: PoolSpec, provider: Provider, instance: Instance) -> bool:
+    """Return whether to capture this machine's disk: the spec wants it, the provider can, and the machine was not
+    started from a captured disk itself.
+    """
+    return spec.image.cache and provider.keeps_images and STARTED_FROM_TAG not in instance.tags
+
+
+def start_and_keep(
+    node: Preparation, spec: PoolSpec, provider: Provider, timeout_seconds: float, is_over: threading.Event
+) -> None:
+    """Start a machine's installation, capture its disk, and start the rest. Returns when the rest begins; another
+    thread must follow the node meanwhile.
+
+    `is_over` is set when the opening of the pool has failed. Raises BootstrapFailed if the machine cannot be reached,
+    PoolClosed if `is_over` is set. A failed capture is only logged, because the pool does not need it.
+    """
+    first, rest = node_script_in_two(spec)
+    node.start(first, timeout_seconds, spec.image.files)
+    try:
+        can_be_kept = _hand_over_environment(node, spec)
+        while node.phase != KEEP_PHASE:
+            if is_over.wait(CAPTURE_LOOK_SECONDS):
+                raise PoolClosed("the pool is not going to open")
+        if can_be_kept:
+            _keep(node.instance, spec, provider)
+        node.transport.send(spec.image.included)
+        node.transport.write(REST, rest)
+    except FileChanged as error:
+        raise node.failure(str(error)) from error
+    except (Unreachable, CommandFailed) as error:
+        raise node.failure(f"it does not answer any more: {error}") from error
+
+
+def _hand_over_environment(node: Preparation, spec: PoolSpec) -> bool:
+    """Write the image's `env` to the machine. Return False if it is not in memory, so that a captured disk would have
+    it.
+    """
+    if not spec.image.env:
+        return True
+    text = shell.export(spec.image.env) + "\n"
+    path = node.transport.write_in_memory(IMAGE_ENV, text)
+    node.transport.write(IMAGE_ENV, text if path is None else f"{shell.source(path)}\n")
+    if path is None:
+        _log.warning("%s has no place in memory for the image's env: its disk is not kept", node.instance.id)
+    return path is not None
+
+
+def _keep(instance: Instance, spec: PoolSpec, provider: Provider) -> None:
+    name = spec.image.content_hash()
+    try:
+        kept = provider.keep_image(instance, name)
+    except Exception as error:  # after an error of any kind the machine is usable and paid for
+        _log.warning(
+            "the disk of %s is not kept, and later pools install the packages of image %s again: %s",
+            instance.id,
+            name,
+            error,
+        )
+        return
+    if kept is not None:
+        _log.info(
+            "the disk of %s is being kept as %s: later pools with the packages of image %s start from it",
+            instance.id,
+            kept,
+            name,
+        )
+
+
+# The guard of a node on its own machine: a shell script that ends the node by its clocks (ADR 0006, ADR 0011).
+#
+# It works before there is a Python on the machine, and after that Python has died. It runs as the provider's `startup`,
+# with SKYWARD_INSTANCE_ID and SKYWARD_INSTANCE_DIRECTORY in its environment. It uses these files in that directory:
+#
+#     lease       read     the uptime in seconds at which the lease runs out, one line; the guard writes the first one
+#     paid        read     the uptime in seconds until which the machine is paid for, one line; overrides its argument
+#     warm        read     the uptime in seconds at which the warm time of a node without a client ends; else absent
+#     guard       written  its pid, once it watches
+#     supervisor  read     the pid of the node's supervisor: when that process is gone, the node ends
+#     ended       read     the reason why the node has ended, one line
+#     group       read     the folder of the node's control group, one line; without it the node has none
+#     mounts      read     the mount points of the node, one per line
+#     log         written  the reason why the node ends, appended
+#
+# The end of a node: the reason is written into its log. SIGKILL goes to all processes with its tag, to their
+# descendants, and to all in its control group. Its keepers get it last (`worker/keeper.py`). If SKYWARD_ENDS names a
+# folder, reason and time are written into a file with the node's id there, which stays (`machines/instances.py`); not
+# for a node that was asked to end: the process that asked knows when. Mounts are undone. Its folders in memory and on
+# disk are removed (the latter is kept if SKYWARD_KEEP_DIRECTORY is set). Then the command runs with which the machine
+# ends itself.
+
+
+def guard_script(
+    lease_seconds: float, max_lifetime_seconds: float | None, end_command: str = "", paid_seconds: float | None = None
+) -> str:
+    """Return the POSIX sh text of a guard.
+
+    Args:
+        lease_seconds: how long the node lives without a lease renewal, from now on. A renewal writes the file `lease`.
+        max_lifetime_seconds: how long it lives at most; None: no end.
+        end_command: shell text that runs when the node has ended; empty if the machine goes on without us.
+        paid_seconds: for how long it is paid, from now on, unless the file `paid` has another time; None: no limit.
+    """
+    values = {
+        "skyward_lease_seconds": str(math.ceil(lease_seconds)),
+        "skyward_max_lifetime": "" if max_lifetime_seconds is None else str(math.ceil(max_lifetime_seconds)),
+        "skyward_paid_seconds": "" if paid_seconds is None else str(math.floor(paid_seconds)),
+        "skyward_pause": f"{PAUSE_SECONDS:g}",
+        "skyward_end_command": end_command,
+    }
+    # user data is small: 16 KiB on AWS, in which a line end and a quote count twice
+    program = re.sub(r"(?m)^ +", "", ENDING + GUARD)
+    return "\n".join(["#!/bin/sh", *(f"{name}={shlex.quote(value)}" for name, value in values.items()), program])

@@ -19,36 +19,48 @@ The session and `engine.recovery` use `PoolMachines`. It has no state; its parts
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import socket
+import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from skyward_core.concurrency.threads import side_by_side
+from skyward_core.errors import CommandFailed, ConnectionLost, PoolClosed, SkywardError, Unreachable
 from skyward_core.events.events import InfraCreating
 from skyward_core.ledger.budgets import SpendingLimit
 from skyward_core.ledger.journal import Journal
 from skyward_core.ledger.metering import Meter
 from skyward_core.machines.instances import Instance, Lease
 from skyward_core.providers.base import Provider
-from skyward_core.provisioning.head_restart import HeadRestart
-from skyward_core.provisioning.nodes import Nodes
-from skyward_core.provisioning.port_forwarding import PORTS
+from skyward_core.provisioning.bootstrap import (
+    Preparation,
+    await_scheduler,
+    is_to_be_kept,
+    raise_if_gone,
+    start_and_keep,
+)
+from skyward_core.provisioning.nodes import ALL_AT_ONCE, PORTS, Nodes
 from skyward_core.provisioning.rental import Emit, Rental
-from skyward_core.provisioning.replacement import Replacement
+from skyward_core.provisioning.replacement import HeadRestart, Replacement
 from skyward_core.provisioning.selection import Selection
-from skyward_core.provisioning.startup import Startup
 from skyward_core.spec import PoolSpec
-from skyward_core.transport.transport import Transports
-from skyward_core.worker.preemption_notice import Notice
+from skyward_core.transport.transport import LocalTransport, Transport, Transports
+from skyward_core.wire.info import Notice
+from skyward_core.worker.watchdog import DETACHED, LEASE, uptime, write_lease
 
 if TYPE_CHECKING:
     from skyward_core.engine.certificates import PoolCertificate
 
+PORT_TRIES = 5
+ASK_SECONDS = 5.0
 _log = logging.getLogger("skyward")
 
 
@@ -297,3 +309,215 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+# Makes nodes of the machines of a pool that opens: prepares all at once, checks them, and waits for the head's
+# scheduler.
+#
+#     started -> the head gets its settings -> its scheduler listens -> the other nodes get its address -> opened
+#
+# `Startup` owns the list of machines that do not answer. Only the thread that opens the pool uses it. It ends the
+# threads that it starts.
+
+
+class Startup:
+    """Makes nodes of rented machines while the pool opens."""
+
+    def __init__(self, spec: PoolSpec, rental: Rental, nodes: Nodes) -> None:
+        self._spec = spec
+        self._rental = rental
+        self._nodes = nodes
+        self._listed_at = 0.0
+        self._missed = set[str]()
+        """The machines that the last listing lacked."""
+        self._silent: dict[str, float] = {}
+        """By machine: since when it does not answer."""
+        self._has_failed = threading.Event()
+
+    def prepare(self, deadline: float) -> None:
+        """Make nodes of all instances, at the same time; they wait only for the head's address."""
+        nodes = list(self._nodes.all.values())
+        head, *others = nodes
+        threads = ThreadPoolExecutor(len(nodes), thread_name_prefix="skyward-prepare")
+        try:
+            started = {node.rank: threads.submit(self._start, node, deadline) for node in nodes}
+            self._nodes.scheduler = await_scheduler(
+                head, nodes, lambda: self._check_all(nodes, list(started.values())), deadline
+            )
+            for node in others:
+                while not started[node.rank].done():
+                    self._check_all(nodes, list(started.values()))
+                    for other in nodes:
+                        other.follow()
+                    time.sleep(0.01)
+                started[node.rank].result()
+            if not all(threads.map(self._nodes.sees_the_head, others)):
+                self._go_through_the_client(nodes, deadline)
+            list(threads.map(lambda node: self._send_settings(node, self._nodes.scheduler), others))
+            for node in nodes:
+                node.follow()
+                node.transport.opened()
+        except BaseException:
+            self._has_failed.set()
+            self._rental.transports.close()  # wakes the threads that wait for a machine
+            raise
+        finally:
+            threads.shutdown()
+
+    def check(self) -> None:
+        """Raise BootstrapFailed for a machine that has failed before it became a node."""
+        nodes = list(self._nodes.all.values())
+        for node in nodes:
+            node.follow()
+        self._raise_if_gone(nodes)
+
+    def _start(self, node: Preparation, deadline: float) -> None:
+        timeout = max(1.0, deadline - time.monotonic())
+        if node.rank == 0 and is_to_be_kept(self._spec, self._rental.provider, node.instance):
+            start_and_keep(node, self._rental.spec, self._rental.provider, timeout, self._has_failed)
+        else:
+            node.start(self._nodes.script(), timeout, self._spec.image.uploads)
+        if node.rank == 0:
+            self._send_settings(node, None)
+
+    def _send_settings(self, node: Preparation, scheduler: str | None) -> None:
+        try:
+            node.send_settings(self._nodes.settings(node, node.rank, scheduler))
+        except (Unreachable, CommandFailed) as error:
+            raise node.failure(f"it does not answer any more: {error}") from error
+
+    def _check_all(self, nodes: Sequence[Preparation], started: Sequence[Future[None]]) -> None:
+        if self._rental.is_closing:  # the reaper ends the machines: one that has not answered yet may never do it
+            raise PoolClosed(
+                "terminate_now() was called, or a limit was reached, while the pool opened: its machines end"
+            )
+        for future in started:
+            if future.done():
+                future.result()
+        self._raise_if_gone(nodes)
+
+    def _raise_if_gone(self, nodes: Sequence[Preparation]) -> None:
+        """Raise BootstrapFailed for a machine that is gone.
+
+        Over SSH the provider is queried only for machines that do not answer, and at most every ASK_SECONDS, because
+        a listing may take seconds.
+        """
+        silent = list(nodes)
+        is_here = self._rental.provider.is_here
+        if not is_here:
+            silent = [node for node in nodes if not node.transport.is_connected]
+            self._silent = {node.instance.id: self._silent.get(node.instance.id, time.monotonic()) for node in silent}
+            lease_over = {
+                machine
+                for machine, since in self._silent.items()
+                if time.monotonic() - since > self._spec.lease_seconds
+            }
+            raise_if_gone(silent, lease_over)  # its guard has ended it, or its host is off
+            if not silent or time.monotonic() < max(self._listed_at, self._rental.answered_at) + ASK_SECONDS:
+                return
+            self._listed_at = time.monotonic()
+        try:
+            living = self._rental.living()
+        except Exception:
+            if is_here:
+                raise
+            return  # an outage proves nothing
+        missing = {node.instance.id for node in silent} - living
+        # a cloud may list a new machine some seconds late
+        gone, self._missed = missing if is_here else missing & self._missed, missing
+        raise_if_gone(silent, gone)
+
+    def _go_through_the_client(self, nodes: Sequence[Preparation], deadline: float) -> None:
+        """Let every node listen on loopback, at its own ports. This client forwards them from every other node."""
+        for left in reversed(range(PORT_TRIES)):
+            self._nodes.forwarding.choose()
+            try:
+                self._nodes.connect()
+                break
+            except ConnectionLost:
+                raise
+            except (SkywardError, OSError):  # one of the ports is used on a node
+                if not left:
+                    raise
+        self._nodes.generation += 1
+        head = nodes[0]
+        head.send_settings(self._nodes.settings(head, 0, None))
+        self._nodes.scheduler = await_scheduler(head, nodes, lambda: self._raise_if_gone(nodes), deadline)
+
+
+# Informs the nodes that they run without their client from now on, and undoes this if a node or the ledger fails.
+#
+# States of a pool that is detached, and which pool a crash leaves:
+#
+#     attended -> money reserved -> nodes informed -> ledger written -> reaper informed -> detached
+#     └─────────────── an attended pool ─────────┘   └─ a detached pool, whose nodes and money last until its lease ends
+#
+# Until the ledger is written, the owner's death ends the pool: the reaper and every sweep decide by the ledger, not by
+# the leases of the nodes. So the nodes are informed first and the ledger is written last.
+
+
+@contextlib.contextmanager
+def detached_nodes(machines: PoolMachines, seconds: float, usual_seconds: float) -> Generator[None]:
+    """Let all nodes live for so many seconds from now, with or without this client. If that or the body fails, undo it.
+
+    Nodes of this machine that had no lease then get one of `usual_seconds`. Raises Unreachable if a node does not
+    answer, BadRequest if the nodes need this client.
+    """
+    nodes = machines.transports.all()
+    # reads before it writes: most nodes that do not answer are found here, with nothing to undo
+    before = side_by_side(_lease_of, nodes, "skyward-nodes", ALL_AT_ONCE)
+    try:
+        machines.extend_leases(seconds)
+        for transport in machines.transports.here():
+            transport.write(DETACHED, "")
+        yield
+    except BaseException:
+        _take_back(nodes, before, usual_seconds)
+        raise
+
+
+def disown(machines: PoolMachines) -> None:
+    """Let nodes of this machine end with their lease, although this process lives on. Raises nothing."""
+    for transport in machines.transports.here():
+        with contextlib.suppress(OSError):  # it has ended
+            transport.write(DETACHED, "")
+
+
+def _lease_of(transport: Transport) -> str:
+    """Return a node's lease as it has written it; "" if it has none, as nodes of this machine that end with their
+    client.
+    """
+    try:
+        return transport.read(LEASE)
+    except (FileNotFoundError, CommandFailed):
+        return ""
+
+
+def _take_back(nodes: Sequence[Transport], before: Sequence[str], usual_seconds: float) -> None:
+    """Restore the nodes' leases. The next lease renewal of this client, or of another one, makes them longer again."""
+
+    def take_back(node: tuple[Transport, str]) -> None:
+        transport, lease = node
+        try:
+            if isinstance(transport, LocalTransport):
+                _take_back_here(Path(str(transport.instance.directory)), lease, usual_seconds)
+            elif lease and transport.is_connected:  # else it probably has the old lease; do not wait
+                transport.write(LEASE, lease)
+        except (SkywardError, OSError, ValueError) as error:
+            _log.warning(
+                "%s could not be informed that its pool is not detached; its lease may be too long: %s",
+                transport.instance.id,
+                error,
+            )
+
+    side_by_side(take_back, list(zip(nodes, before, strict=True)), "skyward-nodes", ALL_AT_ONCE)
+
+
+def _take_back_here(directory: Path, lease: str, usual_seconds: float) -> None:
+    """Restore the lease of a node of this machine.
+
+    The lease is written first: a node whose owner dies would otherwise use the long lease that it has in memory.
+    """
+    usual = uptime() + usual_seconds
+    write_lease(directory, max(usual, float(lease)) if lease else usual, may_shorten=True)
+    (directory / DETACHED).unlink(missing_ok=True)

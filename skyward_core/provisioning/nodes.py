@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -26,19 +27,20 @@ from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import BadRequest, CommandFailed, NodeLost, SkywardError, Unreachable
 from skyward_core.machines.instances import Instance, Lease, Node
 from skyward_core.provisioning.bootstrap import Preparation, Role, node_script, settings_of
-from skyward_core.provisioning.port_forwarding import ALL_AT_ONCE, PortForwarding
 from skyward_core.provisioning.rental import Emit, Rental
 from skyward_core.spec import PoolSpec
 from skyward_core.transport.transport import LocalTransport, Transport
-from skyward_core.worker.masking import Mask
-from skyward_core.worker.preemption_notice import Notice
-from skyward_core.worker.settings import NodeSettings
+from skyward_core.wire.info import Notice
+from skyward_core.wire.masking import Mask
+from skyward_core.wire.settings import NodeSettings
 from skyward_core.worker.watchdog import MISSED
 
 if TYPE_CHECKING:
     from skyward_core.engine.certificates import PoolCertificate
 
 LIVES_SECONDS = 4.0  # the longest wait for the answer whether a node's supervisor lives
+PORTS = range(20_000, 30_000)  # below Linux's ephemeral ports, ip(7)
+ALL_AT_ONCE = 1000  # each node takes some round trips, and no processor
 
 
 class Nodes:
@@ -274,3 +276,60 @@ def _first_settings(transports: Sequence[Transport]) -> Mapping[str, Any]:
         with contextlib.suppress(SkywardError, OSError):
             return json.loads(transport.read("settings.json"))
     raise NodeLost("no node of the pool answers")
+
+
+# Ports of nodes that cannot reach each other: each node listens on loopback, and this client forwards the ports
+# between them.
+#
+# `PortForwarding` owns the ports. Its callers change them while they hold `Nodes.settings_lock`, or while the pool
+# opens.
+
+
+class PortForwarding:
+    """The ports of each rank: one for a scheduler, one for each of its workers. Off until ports are chosen."""
+
+    def __init__(self, spec: PoolSpec) -> None:
+        self._nodes = spec.most_nodes
+        self._each = 1 + spec.workers_per_node
+        self._ports: dict[int, tuple[int, ...]] = {}
+        self._forwarded: set[tuple[str, int]] = set()
+        """Machines and their ports that are forwarded to another node already."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the nodes are connected through this client."""
+        return bool(self._ports)
+
+    def ports_of(self, rank: int) -> tuple[int, ...]:
+        """Return the ports of a rank; none while this is off."""
+        return self._ports.get(rank, ())
+
+    def choose(self) -> None:
+        """Choose new ports for all ranks."""
+        numbers = random.sample(PORTS, self._each * self._nodes)
+        self._ports = {rank: tuple(numbers[rank * self._each : (rank + 1) * self._each]) for rank in range(self._nodes)}
+        self._forwarded = set()
+
+    def choose_for(self, rank: int) -> None:
+        """Choose new ports for one rank; nothing to do while this is off."""
+        if self._ports:
+            self._ports[rank] = tuple(random.sample(PORTS, self._each))
+
+    def connect(self, nodes: Mapping[int, Preparation], head_port: int) -> None:
+        """Forward the ports of each node to it from all the others; nothing to do while this is off."""
+        nodes = dict(nodes)  # a replacement may fail meanwhile, and drop its node
+        wanted = [(nodes[rank], port) for rank, ports in self._ports.items() if rank in nodes for port in ports]
+        if self._ports:
+            wanted.append((nodes[0], head_port))
+        ways = [
+            (target, port, urlsplit(target.transport.address(f"tls://127.0.0.1:{port}")).port or 0)
+            for target, port in wanted
+        ]
+
+        def forward(node: Preparation) -> None:
+            for target, port, local in ways:
+                if node is not target and (node.instance.id, port) not in self._forwarded:
+                    node.transport.lead(port, local)
+                    self._forwarded.add((node.instance.id, port))
+
+        side_by_side(forward, list(nodes.values()), "skyward-nodes", ALL_AT_ONCE)

@@ -22,8 +22,7 @@ from pydantic import BaseModel, ValidationError
 from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import BadRequest, NoCapacity, Refusal
 from skyward_core.machines.offers import Offer, Requirements, matches
-from skyward_core.providers.base import Provider
-from skyward_core.providers.choice import why_none
+from skyward_core.providers.base import Provider, why_none
 from skyward_core.provisioning.candidates import ProviderOffers, ask, refusal, refusals_of
 
 MAX_AGE_SECONDS = 300.0

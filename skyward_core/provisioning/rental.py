@@ -31,8 +31,7 @@ from skyward_core.machines.offers import Offer, total_of
 from skyward_core.providers.base import Provider
 from skyward_core.provisioning.bootstrap import Preparation, startup_script
 from skyward_core.provisioning.candidates import Part
-from skyward_core.provisioning.teardown import tear_down
-from skyward_core.provisioning.termination import Termination, Terminations
+from skyward_core.provisioning.teardown import Termination, Terminations, tear_down
 from skyward_core.spec import PoolSpec
 from skyward_core.transport.transport import Transports
 

@@ -32,8 +32,8 @@ from skyward_core.machines import spot
 from skyward_core.machines.instances import Instance
 from skyward_core.machines.offers import Offer, matches
 from skyward_core.providers.base import Provider
-from skyward_core.provisioning.alternatives import Question, ask_each, joined, questions, rank_all
 from skyward_core.provisioning.candidates import (
+    ENOUGH_SECONDS,
     MEMORY_SECONDS,
     Candidate,
     ProviderOffers,
@@ -41,15 +41,17 @@ from skyward_core.provisioning.candidates import (
     is_sold_as_spot,
     may_come,
     none_left,
+    offers_for_one_more,
     order,
     own_mistake,
     refusal,
     refusals_of,
     resting,
+    within_hourly_limit,
 )
-from skyward_core.provisioning.growth import ENOUGH_SECONDS, offers_for_one_more, within_hourly_limit
+from skyward_core.provisioning.quote import Question, ask_each, joined, questions, rank_all
 from skyward_core.provisioning.rental import Emit, Rental
-from skyward_core.provisioning.termination import Termination
+from skyward_core.provisioning.teardown import Termination
 from skyward_core.spec import PoolSpec
 
 ON_TO_THE_NEXT = (NoCapacity, CredentialsError, ProviderFailed, OfferGone, BudgetExceeded, BadRequest)

@@ -7,21 +7,229 @@ waits until it ends.
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from skyward_core.concurrency.backoff import Backoff
 from skyward_core.errors import InstancesLeft
 from skyward_core.machines.instances import Instance
 from skyward_core.providers.base import Provider
-from skyward_core.provisioning.termination import report_gone, request_termination
 
+FIRST_TRY_PAUSE_SECONDS, LONGEST_TRY_PAUSE_SECONDS = 0.5, 30.0
 DEADLINE_SECONDS = 600.0
 """The longest wait, even if a provider says that it may take longer."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 2.0
+_log = logging.getLogger("skyward")
+
+
+# Ends single machines of an open pool: lost ones, and those that did not become a node.
+#
+# States of such a machine:
+#
+#     lost ──request──▶ accepted, and still listed ──not listed any more, or the provider confirms──▶ gone (recorded;
+#      │                                                                                              its money is free)
+#      └──the request failed──▶ requested again, with growing pauses ──┘
+#
+# The first request is made by the caller or in a separate thread, because a provider may be slow. One other thread
+# repeats request and listing for all machines that are left. It starts with the first of them and ends with the last
+# one, or with the pool. If a machine is not gone when the thread ends, it stays in the ledger as rented: `teardown`
+# ends it when the pool closes, or a sweep after a crash.
+#
+# Only ids that the pool has rented are requested. A listing counts only after the provider has accepted a request for
+# the machine's end. An outage proves nothing.
+
+
+class Termination:
+    """One machine that is to end."""
+
+    def __init__(self, instance_id: str, provider: TerminatingProvider) -> None:
+        self.instance_id = instance_id
+        self.provider = provider
+        self.was_accepted = False
+        """Whether the provider has accepted a request for its end."""
+        self.over = threading.Event()
+        """Set when the machine is gone, or when the pool ends: then the pool's teardown ends it."""
+
+
+class Terminations:
+    """All terminations of a pool. `record_gone` gets the ids of machines that are gone, and the evidence.
+
+    Safe to use from several threads. `stop` ends its threads.
+    """
+
+    def __init__(self, pool_id: str, record_gone: Callable[[Iterable[str], str], object]) -> None:
+        self._pool_id = pool_id
+        self._record_gone = record_gone
+        self._lock = threading.Lock()
+        self._all: set[Termination] = set()
+        self._left: set[Termination] = set()
+        self._first_requests: list[threading.Thread] = []
+        self._repeater: threading.Thread | None = None
+        self._more = threading.Event()
+        self._closing = threading.Event()
+
+    def end(self, instance_id: str, provider: TerminatingProvider) -> Termination:
+        """Request the end of a machine now; the repeating thread takes over if it is not gone. Raises nothing."""
+        termination = self._of(instance_id, provider)
+        self._request_first(termination)
+        return termination
+
+    def end_in_thread(
+        self, instance_id: str, provider: TerminatingProvider, name: str, first: Callable[[], None]
+    ) -> Termination:
+        """Do the same in a thread of this name, after `first`, which may take long."""
+        termination = self._of(instance_id, provider)
+
+        def work() -> None:
+            try:
+                first()
+            finally:
+                self._request_first(termination)
+
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        with self._lock:
+            self._first_requests = [*(one for one in self._first_requests if one.is_alive()), thread]
+            thread.start()
+        return termination
+
+    def stop(self) -> None:
+        """Make no further request and release all waiting threads. Waits for requests that are in flight."""
+        self._closing.set()
+        self._more.set()
+        with self._lock:
+            terminations = list(self._all)
+            threads = [*self._first_requests, *([] if self._repeater is None else [self._repeater])]
+        for termination in terminations:
+            termination.over.set()
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def _of(self, instance_id: str, provider: TerminatingProvider) -> Termination:
+        termination = Termination(instance_id, provider)
+        with self._lock:
+            self._all.add(termination)
+        if self._closing.is_set():
+            termination.over.set()
+        return termination
+
+    def _request_first(self, termination: Termination) -> None:
+        self._request([termination])
+        if termination.over.is_set() or self._closing.is_set():
+            return
+        with self._lock:
+            self._left.add(termination)
+            self._more.set()
+            if self._repeater is None:
+                self._repeater = threading.Thread(target=self._repeat, name="skyward-ending", daemon=True)
+                self._repeater.start()
+
+    def _repeat(self) -> None:
+        backoff = Backoff(FIRST_TRY_PAUSE_SECONDS, LONGEST_TRY_PAUSE_SECONDS)
+        pauses = backoff.pauses()
+        while not self._closing.wait(0):
+            if self._more.is_set():
+                self._more.clear()
+                pauses = backoff.pauses()
+            if self._more.wait(next(pauses)):
+                continue  # another machine is lost, or the pool closes
+            with self._lock:
+                left = sorted(self._left, key=lambda termination: termination.instance_id)
+            self._request(left)
+            with self._lock:
+                self._left = {termination for termination in self._left if not termination.over.is_set()}
+                if not self._left:
+                    self._repeater = None
+                    return
+
+    def _request(self, terminations: Sequence[Termination]) -> None:
+        """Request the end of these machines once, and find out which are gone."""
+        provider = terminations[0].provider  # at any time one provider has all machines of a pool
+        ids = [termination.instance_id for termination in terminations]
+        answer = request_termination(provider, ids)
+        if answer.error is not None:
+            _log.debug("%s was asked to end %s: %s", provider.name, ", ".join(ids), answer.error)
+        refused = frozenset(ids) if answer.unconfirmed is None else answer.unconfirmed
+        for termination in terminations:
+            termination.was_accepted = termination.was_accepted or termination.instance_id not in refused
+        accepted = [termination for termination in terminations if termination.was_accepted]
+        if provider.terminate_confirms:
+            self._are_gone(
+                [termination for termination in accepted if termination.instance_id not in refused],
+                f"{provider.name} confirmed its termination",
+                answer.proofs,
+            )
+        elif accepted and (listed := self._listed(provider)) is not None:
+            self._are_gone(
+                [termination for termination in accepted if termination.instance_id not in listed],
+                f"{provider.name} lists it no more",
+                answer.proofs,
+            )
+
+    def _listed(self, provider: TerminatingProvider) -> set[str] | None:
+        try:
+            return {instance.id for instance in provider.instances(self._pool_id)}
+        except Exception as error:
+            _log.debug("%s could not list its machines: %s", provider.name, error)
+            return None
+
+    def _are_gone(self, terminations: Sequence[Termination], evidence: str, proofs: Mapping[str, str]) -> None:
+        if not terminations:
+            return
+        gone = {termination.instance_id for termination in terminations}
+        try:
+            report_gone(self._record_gone, gone, evidence, proofs)
+        except Exception:  # the lease is lost, which the session notices too; the machines are gone in any case
+            _log.debug("it could not be recorded that machines are gone", exc_info=True)
+        with self._lock:
+            self._all.difference_update(terminations)
+        for termination in terminations:
+            termination.over.set()
+
+
+class TerminatingProvider(Protocol):
+    """The part of a provider that ends machines."""
+
+    name: ClassVar[str]
+    terminate_confirms: ClassVar[bool]
+
+    def instances(self, pool_id: str | None = None) -> list[Instance]: ...
+    def terminate(self, ids: Sequence[str]) -> Mapping[str, str] | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TerminationAnswer:
+    """What a provider has answered to one request for the end of machines."""
+
+    unconfirmed: frozenset[str] | None
+    """The machines that it could not end; None if it does not say which."""
+    proofs: Mapping[str, str] = field(default_factory=dict[str, str])
+    """By machine: how the provider knows that it is gone, in its words."""
+    error: Exception | None = None
+
+
+def request_termination(provider: TerminatingProvider, ids: Sequence[str]) -> TerminationAnswer:
+    """Ask a provider once to terminate these machines. Raises nothing: an error is part of the answer."""
+    try:
+        return TerminationAnswer(frozenset(), provider.terminate(ids) or {} if ids else {})
+    except InstancesLeft as error:
+        return TerminationAnswer(frozenset(error.ids) or None, error=error)
+    except Exception as error:  # the caller must go on with its next request
+        return TerminationAnswer(None, error=error)
+
+
+def report_gone(
+    record: Callable[[Iterable[str], str], object], gone: AbstractSet[str], evidence: str, proofs: Mapping[str, str]
+) -> None:
+    """Record that machines are gone, with the evidence, and with the provider's own proof if it has given one."""
+    for proof in sorted({proofs.get(machine, "") for machine in gone}):
+        its = sorted(machine for machine in gone if proofs.get(machine, "") == proof)
+        record(its, f"{evidence}: {proof}" if proof else evidence)
 
 
 class MachineRecord(Protocol):

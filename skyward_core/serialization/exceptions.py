@@ -12,22 +12,29 @@ caller's own program.
 from __future__ import annotations
 
 import asyncio
+import errno
+import importlib.machinery
+import importlib.util
+import os
 import pickle
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib.metadata import packages_distributions
 from typing import Any, NamedTuple, cast
 
 from skyward_core.errors import RemoteError
-from skyward_core.serialization import exception_state, pickling
-from skyward_core.serialization.exception_state import ExceptionState
+from skyward_core.serialization import pickling
+from skyward_core.serialization import unpicklable as exception_state
 from skyward_core.serialization.pickling import Pickled
-from skyward_core.serialization.unpicklable import one_line
+from skyward_core.serialization.unpicklable import ExceptionState, one_line
 
 DEEPEST = 50
 """Deeper causes of causes, and groups in groups, travel as text."""
 MESSAGE_CHARACTERS = 10_000
 CONTROL = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
 """They would end or cancel the caller, which was neither ended nor cancelled."""
+_missing = object()
 
 
 class RemoteTraceback(Exception):
@@ -347,9 +354,6 @@ def _in_own_pickling(raised: ExceptionParts, kind: type[BaseException]) -> BaseE
     return None
 
 
-_missing = object()
-
-
 def _text_in_place_of(piece: PackedPart) -> str:
     return piece.text if isinstance(piece, MissingValue) else "<not loaded>"
 
@@ -393,3 +397,60 @@ def _first_cause(error: BaseException) -> BaseException:
 def _set(error: BaseException, name: str, value: object) -> None:
     """Set an attribute even if the class refuses it, as a frozen dataclass does."""
     BaseException.__setattr__(error, name, value)
+
+
+def note_for(error: BaseException) -> str | None:
+    """Return what to do about an exception that a call has raised on a node; None if that is unknown.
+
+    Looks at the packages that are installed here.
+    """
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return _missing_module(error.name)
+    if isinstance(error, FileNotFoundError) and error.errno == errno.ENOENT:
+        return _missing_file(error.filename)
+    return None
+
+
+def _missing_module(name: str) -> str | None:
+    top = name.partition(".")[0]
+    if top in sys.stdlib_module_names:
+        return None  # a part of Python that this interpreter was built without
+    distributions = sorted(set(packages_distributions().get(top, ())))
+    if not distributions and (file := _own_file(top)) is not None:
+        if file.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES)):
+            return (
+                f"{top!r} is compiled ({file}), and machine code does not travel with a call: build a wheel of it and"
+                " list that in Image(pip=[...])"
+            )
+        return (
+            f"{top!r} is a module of your own ({file}) that travels if an `import` statement names it: write one in the"
+            " function, or at the head of its module"
+        )
+    wanted = " or ".join(f'"{one}"' for one in distributions or [top])
+    if top != name:
+        return (
+            f"the node has {top!r}, but no {name!r} in it: name the version that you use here in Image(pip=[...]), for"
+            f" {wanted}"
+        )
+    return f"the module {name!r} is not installed on the node: list it in Image(pip=[...]), as {wanted}"
+
+
+def _own_file(module: str) -> str | None:
+    """Return the file of a module that this client can import, without importing it."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    return spec.origin if spec is not None and spec.has_location else None
+
+
+def _missing_file(path: object) -> str | None:
+    if isinstance(path, bytes):
+        path = os.fsdecode(path)
+    if not isinstance(path, str) or not path or os.path.isabs(path):
+        return None
+    return (
+        f"{path!r} is a relative path, and the working directory of a call is the node's own: the files beside your"
+        " program are not there. Include the file in the image, Image(includes=[...]), pass the content as an argument,"
+        " or name an absolute path on the node, such as that of a volume"
+    )

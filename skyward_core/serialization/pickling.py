@@ -17,9 +17,6 @@ result never alters. What a function imports inside its body travels as source t
 returns objects of such modules by name, and a class of theirs that arrives by value becomes the node's own.
 """
 
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-# (cloudpickle has no type hints)
-
 from __future__ import annotations
 
 import functools
@@ -30,43 +27,191 @@ import sys
 import threading
 import types
 import typing
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
 import cloudpickle
 
-from skyward_core.serialization import assertions, exception_state, loading, tensors
-from skyward_core.serialization.function_uses import (
+from skyward_core.serialization import ownership as loading
+from skyward_core.serialization import unpicklable as exception_state
+from skyward_core.serialization.ownership import (
     Scope,
-    class_body_globals,
-    module_uses,
-    names_used,
-    portable_annotation,
-)
-from skyward_core.serialization.loading import (
     StandInGlobals,
     StandInPart,
     StandInReference,
+    belongs_to_user,
+    class_body_globals,
     fill_cached,
     fill_class,
     fill_dispatcher,
     fill_module,
+    home_module,
+    is_user_module,
     itself,
     make_alias,
     make_cached,
     make_dispatcher,
+    module_uses,
+    names_used,
     note_original,
+    portable_annotation,
     served_class,
     set_nothing,
     stand_in,
 )
-from skyward_core.serialization.ownership import belongs_to_user, home_module, is_user_module
 from skyward_core.serialization.unpicklable import SCALARS, Parts, PickleProbe, diagnose, one_line
 
+SHOWN_CHARACTERS = 240
+PYTEST_HELPERS = "_pytest.assertion.rewrite"
+"""pytest's module of helpers. A rewritten module has it as the global "@pytest_ar"."""
 OUT_OF_BAND_BYTES = 64 * 1024
 """Contiguous buffers of at least this size stay apart from the pickle; smaller ones are cheaper inside it."""
+_PLAIN_ITEMS = 64  # beyond that, walking costs more than cloudpickle's set-up (about 15 µs)
+_PLAIN_DEPTH = 4
+_registration = threading.RLock()
+_MAKERS = frozenset(
+    value
+    for module in (cloudpickle.cloudpickle, loading)
+    for value in vars(module).values()
+    if type(value) is types.FunctionType and value.__module__ == module.__name__
+)
+"""Functions that make objects on the other side. They are in each pickle of a function, always by reference."""
+_DISPATCHER_CODE = cast("types.FunctionType", functools.singledispatch(lambda _: None)).__code__
+_OF_DISPATCHER = {"register", "dispatch", "registry", "_clear_cache", "__wrapped__"}
+_IMPORT_MACHINERY = {"__builtins__", "__cached__", "__loader__", "__spec__", "__name__"}
+
+
+# The memory of PyTorch's tensors travels beside the pickle, as that of NumPy's arrays does.
+#
+# PyTorch's own way copies the memory into a file in memory and that into the pickle. And it refuses a tensor of a GPU
+# in a process without one, so a client without a GPU could not read the weights that a node has trained.
+
+
+def reduced(obj: Any) -> Any:
+    """Return what pickles a storage of PyTorch, the memory of a tensor; NotImplemented for anything else.
+
+    Memory of a GPU is copied to the processor's memory.
+    """
+    storages = sys.modules.get("torch.storage")
+    if storages is None or type(obj) is not getattr(storages, "TypedStorage", None):
+        return NotImplemented
+    import torch  # pyright: ignore[reportMissingImports]
+
+    memory = obj._untyped_storage
+    data = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
+    try:
+        buffer = pickle.PickleBuffer(data.cpu().numpy())
+    except RuntimeError:  # NumPy is not there
+        return NotImplemented
+    return restored, (buffer, obj.dtype, str(memory.device))
+
+
+def restored(buffer: Any, dtype: Any, device: str) -> Any:
+    """Return the storage with these bytes: on its device if this process has it, or in the processor's memory."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    view = memoryview(buffer)
+    if view.readonly:  # a tensor is always writable
+        view = memoryview(bytearray(view))
+    data = torch.frombuffer(view, dtype=torch.uint8) if view.nbytes else torch.empty(0, dtype=torch.uint8)
+    if _is_here(device):
+        data = data.to(device)
+    return torch.storage.TypedStorage(wrap_storage=data.untyped_storage(), dtype=dtype, _internal=True)
+
+
+def _is_here(device: str) -> bool:
+    import torch  # pyright: ignore[reportMissingImports]
+
+    wanted = torch.device(device)
+    if wanted.type == "cpu":
+        return True
+    module = getattr(torch, wanted.type, None)  # torch.cuda, torch.xpu
+    return module is not None and module.is_available() and (wanted.index or 0) < module.device_count()
+
+
+# What the assertions of a module that pytest has rewritten call, for nodes without pytest.
+#
+# pytest changes each `assert` of a test module into code that calls its helpers to show the values. A function of
+# such a module travels with these in their place. The text of an error is pytest's, without what its plugins add.
+
+
+def helpers() -> types.SimpleNamespace:
+    """Return the helpers under the names that rewritten code uses (pytest 8 and 9, `AssertionRewriter`)."""
+    return types.SimpleNamespace(
+        _saferepr=_shown,
+        _format_assertmsg=_message,
+        _format_explanation=_explanation,
+        _format_boolop=_joined,
+        _call_reprcompare=_first_that_failed,
+        _should_repr_global_name=_has_no_name,
+        _check_if_assertion_pass_impl=lambda: False,
+        _call_assertion_pass=lambda *_: None,
+    )
+
+
+def _shown(obj: object) -> str:
+    if isinstance(obj, types.MethodType):
+        return obj.__name__
+    try:
+        text = repr(obj)
+    except Exception as error:  # the user's own code: the assertion is shown anyway
+        text = f"<{type(error).__name__} in the repr of {type(obj).__name__}>"
+    if len(text) > SHOWN_CHARACTERS:
+        begin = (SHOWN_CHARACTERS - 3) // 2
+        text = f"{text[:begin]}...{text[begin + 3 - SHOWN_CHARACTERS :]}"
+    return text.replace("\n", "\\n")
+
+
+def _message(obj: object) -> str:
+    text = obj if isinstance(obj, str) else _shown(obj).replace("\\n", "\n")
+    return text.replace("\n", "\n~").replace("%", "%%")
+
+
+def _joined(explanations: Iterable[str], is_or: bool) -> str:
+    return f"({(' or ' if is_or else ' and ').join(explanations)})".replace("%", "%%")
+
+
+def _first_that_failed(
+    _operators: Sequence[str], results: Sequence[object], explanations: Sequence[str], _objects: Sequence[object]
+) -> str:
+    for result, explanation in zip(results, explanations, strict=True):
+        try:
+            if not result:
+                return explanation
+        except Exception:  # an array has no truth value: this comparison is the one
+            return explanation
+    return explanations[-1]
+
+
+def _has_no_name(obj: object) -> bool:
+    return not callable(obj) and not hasattr(obj, "__name__")
+
+
+def _explanation(text: str) -> str:
+    r"""Return the text for people: "\n{" begins what explains a part of the line before, "\n}" ends it."""
+    lines, open_lines, parts = [""], [0], [0]
+    for number, line in enumerate(text.split("\n")):
+        mark, rest = line[:1], line[1:]
+        if number == 0:
+            lines[0] = line
+        elif mark == "{":
+            lines.append(f" +{'  ' * len(open_lines)}{'and   ' if parts[-1] else 'where '}{rest}")
+            parts[-1] += 1
+            open_lines.append(len(lines) - 1)
+            parts.append(0)
+        elif mark == "}":
+            open_lines.pop()
+            parts.pop()
+            lines[open_lines[-1]] += rest
+        elif mark in ("~", ">"):
+            open_lines[-1] += 1
+            lines.append("  " * (len(open_lines) - (mark == ">")) + rest)
+        else:
+            lines[-1] += f"\\n{line}"
+    return "\n".join(lines)
+
 
 type Replace = Callable[[Any], Any]
 """Given an object, returns NotImplemented, or what to pickle in its place."""
@@ -164,9 +309,6 @@ def loads(pickled: Pickled | bytes | bytearray | memoryview, buffers: Iterable[A
 # ── plain values: they have no classes of users, so the C pickler alone is right and fast
 # ────────────────────────────────
 
-_PLAIN_ITEMS = 64  # beyond that, walking costs more than cloudpickle's set-up (about 15 µs)
-_PLAIN_DEPTH = 4
-
 
 def _is_plain(obj: Any, left: list[int], depth: int) -> bool:
     kind = cast("type[Any]", type(obj))
@@ -200,7 +342,6 @@ def _keep_in_band(views: list[memoryview], buffer: pickle.PickleBuffer) -> bool:
 
 # ── the pickler ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_registration = threading.RLock()
 # no fork while another thread is inside: the child would inherit a held lock and a module registered for good
 os.register_at_fork(
     before=_registration.acquire, after_in_parent=_registration.release, after_in_child=_registration.release
@@ -222,20 +363,6 @@ def _registered(module: types.ModuleType | None) -> Generator[None]:
             yield
         finally:
             cloudpickle.unregister_pickle_by_value(module)
-
-
-_MAKERS = frozenset(
-    value
-    for module in (cloudpickle.cloudpickle, loading)
-    for value in vars(module).values()
-    if type(value) is types.FunctionType and value.__module__ == module.__name__
-)
-"""Functions that make objects on the other side. They are in each pickle of a function, always by reference."""
-
-_DISPATCHER_CODE = cast("types.FunctionType", functools.singledispatch(lambda _: None)).__code__
-_OF_DISPATCHER = {"register", "dispatch", "registry", "_clear_cache", "__wrapped__"}
-
-_IMPORT_MACHINERY = {"__builtins__", "__cached__", "__loader__", "__spec__", "__name__"}
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -275,13 +402,13 @@ class _Pickler(cloudpickle.Pickler):
         if issubclass(kind, type):
             return self._reduce_class(obj)
         if issubclass(kind, types.ModuleType):
-            if obj.__name__ == assertions.PYTEST_HELPERS:
-                return assertions.helpers, ()
+            if obj.__name__ == PYTEST_HELPERS:
+                return helpers, ()
             return self._reduce_module(obj) if belongs_to_user(obj) else NotImplemented
         if issubclass(kind, BaseException):
             return exception_state.reduced(obj)
         reduce = _TYPE_REDUCERS.get(kind)
-        return tensors.reduced(obj) if reduce is None else reduce(self, obj)
+        return reduced(obj) if reduce is None else reduce(self, obj)
 
     def _reduce_class(self, cls: type) -> Any:
         home = home_module(cls)

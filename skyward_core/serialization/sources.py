@@ -28,7 +28,8 @@ from dis import get_instructions
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from skyward_core.serialization import loading, ownership, pickling
+from skyward_core.serialization import ownership, pickling
+from skyward_core.serialization import ownership as loading
 from skyward_core.serialization.pickling import Pickled, Replace
 
 

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from skyward_core.concurrency.loading import load
-from skyward_core.concurrency.periodic import PeriodicThread
-from skyward_core.concurrency.threads import side_by_side
+from skyward_core.concurrency.threads import PeriodicThread, side_by_side
 from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.errors import (
     CommandFailed,
@@ -42,8 +41,8 @@ from skyward_core.session.follower import LOOK_SECONDS, Follower
 from skyward_core.session.scheduler_search import SchedulerSearch
 from skyward_core.session.sealed_lease import KeysInMemory, PoolKeys, find_lease
 from skyward_core.transport.transport import Transport, Transports
+from skyward_core.wire.private_folders import NotPrivate, check_private
 from skyward_core.work import NO_WORK, Work
-from skyward_core.worker.private_folders import NotPrivate, check_private
 
 if TYPE_CHECKING:
     from skyward_core.engine.cluster import Cluster

@@ -117,7 +117,7 @@ class Bookkeeping:
     def settle_others(self) -> None:
         """Settle pools of this computer that have ended themselves. Raises nothing."""
         assert self._ledger is not None
-        importlib.import_module("skyward_core.cleanup.settlement").settle_here(self._ledger)
+        importlib.import_module("skyward_core.cleanup.pool_record").settle_here(self._ledger)
 
     @contextlib.contextmanager
     def paid_for(self, seconds: float) -> Generator[float]:

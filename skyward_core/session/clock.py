@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from skyward_core.concurrency.periodic import PeriodicThread
+from skyward_core.concurrency.threads import PeriodicThread
 from skyward_core.errors import BudgetExceeded, LeaseLost, SkywardError
 from skyward_core.events.events import BudgetWarning, SkywardEvent
 from skyward_core.ledger.budgets import Fill, SpendingLimit

@@ -15,8 +15,7 @@ from datetime import UTC, datetime, timedelta
 
 from skyward_core.errors import InstancesLeft, SkywardError
 from skyward_core.machines.instances import Lease
-from skyward_core.provisioning.detach import detached_nodes, disown
-from skyward_core.provisioning.lifecycle import PoolMachines
+from skyward_core.provisioning.lifecycle import PoolMachines, detached_nodes, disown
 from skyward_core.session.bookkeeping import LEDGER_BUSY_SECONDS, Bookkeeping
 from skyward_core.session.clock import Renewal
 from skyward_core.session.event_emitter import EventEmitter

@@ -21,10 +21,8 @@ from typing import TYPE_CHECKING, Any, cast
 from skyward_core.concurrency.backoff import Backoff
 from skyward_core.errors import BadRequest, LedgerConflict, LedgerError, NodeLost
 from skyward_core.ledger.rows import CallState, SlotUse
+from skyward_core.wire.messages import CallMetrics, Outcome, OutcomeKind, Report, ReportedMetrics, lines_with_levels
 from skyward_core.work import Work
-from skyward_core.worker.call_metrics import CallMetrics
-from skyward_core.worker.topic import lines_with_levels
-from skyward_core.worker.wire import Outcome, OutcomeKind, Report, ReportedMetrics
 
 if TYPE_CHECKING:
     from skyward_core.engine.cluster import Cluster

@@ -17,9 +17,9 @@ from skyward_core.events.events import (
     InstanceLost,
     SkywardEvent,
     compose,
+    hide_other_nodes,
     registered_callback,
 )
-from skyward_core.events.head_output import hide_other_nodes
 from skyward_core.events.queue import EventQueue
 from skyward_core.ledger.metering import Meter
 from skyward_core.ledger.rows import Bucket

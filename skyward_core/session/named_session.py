@@ -18,7 +18,7 @@ from skyward_core.events.events import Callback
 from skyward_core.ledger.names_policy import NotSteward
 from skyward_core.machines.instances import Lease, Node
 from skyward_core.providers.base import Provider
-from skyward_core.provisioning.detach import disown
+from skyward_core.provisioning.lifecycle import disown
 from skyward_core.session.clock import Clock, Step
 from skyward_core.session.follower import Follower
 from skyward_core.session.scheduler_search import ClientWatcher
@@ -30,7 +30,7 @@ from skyward_core.spec import PoolSpec
 from skyward_core.work import Work
 
 if TYPE_CHECKING:
-    from skyward_core.worker.masking import SecretValues
+    from skyward_core.wire.masking import SecretValues
 
 REACH_SECONDS = 5.0  # the clock waits for it
 GUARD_SECONDS = 2.0

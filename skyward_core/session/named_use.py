@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from skyward_core.concurrency.backoff import Backoff
 from skyward_core.concurrency.loading import load
-from skyward_core.concurrency.periodic import PeriodicThread
+from skyward_core.concurrency.threads import PeriodicThread
 from skyward_core.errors import BadRequest, LeaseLost, LedgerError, ProvisioningTimeout, SkywardError
 from skyward_core.events import console
 from skyward_core.ledger.names_policy import (
@@ -47,8 +47,8 @@ from skyward_core.session.pool_uses import slot_prices, use_count
 from skyward_core.session.steward_guard import LedgerContact, StewardGuard
 from skyward_core.session.warm_pools import what_stays
 from skyward_core.spec import PoolSpec
+from skyward_core.wire.protocol import ENDING_SECONDS
 from skyward_core.work import Work
-from skyward_core.worker.scheduler_messages import ENDING_SECONDS
 
 if TYPE_CHECKING:
     from skyward_core.engine.cluster import Cluster
@@ -454,7 +454,7 @@ class NamedUse:
         """
         may_settle, self._may_settle = self._may_settle, False
         if may_settle:
-            from skyward_core.cleanup.settlement import settle_here
+            from skyward_core.cleanup.pool_record import settle_here
 
             settle_here(self._ledger)
 

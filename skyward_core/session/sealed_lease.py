@@ -30,8 +30,8 @@ from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.errors import BadRequest, CredentialsError, LeaseLost, LeaseTampered, NodeLost, SkywardError
 from skyward_core.ledger.rows import SealedLease, UnreadableRow
 from skyward_core.machines.instances import Lease, Node
-from skyward_core.machines.sealing import CURE, KeyRing
-from skyward_core.worker.masking import SecretValues
+from skyward_core.machines.signing import CURE, KeyRing
+from skyward_core.wire.masking import SecretValues
 
 if TYPE_CHECKING:
     from skyward_core.ledger.ledger import Ledger

@@ -38,14 +38,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, override
 
 from skyward_core.errors import InstancesLeft, LedgerError, PoolClosed, SkywardError
-from skyward_core.events.events import (
-    Callback,
-    CostFinal,
-    Error,
-    InstancesUnconfirmed,
-    PoolReady,
-    PoolStopping,
-)
+from skyward_core.events.events import Callback, CostFinal, Error, InstancesUnconfirmed, PoolReady, PoolStopping
 from skyward_core.ledger.budgets import SpendingLimit
 from skyward_core.ledger.journal import Journal
 from skyward_core.machines.instances import Lease, new_pool_id
@@ -67,7 +60,7 @@ from skyward_core.work import NO_WORK, Work
 if TYPE_CHECKING:
     from skyward_core.engine.cluster import Cluster
     from skyward_core.engine.connection import UserClient
-    from skyward_core.worker.masking import SecretValues
+    from skyward_core.wire.masking import SecretValues
 
 
 class _Undo(ExitStack[None]):

@@ -28,7 +28,7 @@ from skyward_core.work import Work
 if TYPE_CHECKING:
     from skyward_core.engine.cluster import Cluster
     from skyward_core.engine.connection import UserClient
-    from skyward_core.worker.masking import SecretValues
+    from skyward_core.wire.masking import SecretValues
 
 
 class SessionEngine:

@@ -32,8 +32,7 @@ from skyward_core.ledger.rows import Intent, PoolEntry
 from skyward_core.ledger.shared_limits import StewardLimit
 from skyward_core.machines.instances import Lease
 from skyward_core.providers.base import EXPIRES_TAG, Provider, load
-from skyward_core.provisioning.detach import disown
-from skyward_core.provisioning.lifecycle import PoolMachines
+from skyward_core.provisioning.lifecycle import PoolMachines, disown
 from skyward_core.session.attached import Attached
 from skyward_core.session.bookkeeping import Bookkeeping
 from skyward_core.session.clock import Clock, Limits
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
     from skyward_core.engine.certificates import PoolCertificate
     from skyward_core.engine.cluster import Cluster
     from skyward_core.ledger.ledger import Ledger
-    from skyward_core.worker.masking import SecretValues
+    from skyward_core.wire.masking import SecretValues
 
 
 REACH_SECONDS = 20.0

@@ -27,9 +27,9 @@ import uv
 
 from skyward_core.errors import BadRequest
 from skyward_core.image.local_files import IncludedFiles, LocalFile, NodeFile, sha256_of
-from skyward_core.image.uv_wheels import VERSION, WHEELS, Wheel
+from skyward_core.image.shell import VERSION, WHEELS, Wheel
 from skyward_core.paths import cache_places, first_private
-from skyward_core.worker.private_folders import NotPrivate
+from skyward_core.wire.private_folders import NotPrivate
 
 PIECE_BYTES = 1 << 20
 PACKAGE = "skyward_core"

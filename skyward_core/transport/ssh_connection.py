@@ -1,8 +1,8 @@
 """SSH to one machine: run, put, forward.
 
 A `SSHConnection` is used from any thread and blocks its caller; asyncssh works on the thread of a `Loop`. Its parts:
-`ssh_link.py` (the states), `ssh_login.py` (keys and jump hosts), `ssh_calls.py` (from any thread to the loop),
-`ssh_commands.py`, `ssh_files.py`, `ssh_forwards.py`. The states:
+`ssh_link.py` (the states, keys and jump hosts), `ssh_commands.py` (commands, and from any thread to the loop); here are
+files and forwards. The states:
 
     new ──connect──▶ connected ──the machine falls silent or hangs up──▶ lost ──reconnect──▶ connected
      └──────────────────┴──────────────────────── close ─────────────────┴──────────────────▶ closed
@@ -33,20 +33,208 @@ than sshd's 32 KiB; uvloop was tried and gains nothing.
 
 from __future__ import annotations
 
+import posixpath
+import secrets
+import shlex
 import time
 from collections.abc import Buffer, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import asyncssh  # noqa: TID253  a part of ssh_connection.py
+
+from skyward_core.errors import CommandFailed, ConnectionLost, Unreachable
 from skyward_core.machines.instances import Endpoint
-from skyward_core.transport.ssh_calls import LoopCalls
-from skyward_core.transport.ssh_channels import TextStream
-from skyward_core.transport.ssh_commands import Commands, Completed, Shell
-from skyward_core.transport.ssh_files import Files
-from skyward_core.transport.ssh_forwards import Forward, Forwards
-from skyward_core.transport.ssh_link import SSHLink
+from skyward_core.transport.ssh_commands import (
+    ChannelBuffer,
+    Commands,
+    Completed,
+    Download,
+    LoopCalls,
+    Shell,
+    TextStream,
+)
+from skyward_core.transport.ssh_link import NO_FORWARDING, OPEN_PROHIBITED, SSHLink
 from skyward_core.transport.ssh_loop import Loop
+
+FETCH_WINDOW_BYTES = 16 << 20
+"""What the machine may send before we acknowledge some: 16 MiB fill 1 Gbit/s over 130 ms. asyncssh's own 2 MiB are
+enough for lines.
+"""
+
+PUT = """\
+set -e
+part="$1.part.$$"
+trap 'rm -f -- "$part"' EXIT
+trap 'exit 1' HUP INT TERM
+trap '' PIPE
+if [ -d "$1" ]; then echo "$1 is a directory" >&2; exit 1; fi
+[ -d "$4" ] || mkdir -p -- "$4"
+umask 077
+if [ -n "$5" ]; then gzip -dc >"$part"; else cat >"$part"; fi
+[ "$(wc -c <"$part")" -eq "$2" ] || { echo "only a part arrived" >&2; exit 1; }
+[ "$3" = 600 ] || chmod "$3" "$part"
+mv -f -- "$part" "$1"
+trap - EXIT
+"""
+"""Writes stdin to $1, with $5 decompressed, with mode $3 in the folder $4; it has $2 bytes there.
+
+A lost connection looks to `cat` like the end of the file, so the size is checked first.
+No process reads the message then: SIGPIPE must not kill the shell before it has removed its part.
+"""
+
+FETCH = """\
+set -e
+exec 3<"$1"
+echo "$2 $(wc -c <"$1")"
+cat <&3
+[ -n "$3" ] || exit 0
+exec >&- 2>&-
+read -r _
+rm -f -- "$1"
+"""
+"""Writes a line with the size of the file $1, after the word $2, and the file.
+
+With $3 it removes the file once the reader confirms the transfer on stdin.
+"""
+
+
+class Files:
+    """Writes and reads files by commands on the machine."""
+
+    def __init__(self, calls: LoopCalls, commands: Commands) -> None:
+        self._calls = calls
+        self._commands = commands
+
+    def put(
+        self,
+        source: Path | Buffer | Sequence[Buffer],
+        remote: str,
+        *,
+        mode: int,
+        unpacked_bytes: int | None,
+        timeout_seconds: float | None,
+    ) -> None:
+        """See `SSHConnection.put`."""
+        content = (
+            source
+            if isinstance(source, Path)
+            else [memoryview(one).cast("B") for one in ([source] if isinstance(source, Buffer) else source)]
+        )
+        size = content.stat().st_size if isinstance(content, Path) else sum(len(one) for one in content)
+        is_packed = unpacked_bytes is not None
+        words = [
+            remote,
+            str(unpacked_bytes if is_packed else size),
+            f"{mode:o}",
+            posixpath.dirname(remote) or ".",
+            "gzip" * is_packed,
+        ]
+        command = shlex.join(["sh", "-c", PUT, "put", *words])
+        failed = f"{remote} could not be written on {self._commands.endpoint}"
+        self._calls.call_transfer(
+            self._put(command, content, failed),
+            f"{remote} was not written on {self._commands.endpoint}",
+            timeout_seconds,
+        )
+
+    def fetch(
+        self, remote: str, *, into: bytearray | memoryview | None, remove: bool, timeout_seconds: float | None
+    ) -> memoryview:
+        """See `SSHConnection.fetch`."""
+        room = None if into is None else memoryview(into).cast("B")
+        return self._calls.call_transfer(
+            self._fetch(remote, room, remove=remove),
+            f"{remote} was not read from {self._commands.endpoint}",
+            timeout_seconds,
+        )
+
+    async def _put(self, command: str, content: Path | Sequence[memoryview], failed: str) -> None:
+        async with self._commands.running(
+            command, ChannelBuffer(), is_killed=False
+        ) as inbox:  # killed, it would leave a part of the file; at the end of its input it removes it
+            await inbox.send(content)
+            said = b""
+            while piece := await inbox.read():
+                said += piece
+            if exit_code := await self._commands.exit_code(inbox, failed):
+                raise CommandFailed(failed, exit_code, said.decode(errors="replace"))
+
+    async def _fetch(self, remote: str, into: memoryview | None, *, remove: bool) -> memoryview:
+        mark = secrets.token_hex(8)
+        download = Download(mark.encode(), into)
+        command = shlex.join(["sh", "-c", FETCH, "fetch", remote, mark, "remove" * remove])
+        async with self._commands.running(command, download, window=FETCH_WINDOW_BYTES):
+            await download.settled.wait()
+            if download.problem:
+                raise download.problem
+            if download.is_whole and remove:
+                with suppress(BrokenPipeError):  # the connection ended: the file stays there, and all of it is here
+                    download.channel.write(b"\n")
+            download.finish()
+            failed = f"{remote} could not be read from {self._commands.endpoint}"
+            try:
+                exit_code = await self._commands.exit_code(download, failed)
+            except ConnectionLost:
+                if not download.is_whole:
+                    raise
+                return download.content  # if fetched again, it might not be there any more
+            if exit_code or not download.is_whole:
+                changed = ": it changed meanwhile" * (download.is_begun and not download.is_whole)
+                raise CommandFailed(failed + changed, exit_code, download.said.decode(errors="replace"))
+            return download.content
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """A forwarded port: from `listen_port`, here or (`is_remote`) there, to `host:port` on the other side."""
+
+    is_remote: bool
+    listen_host: str
+    listen_port: int
+    host: str
+    port: int
+
+
+class Forwards:
+    """The forwarded ports of one connection. To be used on the loop's thread only."""
+
+    def __init__(self, endpoint: Endpoint, link: SSHLink) -> None:
+        self._endpoint = endpoint
+        self._link = link
+        self._forwards: list[Forward] = []
+
+    async def add(self, wanted: Forward) -> int:
+        """Open a forward and return the port that it listens on; `open_all` opens it again after a loss, on the same
+        port.
+        """
+        port = await self._open(self._link.living(), wanted)
+        self._forwards.append(Forward(wanted.is_remote, wanted.listen_host, port, wanted.host, wanted.port))
+        return port
+
+    async def open_all(self) -> None:
+        """Open all forwards on a new connection."""
+        ssh = self._link.living()
+        for forward in self._forwards:
+            await self._open(ssh, forward)
+
+    async def check(self) -> None:
+        """Raise Unreachable if the machine forwards no ports."""
+        try:
+            _, writer = await self._link.living().open_connection("127.0.0.1", 1)
+            writer.close()
+        except asyncssh.ChannelOpenError as error:
+            if error.code == OPEN_PROHIBITED:  # otherwise nothing listens on that port, as expected
+                raise Unreachable(f"{self._endpoint} {NO_FORWARDING}") from error
+
+    @staticmethod
+    async def _open(ssh: asyncssh.SSHClientConnection, forward: Forward) -> int:
+        open_one = ssh.forward_remote_port if forward.is_remote else ssh.forward_local_port
+        listener = await open_one(forward.listen_host, forward.listen_port, forward.host, forward.port)
+        return listener.get_port()
 
 
 class SSHConnection:

@@ -36,7 +36,7 @@ from skyward_core.machines.instances import Instance
 from skyward_core.transport.code_upload import CompressedFile, shipped_archive, shipped_file, shipped_uv
 from skyward_core.transport.ssh_connection import SSHConnection
 from skyward_core.transport.ssh_loop import Loop
-from skyward_core.worker.wire import Parcel
+from skyward_core.wire.messages import Parcel
 
 _log = logging.getLogger("skyward")
 AUTH_GRACE_SECONDS = 60.0  # cloud-init may install our key after sshd answers

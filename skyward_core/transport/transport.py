@@ -18,10 +18,10 @@ from skyward_core.errors import SkywardError
 from skyward_core.events.events import SkywardEvent
 from skyward_core.image.local_files import NodeFile
 from skyward_core.machines.instances import Instance
-from skyward_core.worker.private_folders import is_private
-from skyward_core.worker.settings import memory_directory, write_atomically
+from skyward_core.wire.messages import Parcel
+from skyward_core.wire.private_folders import is_private
+from skyward_core.wire.settings import memory_directory, write_atomically
 from skyward_core.worker.watchdog import uptime, write_busy, write_lease, write_leaving, write_paid, write_warm
-from skyward_core.worker.wire import Parcel
 
 SSH_MODULE = "skyward_core.transport.ssh_transport"
 """The module of `SSHTransport`. It is imported for the first node over SSH: importing asyncssh takes 0.25 s."""

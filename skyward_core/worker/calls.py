@@ -15,88 +15,38 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from distributed import Scheduler  # noqa: TID253 - this file, node.py and cluster.py own Dask
 from distributed.diagnostics.plugin import SchedulerPlugin  # noqa: TID253
 
-from skyward_core.worker.client_loads import LOAD, RANKS, ClientLoads
-from skyward_core.worker.detached_calls import BUSY_TIMES, CANCEL, KEEP, DetachedCalls, is_detached
-from skyward_core.worker.retained_batches import OLDER, RELEASE, REPEAT_REPORTS
-from skyward_core.worker.scheduler_messages import POOL_TOPIC, PoolRanks
-from skyward_core.worker.topic import Topic
+from skyward_core.wire.protocol import (
+    ACKNOWLEDGE,
+    BUSY_TIMES,
+    CANCEL,
+    CREDIT,
+    KEEP,
+    LEAVE,
+    LOAD,
+    OLDER,
+    POOL_TOPIC,
+    PREFIX,
+    RANKS,
+    RELEASE,
+    REPEAT_REPORTS,
+    RESUME,
+    WAITING,
+    BusyTime,
+    PoolRanks,
+    give_credit,
+    is_detached,
+)
+from skyward_core.worker.detached_calls import DetachedCalls, Topic
 from skyward_core.worker.topic_seconds import by_use
 
-RESUME, ACKNOWLEDGE, LEAVE = "skyward-resume", "skyward-acknowledge", "skyward-leave"
-"""Operations on a client's stream to the scheduler, beside CANCEL."""
-WAITING = "skyward_waiting"
-"""The operation that counts the calls that wait for a slot."""
-CREDIT = "skyward-credit"
-"""The same on both streams: streaming calls may go on."""
-
-type BusyTime = tuple[str, str, float, dict[str, float]]
-"""How long a worker's slots were busy, in seconds, since its process began. It has the id of the instance, a name of
-the process, the sum over the slots, and the parts of one client's calls by their uses ("": of none).
-"""
-
 TOPIC_LIMIT_BYTES = 64 << 20
-PREFIX = "skyward-"
-"""The keys of our tasks begin with it; those of a user's Dask tasks do not."""
-
-
-def cancel(call_ids: Collection[str]) -> dict[str, Any]:
-    """Return the message that stops these calls on all workers. Unknown ids are ignored."""
-    return {"op": CANCEL, "calls": list(call_ids)}
-
-
-def give_credit(credit: Mapping[str, int]) -> dict[str, Any]:
-    """Return the message that lets streaming calls yield the items below these numbers, by call. Idempotent."""
-    return {"op": CREDIT, "credit": dict(credit)}
-
-
-def repeat_reports() -> dict[str, Any]:
-    """Return the message that makes every worker announce the calls that it keeps, and repeat their reports.
-
-    A client sends it after `resume`.
-    """
-    return {"op": REPEAT_REPORTS}
-
-
-def release(call_ids: Collection[str]) -> dict[str, Any]:
-    """Return the message that lets workers forget calls that have outlived their head: their outcomes have arrived, or
-    have no caller any more.
-    """
-    return {"op": RELEASE, "calls": list(call_ids)}
-
-
-# ── the client's side ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def resume(client_id: str, topic: str, after: int, request: int) -> dict[str, Any]:
-    """Return the message that makes this client the owner of the topic and its tasks, and asks for the topic's messages
-    after number `after`.
-
-    The answer is an event of the topic: a mapping with the number `request`, and the fields of
-    `scheduler_messages.Resumed`.
-    """
-    return {"op": RESUME, "client": client_id, "topic": topic, "after": after, "request": request}
-
-
-def acknowledge(topic: str, number: int) -> dict[str, Any]:
-    """Return the message that lets the scheduler drop the messages of a topic up to this number."""
-    return {"op": ACKNOWLEDGE, "topic": topic, "number": number}
-
-
-def leave(topic: str) -> dict[str, Any]:
-    """Return the message that makes the scheduler drop a topic and its owner's tasks.
-
-    A client sends it before it closes for good.
-    """
-    return {"op": LEAVE, "topic": topic}
-
-
-# ── the scheduler's side ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class CallMemory(SchedulerPlugin):
@@ -411,3 +361,37 @@ def instance_of(worker: Any) -> str:
     """Return the id of the instance of a worker; "" if it is not one of the pool's workers."""
     instance_id, *_ = worker.metrics.get(BUSY_TIMES) or ("",)
     return str(instance_id)
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    waiting: int
+    needed: frozenset[str]
+
+
+class ClientLoads:
+    """What clients have that the scheduler does not see, by topic: calls that wait in their own queues, and nodes whose
+    memory they still need, because they send arguments there or fetch results from there.
+
+    Each client reports it with LOAD on its stream when it changes. A client that is away keeps its needs until its
+    topic is abandoned; its waiting calls do not count.
+    """
+
+    def __init__(self) -> None:
+        self._loads: dict[str, _Load] = {}
+
+    def note(self, topic: str, waiting: int, needed: Collection[str]) -> None:
+        """Note the present load of a client."""
+        self._loads[topic] = _Load(waiting, frozenset(needed))
+
+    def forget(self, topic: str) -> None:
+        """Note that a client has left, or was away for too long."""
+        self._loads.pop(topic, None)
+
+    def waiting(self, counts: Callable[[str], bool]) -> int:
+        """Return how many calls wait in the queues of the clients whose topics count."""
+        return sum(one.waiting for topic, one in self._loads.items() if counts(topic))
+
+    def needs(self, instance_ids: Collection[str]) -> int:
+        """Return how many clients need one of these instances."""
+        return sum(not one.needed.isdisjoint(instance_ids) for one in self._loads.values())

@@ -33,7 +33,7 @@ CLIENT = (
     "distributed.client:ClosedClientError",
 )
 STREAMS = (
-    # worker/streams.py: send at once
+    # wire/streams.py: send at once
     "distributed.batched:BatchedSend.send(msgs)",
     "distributed.batched:BatchedSend.buffer",
     "distributed.batched:BatchedSend.waker",
@@ -43,7 +43,7 @@ STREAMS = (
     "distributed.comm.core:Comm.allow_offload",
 )
 SCHEDULER = (
-    # worker/calls.py, worker/draining.py, worker/secret_values.py: our operations
+    # worker/calls.py, worker/scheduler.py: our operations
     "distributed.scheduler:Scheduler.handlers",
     "distributed.scheduler:Scheduler.stream_handlers",
     "distributed.scheduler:Scheduler.send_all(client_msgs, worker_msgs)",
@@ -61,9 +61,9 @@ SCHEDULER = (
     "distributed.scheduler:WorkerState.processing",
     "distributed.scheduler:WorkerState.executing",
     "distributed.scheduler:WorkerState.last_seen",
-    # worker/draining.py: a worker that gets no more calls
+    # worker/scheduler.py: a worker that gets no more calls
     "distributed.scheduler:Scheduler.handle_worker_status_change(status, worker, stimulus_id)",
-    # worker/pool_scheduler.py: when a worker counts as lost; graphs with long imports; clients that may connect
+    # worker/scheduler.py: when a worker counts as lost; graphs with long imports; clients that may connect
     "distributed.scheduler:Scheduler.check_worker_ttl()",
     "distributed.scheduler:Scheduler.remove_worker(address, stimulus_id)",
     "distributed.scheduler:Scheduler.update_graph(client, expr_ser)",
@@ -73,7 +73,7 @@ SCHEDULER = (
     "distributed.spans:SpanMetadata",
     "distributed.protocol.serialize:deserialize(header, frames)",
     "distributed.utils:offload",
-    # worker/pages.py: Dask's plain pages, served on request
+    # worker/stacks.py: Dask's plain pages, served on request
     "distributed.node:ServerNode.start_http_server(routes, dashboard_address)",
     "distributed.http.utils:get_handlers(server, modules)",
     "distributed.http.scheduler.info:routes",

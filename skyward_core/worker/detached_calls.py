@@ -15,46 +15,30 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from skyward_core.worker.topic import LineTopic, Topic
-from skyward_core.worker.wire import Outcome, OutcomeKind, Report
+from skyward_core.wire.messages import Outcome, OutcomeKind, Report, lines_of
+from skyward_core.wire.protocol import (
+    BUSY_TIMES,
+    CANCEL,
+    DETACHED_PREFIX,
+    ENDS,
+    IS_NAMED,
+    KEEP,
+    NAME,
+    OWNER,
+    RESULT_TTL,
+    RETRIES,
+    RUN_ID,
+    WORK,
+    detached_key,
+)
 
-KEEP = "skyward-keep"
-"""A Dask client that wants the tasks of all other clients, and never leaves."""
-CANCEL = "skyward-cancel"
-"""The operation that stops calls, on a client's stream to the scheduler and on the scheduler's to a worker."""
 DROP_RESULT = "skyward-drop-result"
 """The operation on the scheduler's stream to a worker that removes the file of a result."""
-
-RETRIES, NAME = "skyward_retries", "skyward_name"
-"""Annotations (`dask.annotate`) of a detached call's task: how often it may run again after the loss of its worker (0),
-and its function's name.
-"""
-WORK = "skyward_work"
-"""Another one: the fields of the work that has started the call; none by default."""
-RUN_ID, IS_NAMED, RESULT_TTL, OWNER = "skyward_run_id", "skyward_is_named", "skyward_result_ttl", "skyward_owner"
-"""More of them, with their defaults: the id by which slots know the call (its own id); whether its id is kept when the
-call is forgotten (False); how many seconds after its end it is forgotten (never); a text that says for whom it is ("").
-"""
-
-BUSY_TIMES = "skyward_busy_times"
-"""Name of the workers' metric, and of the scheduler's operation that returns all of them."""
-
-ENDS = frozenset({"ended", "cancelled", "lost"})
-_DETACHED = "skyward-call-"
-
-
-def detached_key(call_id: str) -> str:
-    """Return the key of a detached call's task, which is the name of its topic too."""
-    return _DETACHED + call_id
-
-
-def is_detached(key: str) -> bool:
-    """Return whether this is the key of a detached call."""
-    return key.startswith(_DETACHED)
 
 
 @dataclass(slots=True)
@@ -221,7 +205,7 @@ class DetachedCalls:
         # this one starts below zero.
         task.suspicious = -int(annotations.get(RETRIES, 0))
         topic = self._topics[key] = LineTopic(self._limit_bytes)
-        call_id = key.removeprefix(_DETACHED)
+        call_id = key.removeprefix(DETACHED_PREFIX)
         self._calls[key] = Detached(
             call_id,
             str(annotations.get(RUN_ID, call_id)),
@@ -340,3 +324,63 @@ class DetachedCalls:
             if str(worker.name).startswith(prefix)
         }
         self._scheduler.send_all({}, workers)
+
+
+class Topic:
+    """Numbered messages. The last ones are kept; the oldest are dropped when they take more than `limit_bytes`."""
+
+    __slots__ = ("_limit_bytes", "_messages", "nbytes", "number")
+
+    def __init__(self, limit_bytes: int, number: int = 0) -> None:
+        self.number = number
+        self.nbytes = 0
+        self._limit_bytes = limit_bytes
+        self._messages: deque[bytes] = deque()
+
+    def add(self, message: bytes) -> None:
+        """Keep a message. The last one is always kept, even if it is larger than the limit."""
+        self.number += 1
+        self._messages.append(message)
+        self.nbytes += len(message)
+        while self.nbytes > self._limit_bytes and len(self._messages) > 1:
+            self._drop_oldest()
+
+    def acknowledge(self, number: int) -> None:
+        """Drop the messages up to this number."""
+        while self._messages and self.number - len(self._messages) < number:
+            self._drop_oldest()
+
+    def after(self, number: int) -> tuple[int, list[bytes]]:
+        """Return the kept messages after this number, and the number of the message before them."""
+        skipped = max(0, number - (self.number - len(self._messages)))
+        messages = list(self._messages)[skipped:]
+        return self.number - len(messages), messages
+
+    def _drop_oldest(self) -> None:
+        self.nbytes -= len(self._messages.popleft())
+
+
+class LineTopic(Topic):
+    """A topic of pickled reports. `lines` is how many lines all of them have had, the dropped ones too."""
+
+    __slots__ = ("_counts", "lines")
+
+    def __init__(self, limit_bytes: int, number: int = 0) -> None:
+        super().__init__(limit_bytes, number)
+        self.lines = 0
+        self._counts: deque[int] = deque()
+
+    def add(self, message: bytes) -> None:
+        """Keep a report, and count its lines."""
+        count = len(lines_of(pickle.loads(message)))
+        self.lines += count
+        self._counts.append(count)
+        super().add(message)
+
+    def line_of(self, messages: int) -> int:
+        """Return the number of the first line of the last so many messages; lines count from 0."""
+        return self.lines - sum(list(self._counts)[len(self._counts) - messages :])
+
+    def _drop_oldest(self) -> None:
+        super()._drop_oldest()
+        self._counts.popleft()

@@ -239,7 +239,7 @@ def _finish(how: str, ended: str, to_remove: Sequence[str]) -> None:
 
 
 def _write_end(path: str, reason_path: str) -> None:
-    """Write when and why the node has ended (`machines/node_end.py`), unless the other keeper has done so."""
+    """Write when and why the node has ended (`machines/instances.py`), unless the other keeper has done so."""
     reason = "all of its processes have ended"
     with contextlib.suppress(OSError, UnicodeDecodeError), open(reason_path) as written:
         reason = written.readline().strip() or reason

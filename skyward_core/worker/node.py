@@ -1,4 +1,4 @@
-"""Dask on a node: runs the scheduler (`pool_scheduler.py`) and the workers (`pool_worker.py`) in their processes.
+"""Dask on a node: runs the scheduler (`scheduler.py`) and the workers (`pool_worker.py`) in their processes.
 
 A Dask worker stands for one worker of the pool (a MIG partition, or the whole node) and has one thread for each slot.
 The thread does not run the user's code: it drives a runner process, so that neither a crash nor code that holds the
@@ -19,14 +19,18 @@ import uvloop
 from distributed import Security  # noqa: TID253
 from distributed.core import Status, rpc  # noqa: TID253
 
-from skyward_core.worker.call_lists import CallLists
+from skyward_core.wire.protocol import POOL_TOPIC, STALLED_SECONDS
+from skyward_core.wire.settings import NodeSettings, write_atomically
 from skyward_core.worker.calls import CallMemory
-from skyward_core.worker.draining import NodeHolding
-from skyward_core.worker.pool_scheduler import SILENT_SECONDS, PoolScheduler, PromptMessages
 from skyward_core.worker.pool_worker import PoolWorker, Slots
-from skyward_core.worker.scheduler_messages import POOL_TOPIC, STALLED_SECONDS
-from skyward_core.worker.secret_values import SecretStore
-from skyward_core.worker.settings import NodeSettings, write_atomically
+from skyward_core.worker.scheduler import (
+    SILENT_SECONDS,
+    CallLists,
+    NodeHolding,
+    PoolScheduler,
+    PromptMessages,
+    SecretStore,
+)
 
 LEFT = 72  # exit code of a worker without calls, when its node moves to another head
 # for a worker with calls: how long it asks its lost scheduler for an answer, and how often

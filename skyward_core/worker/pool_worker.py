@@ -10,7 +10,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,20 +18,31 @@ from distributed import Worker, get_worker  # noqa: TID253 - this module is impo
 from distributed.core import Status  # noqa: TID253
 from distributed.diagnostics.plugin import WorkerPlugin  # noqa: TID253
 
-from skyward_core.worker.call_lists import ANSWERS_CALLS, CALLS_QUESTION, answer_of
-from skyward_core.worker.calls import CREDIT
-from skyward_core.worker.detached_calls import BUSY_TIMES, CANCEL, DROP_RESULT
+from skyward_core.wire.masking import SecretValues
+from skyward_core.wire.messages import Batch, Outcome, Parcel, Sealed
+from skyward_core.wire.protocol import (
+    ANSWERS_CALLS,
+    BUSY_TIMES,
+    CALLS_QUESTION,
+    CANCEL,
+    CREDIT,
+    GET_SECRETS,
+    OLDER,
+    POOL_TOPIC,
+    RELEASE,
+    REPEAT_REPORTS,
+    WorkerFree,
+    answer_of,
+)
+from skyward_core.wire.settings import NodeSettings
+from skyward_core.wire.streams import ReportedOutcomes, send_at_once
+from skyward_core.worker.detached_calls import DROP_RESULT
 from skyward_core.worker.metrics import Sampler
-from skyward_core.worker.retained_batches import OLDER, RELEASE, REPEAT_REPORTS, RetainedBatches, WorkerFree
-from skyward_core.worker.runner_factory import RunnerFactory
-from skyward_core.worker.scheduler_messages import POOL_TOPIC
-from skyward_core.worker.secret_values import ask_for
-from skyward_core.worker.settings import NodeSettings
+from skyward_core.worker.retained_batches import RetainedBatches
+from skyward_core.worker.runner_process import RunnerFactory
 from skyward_core.worker.slot import News, Slot
 from skyward_core.worker.stacks import stacks_of
-from skyward_core.worker.streams import ReportedOutcomes, send_at_once
 from skyward_core.worker.topic_seconds import WorkerTime, added_up
-from skyward_core.worker.wire import Batch, Outcome, Parcel, Sealed
 
 PLUGIN = "skyward-slots"
 
@@ -216,7 +227,7 @@ class Slots(WorkerPlugin):
             if self._is_furnished:
                 return
             asking = asyncio.run_coroutine_threadsafe(
-                ask_for(worker.scheduler, self.settings.secret_names), cast(Any, worker.loop).asyncio_loop
+                secrets_from(worker.scheduler, self.settings.secret_names), cast(Any, worker.loop).asyncio_loop
             )
             secrets = asking.result()
             for slot in self._all:
@@ -318,3 +329,11 @@ def run_batch(sealed: Sealed) -> Mapping[str, Outcome]:
     finally:
         slots.ended(key)
     return ReportedOutcomes(outcomes, slots.settings.rank, slots.settings.instance_id)
+
+
+async def secrets_from(scheduler: Any, names: Collection[str]) -> SecretValues:
+    """Get the values from the scheduler. Raises LookupError if some are missing."""
+    found: SecretValues | None = await getattr(scheduler, GET_SECRETS)()
+    if missing := [name for name in names if found is None or name not in found]:
+        raise LookupError(f"the pool's secrets are not here: {', '.join(missing)}")
+    return found or SecretValues()

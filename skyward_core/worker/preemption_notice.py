@@ -15,20 +15,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from enum import StrEnum
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any, NoReturn, cast
 from urllib.parse import urlsplit
 
-from skyward_core.worker.settings import write_atomically
+from skyward_core.wire.info import NOTICE_SECONDS, Kind, Notice, within_a_notice
+from skyward_core.wire.settings import write_atomically
 
 MARK = "::skyward notice "
 NOTICE_FILE = "preemption"
@@ -40,55 +38,11 @@ ANSWER_SECONDS = 2.0
 TOKEN_SECONDS = 21_600
 """The longest life of a token of EC2."""
 ANSWER_BYTES = 65_536
-NOTICE_SECONDS = 120.0
-"""How long before a machine is taken AWS announces it. A longer time means that a clock is wrong."""
 
 TOKEN = "/latest/api/token"  # noqa: S105 - a path
 INTERRUPTION = "/latest/meta-data/spot/instance-action"
 REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
 ACTIONS = frozenset({"terminate", "stop", "hibernate"})
-
-
-class Kind(StrEnum):
-    """What is announced."""
-
-    INTERRUPTION = "interruption"
-    """The machine is taken back."""
-    REBALANCE = "rebalance"
-    """It is more likely than before that it will be."""
-
-
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """A notice for a machine. `action` is what will be done with it ("terminate", "stop", "hibernate"; "" if nothing
-    is said).
-
-    `at` is when, in seconds since 1970 (of a recommendation: when it was made), `seconds_left` how long that was off
-    when it was heard, by the metadata service's own clock: 0 to NOTICE_SECONDS.
-    """
-
-    kind: Kind
-    action: str
-    at: float
-    seconds_left: float = 0.0
-
-    def to_text(self) -> str:
-        """Return the text that `from_text` reads."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> Notice:
-        """Rebuild a notice. Raises ValueError for any other text."""
-        try:
-            fields = dict(json.loads(text))
-            return cls(
-                Kind(fields["kind"]),
-                str(fields["action"]),
-                float(fields["at"]),
-                _within_a_notice(float(fields["seconds_left"])),
-            )
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"no notice: {text!r}") from error
 
 
 class MetadataService:
@@ -231,7 +185,7 @@ def _interruption(body: bytes, now: float) -> Notice:
         Kind.INTERRUPTION,
         action,
         now + NOTICE_SECONDS if at is None else at,
-        NOTICE_SECONDS if at is None else _within_a_notice(at - now),
+        NOTICE_SECONDS if at is None else within_a_notice(at - now),
     )
 
 
@@ -257,12 +211,6 @@ def _seconds_since_1970(text: object) -> float | None:
     except ValueError:
         return None
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
-
-
-def _within_a_notice(seconds: float) -> float:
-    if not math.isfinite(seconds):
-        raise ValueError(f"no number of seconds: {seconds}")
-    return min(max(0.0, seconds), NOTICE_SECONDS)
 
 
 def _time_of(response: HTTPResponse) -> float:

@@ -13,42 +13,10 @@ import threading
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
-from skyward_core.worker.wire import Item, News, Outcome, Report
+from skyward_core.wire.messages import Item, News, Outcome, Report
+from skyward_core.wire.protocol import WorkerKept
 
-REPEAT_REPORTS, RELEASE = "skyward-repeat-reports", "skyward-release"
-"""Operations on a client's stream to the scheduler, and on the scheduler's to every worker: repeat all that is kept;
-these calls' outcomes have arrived.
-"""
-OLDER = "skyward_older"
-"""Name of the workers' metric: how many batches their slots have from an earlier head.
-
-Dask has no tasks for them, and would treat the workers as idle.
-"""
 KEPT_LIMIT_BYTES = 16 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerKept:
-    """A worker announces its calls: those that run or wait in its slots, and those that have ended and were not
-    released. Their reports follow.
-
-    `keys` are the keys of their batches: a call may be in two, of which the first has handed it back.
-    `is_paused`: it takes no other calls until those from before it joined this scheduler have ended (`WorkerFree`).
-    """
-
-    name: str
-    address: str
-    calls: tuple[str, ...]
-    is_paused: bool = False
-    keys: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerFree:
-    """A worker that joined with calls runs none of them any more: it takes other calls again."""
-
-    name: str
-    address: str
 
 
 @dataclass(slots=True)

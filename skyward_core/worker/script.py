@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from skyward_core.errors import CallCrashed
-from skyward_core.worker.info import instance_info
+from skyward_core.wire.info import instance_info
 
 BY_SIGNAL = 128
 """Shells add the number of the signal that has ended a process to this."""

@@ -25,18 +25,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from skyward_core.worker.call_metrics import CallMetrics
-from skyward_core.worker.log_records import LogLines, split_records
-from skyward_core.worker.masking import Mask, SecretValues
-from skyward_core.worker.processes import StrayProcess, kill_group, resident_bytes, send_signal, stop, strays_of
-from skyward_core.worker.runner import Packet
-from skyward_core.worker.runner_factory import RunnerFactory
-from skyward_core.worker.runner_output import LAST_LINES, READ_BYTES, Stream
-from skyward_core.worker.topic_seconds import TopicSeconds, key_of
-from skyward_core.worker.wire import (
+from skyward_core.wire.log_records import LogLines, split_records
+from skyward_core.wire.masking import Mask, SecretValues
+from skyward_core.wire.messages import (
     INLINE_BYTES,
     Batch,
     Call,
+    CallMetrics,
     Credit,
     Item,
     News,
@@ -46,6 +41,20 @@ from skyward_core.worker.wire import (
     Parcel,
     ReportedMetrics,
 )
+from skyward_core.worker.runner import Packet
+from skyward_core.worker.runner_process import (
+    LAST_LINES,
+    READ_BYTES,
+    RunnerFactory,
+    StrayProcess,
+    Stream,
+    kill_group,
+    resident_bytes,
+    send_signal,
+    stop,
+    strays_of,
+)
+from skyward_core.worker.topic_seconds import TopicSeconds, key_of
 
 PATIENCE_SECONDS = 0.1  # the calls behind one that runs longer than this are handed back
 MEMORY_CHECK_SECONDS = 0.1

@@ -3,7 +3,7 @@
 It imports Dask once and forks all other processes: the scheduler (on the head), the workers, the runners in which calls
 run, and on spot machines the poller of preemption notices. So a node starts with one import for all processes, and a
 crashed runner is replaced within milliseconds. It has one thread, because only then forking is safe. It runs no code of
-the user, except the import of installed modules that the image names (`preload.py`). It reaps dead processes, and it is
+the user, except the import of installed modules that the image names. It reaps dead processes, and it is
 the node's watchdog: it ends the node when its owner is gone, or when one of its clocks has run out.
 
 Files of DIRECTORY: the client writes `settings.json`, and writes it again to restart the node in another place. Clients
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import gc
 import json
 import math
 import os
@@ -26,26 +27,27 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
+import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
 from skyward_core.concurrency.backoff import Backoff
+from skyward_core.wire.info import JOB_PLACE, InstanceInfo, to_env
+from skyward_core.wire.private_folders import make_private
+from skyward_core.wire.settings import NodeOwner, NodeSettings, with_partitions, write_atomically
 from skyward_core.worker import node  # the only costly import: all forked processes have it already
 from skyward_core.worker.call_groups import CallGroups, MemoryAllowance, call_groups, enter
-from skyward_core.worker.info import JOB_PLACE, InstanceInfo, to_env
 from skyward_core.worker.keeper import ENDED, KEEPER, adopt_orphans, name_of
 from skyward_core.worker.preemption_notice import FILE_ENV, NOTICE_FILE, listen
-from skyward_core.worker.preload import MARK as PRELOAD_MARK
-from skyward_core.worker.preload import preload
-from skyward_core.worker.private_folders import make_private
 from skyward_core.worker.runner import RunnerChannels, run_calls
-from skyward_core.worker.runner_factory import REQUEST_BYTES, Forked, Reassigned, RunnerExit
-from skyward_core.worker.settings import NodeOwner, NodeSettings, with_partitions, write_atomically
+from skyward_core.worker.runner_process import REQUEST_BYTES, Forked, Reassigned, RunnerExit
 from skyward_core.worker.watchdog import (
     DETACHED,
     MISSED,
@@ -71,6 +73,10 @@ LONGEST_PAUSE_SECONDS = 5.0
 RESTART_GRACE_SECONDS = 8.0  # a worker that has restarted may need so long to join
 LISTEN_AGAIN_SECONDS = 30.0  # the poller of notices raises nothing: another process has killed it
 HELD_SIGNALS = (signal.SIGCHLD, signal.SIGTERM)
+MARK = "::skyward preload "
+SKIPPED = "SKYWARD_PRELOAD_SKIPPED"
+"""Variable with the skipped modules and the reasons, from a start before."""
+DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/neuron", "/dev/accel", "/dev/vfio/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -544,11 +550,80 @@ def main() -> NoReturn:
     for place in settings.value_directories[:-1]:
         make_private(Path(place))
     for module, reason in preload(settings.preload).items():
-        print(f"{PRELOAD_MARK}{json.dumps({'module': module, 'reason': reason})}", flush=True)
+        print(f"{MARK}{json.dumps({'module': module, 'reason': reason})}", flush=True)
     if watcher := os.environ.get("SKYWARD_BOOT_WATCHER"):
         with contextlib.suppress(ProcessLookupError, ValueError):
             os.kill(int(watcher), signal.SIGKILL)
     Supervisor(directory, settings, Watch(directory, uptime)).run()
+
+
+# Modules that a node imports once, in the process from which runners are forked (`Image(preload=...)`).
+#
+# States of a module: named -> imported, or skipped for a reason. It is skipped if its import fails. It is also
+# skipped if it starts a thread or opens an accelerator: a fork copies neither, so this process could not be forked
+# safely. An import cannot be undone, so the process then starts again without the module. Nothing was forked before,
+# and the client sees one start.
+
+
+def preload(modules: Sequence[str]) -> Mapping[str, str]:
+    """Import these modules; return those that were skipped, with the reason.
+
+    Starts this program again if a module may not be imported in it.
+    """
+    skipped: dict[str, str] = json.loads(os.environ.pop(SKIPPED, "{}"))
+    inherited = frozenset(_descriptors())
+    for module in modules:
+        if module in skipped:
+            continue
+        try:
+            import_module(module)
+        except BaseException as error:  # a module may raise anything, also SystemExit
+            skipped[module] = f"{type(error).__name__}: {error}"
+        if reason := why_unsafe():
+            skipped[module] = reason
+            _start_again(skipped, inherited)
+    if modules:
+        gc.collect()
+        gc.freeze()  # the collector writes to what it looks at, and forks would get copies of these pages
+    return skipped
+
+
+def why_unsafe() -> str:
+    """Return why this process cannot be forked safely; "" if it can.
+
+    A fork comes first, because OpenBLAS and others end their threads before a fork and start them again when they are
+    needed.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, which is what is looked for
+        if not (pid := os.fork()):
+            os._exit(0)
+    os.waitpid(pid, 0)
+    names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    count = len(os.listdir("/proc/self/task")) - 1
+    if count:
+        return f"the import has started {count} threads{f' ({", ".join(names)})' if names else ''}"
+    devices = sorted({what for what in _descriptors().values() if what.startswith(DEVICES)})
+    return f"the import has opened {', '.join(devices)}" if devices else ""
+
+
+def _descriptors() -> Mapping[int, str]:
+    found = dict[int, str]()
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            found[int(entry)] = os.readlink(f"/proc/self/fd/{entry}")
+        except OSError:  # it was the descriptor of this listing
+            continue
+    return found
+
+
+def _start_again(skipped: Mapping[str, str], inherited: frozenset[int]) -> NoReturn:
+    """Run this program from its beginning, in this process, with the descriptors that it had then."""
+    for descriptor in _descriptors().keys() - inherited:
+        os.set_inheritable(descriptor, False)  # noqa: FBT003 - the only way to call it
+    os.environ[SKIPPED] = json.dumps(dict(skipped))
+    sys.stdout.flush()
+    os.execv(sys.executable, sys.orig_argv)  # noqa: S606 - a shell would be another process
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from skyward_core.worker.detached_calls import is_detached
+from skyward_core.wire.protocol import is_detached
 
 RECENT_SECONDS = 60.0
 """For how long after its last call a client is in the heartbeats: it has the reports of ended calls anyway."""

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from skyward_core.wire.settings import NodeSettings, write_atomically
 from skyward_core.worker.keeper import KEEPER, REAPER, name_of
-from skyward_core.worker.settings import NodeSettings, write_atomically
 
 INSTANCE_TAG = "SKYWARD_INSTANCE_ID"
 POOL_TAG = "SKYWARD_POOL_ID"

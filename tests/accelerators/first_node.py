@@ -6,7 +6,7 @@ from skyward_core.machines.instances import Instance, InstanceState
 from skyward_core.provisioning.bootstrap import Role, settings_of
 from skyward_core.spec import PoolSpec
 from skyward_core.transport.transport import Transports
-from skyward_core.worker.settings import NodeSettings
+from skyward_core.wire.settings import NodeSettings
 
 
 def settings_of_first_node(

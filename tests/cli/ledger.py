@@ -23,10 +23,9 @@ import pytest
 import skyward_core as sky
 from skyward_core import cli
 from skyward_core.cleanup import release as releasing
-from skyward_core.cleanup import survey
-from skyward_core.cli.commands import sweep
-from skyward_core.cli.ui.pages import answers
-from skyward_core.cli.ui.server import PageServer
+from skyward_core.cleanup import sweep as survey
+from skyward_core.cli import sweep
+from skyward_core.cli.ui import PageServer, answers
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import (
     BILLING_ROUNDING,
@@ -41,7 +40,7 @@ from skyward_core.ledger.rows import (
     SlotUse,
 )
 from skyward_core.ledger.uses import NewUse, UseCount
-from skyward_core.live.metrics import NodeUse
+from skyward_core.live.observer import NodeUse
 from skyward_core.machines.owner import Owner
 from skyward_core.providers import base
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG

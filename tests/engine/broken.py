@@ -13,8 +13,8 @@ from skyward_core.engine.outbox import Queue, Shipment
 from skyward_core.engine.shipments import Shipments
 from skyward_core.engine.state import FunctionFiles, FunctionsOnNodes, KeptCalls, Out, Phase
 from skyward_core.errors import SkywardError
-from skyward_core.worker.scheduler_messages import Resumed
-from skyward_core.worker.wire import SHARED, Item, Parcel
+from skyward_core.wire.messages import SHARED, Item, Parcel
+from skyward_core.wire.protocol import Resumed
 
 HISTORIES = 2_000
 """As many as the gate runs; each fault must be found in them."""

@@ -8,8 +8,8 @@ from skyward_core.engine.dispatcher import Dispatcher
 from skyward_core.engine.outbox import Entry
 from skyward_core.errors import SkywardError
 from skyward_core.events.events import CallProgress
-from skyward_core.worker.scheduler_messages import Resumed
-from skyward_core.worker.wire import Call, Item, Outcome, OutcomeKind, Output, Parcel, Report
+from skyward_core.wire.messages import Call, Item, Outcome, OutcomeKind, Output, Parcel, Report
+from skyward_core.wire.protocol import Resumed
 from tests.engine.model import FUNCTION_SPANS, LARGE, SPANS, machine_id, node_of
 
 SMALL = Parcel(b"small")

@@ -15,8 +15,8 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from skyward_core.machines.instances import Instance, InstanceState, Node
-from skyward_core.worker.retained_batches import WorkerFree, WorkerKept
-from skyward_core.worker.wire import Batch, Call, Item, Outcome, OutcomeKind, Output, Parcel, Report
+from skyward_core.wire.messages import Batch, Call, Item, Outcome, OutcomeKind, Output, Parcel, Report
+from skyward_core.wire.protocol import WorkerFree, WorkerKept
 
 if TYPE_CHECKING:
     from tests.engine.model_scheduler import Scheduler

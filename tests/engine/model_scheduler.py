@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from skyward_core.worker.retained_batches import WorkerFree
-from skyward_core.worker.scheduler_messages import HELD, Resumed, WorkerHeld, WorkerJoined, WorkerLeft
-from skyward_core.worker.wire import Batch, Report
+from skyward_core.wire.messages import Batch, Report
+from skyward_core.wire.protocol import HELD, Resumed, WorkerFree, WorkerHeld, WorkerJoined, WorkerLeft
 
 if TYPE_CHECKING:
     from tests.engine.model import Worker

@@ -10,8 +10,8 @@ import skyward_core as sky
 from skyward_core.engine.recovery import Recovery
 from skyward_core.errors import NoCapacity, NodeLost, SkywardError, Unreachable
 from skyward_core.machines.instances import Endpoint, Instance, InstanceState, Lease, Node
-from skyward_core.provisioning.head_restart import HEIR_SECONDS
-from skyward_core.worker.preemption_notice import Kind, Notice
+from skyward_core.provisioning.replacement import HEIR_SECONDS
+from skyward_core.wire.info import Kind, Notice
 from tests.conftest import RecordedEvents
 
 NODES = 3

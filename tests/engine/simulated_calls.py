@@ -14,7 +14,7 @@ from skyward_core.engine.outbox import Entry
 from skyward_core.engine.state import DECIDED_SECONDS
 from skyward_core.errors import NodeLost
 from skyward_core.events.events import CallProgress, CallRetrying, LogLine
-from skyward_core.worker.wire import Batch, Call, Outcome, OutcomeKind, Parcel, Report
+from skyward_core.wire.messages import Batch, Call, Outcome, OutcomeKind, Parcel, Report
 from tests.engine.model import LARGE, SPANS, require
 
 if TYPE_CHECKING:

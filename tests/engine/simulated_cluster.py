@@ -10,7 +10,7 @@ from tests.engine.model_scheduler import Connection, Scheduler
 
 if TYPE_CHECKING:
     from skyward_core.machines.instances import Node
-    from skyward_core.worker.wire import Parcel
+    from skyward_core.wire.messages import Parcel
     from tests.engine.simulation import World
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 from skyward_core.engine import actions as do
-from skyward_core.worker.wire import Parcel
+from skyward_core.wire.messages import Parcel
 from tests.engine.model import FUNCTION_SPANS, SPANS, require
 from tests.engine.simulated_streams import names_of
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from skyward_core.engine import actions as do
 from skyward_core.engine.calls import LOST
-from skyward_core.worker.shared_values import SharedValue
-from skyward_core.worker.wire import SHARED, Item, Outcome, OutcomeKind, Parcel
+from skyward_core.wire.messages import SHARED, Item, Outcome, OutcomeKind, Parcel
+from skyward_core.wire.shared_values import SharedValue
 from tests.engine.model import LARGE, require
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from skyward_core.engine.dispatcher import Dispatcher
 from skyward_core.engine.state import Phase
 from skyward_core.errors import NodeLost, PoolClosed
 from skyward_core.events.events import CallProgress
-from skyward_core.worker.wire import Item, Outcome, Parcel
+from skyward_core.wire.messages import Item, Outcome, Parcel
 from tests.engine.model import Machine, Wire, Worker, require
 from tests.engine.model_scheduler import Connection, Scheduler
 from tests.engine.simulated_calls import Caller, Calls

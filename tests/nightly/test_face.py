@@ -28,7 +28,7 @@ import skyward_core as sky
             "import skyward_core; skyward_core.ScikitLearnPool(provider=skyward_core.Local()); skyward_core.integrations",
             "distributed dask numpy sklearn joblib",
         ),
-        ("import skyward_core.integrations.tasks", "pydantic distributed numpy sklearn joblib"),
+        ("import skyward_core.sklearn.tasks", "pydantic distributed numpy sklearn joblib"),
         (
             "import skyward_core.worker.node, skyward_core.worker.supervisor",
             "pydantic rich uv boto3 asyncssh httpx tenacity prefect airflow dagster",

@@ -41,7 +41,7 @@ def test_the_wheel_holds_exactly_four_packages(wheel: zipfile.ZipFile) -> None:
         home = ROOT / package if package == "skyward_core" else ROOT / "integrations" / package
         expected = {f"{package}/{path.relative_to(home)}" for path in home.rglob("*.py")}
         assert {name for name in names if name.startswith(f"{package}/") and name.endswith(".py")} == expected
-    assert {"skyward_core/cli/ui/page.html", *(f"{package}/py.typed" for package in PACKAGES)} <= set(names)
+    assert {"skyward_core/cli/page.html", *(f"{package}/py.typed" for package in PACKAGES)} <= set(names)
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
 
 

@@ -25,7 +25,7 @@ from skyward_core.ledger.journal import Journal
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.metering import Meter
 from skyward_core.ledger.receipt import receipt
-from skyward_core.worker.masking import MASK, Mask, spellings
+from skyward_core.wire.masking import MASK, Mask, spellings
 from tests.conftest import RecordedEvents, content_of, processes_by_tag, shared
 from tests.fakes import FakeProvider
 from tests.unit.test_secret import both_envs

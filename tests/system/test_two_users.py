@@ -280,7 +280,7 @@ import sys, types, uuid
 uuid.uuid4 = lambda: types.SimpleNamespace(hex=sys.argv[1])
 import skyward_core as sky
 from skyward_core.transport.transport import LocalTransport
-from skyward_core.worker.settings import memory_directory
+from skyward_core.wire.settings import memory_directory
 
 provider = sky.Local()
 (offer,) = provider.offers(sky.Requirements())

@@ -9,7 +9,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 import skyward_core as sky
-from skyward_core.config.schema import settings_schema
+from skyward_core.config.report import settings_schema
 
 
 @pytest.fixture

@@ -118,7 +118,7 @@ def test_the_architecture_names_each_group_of_entry_points_that_others_may_use()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     groups = [group for group in project["entry-points"] if group.startswith("skyward.")]
     page = (ROOT / "docs/architecture.md").read_text()
-    assert len(groups) == 3
+    assert len(groups) == 4
     assert [group for group in groups if f"`{group}`" not in page] == []
 
 

@@ -21,13 +21,12 @@ import pytest
 import skyward_core as sky
 from skyward_core.secret import LARGEST_BYTES, looks_secret, read_values
 from skyward_core.serialization.exceptions import MESSAGE_CHARACTERS, unpack
-from skyward_core.worker.masking import MASK, Mask, SecretValues
+from skyward_core.wire.masking import MASK, Mask, SecretValues
+from skyward_core.wire.messages import Batch, Call, Parcel
+from skyward_core.wire.settings import NodeSettings
 from skyward_core.worker.runner import Packet, _failed
-from skyward_core.worker.runner_factory import RunnerFactory
-from skyward_core.worker.runner_output import Stream
-from skyward_core.worker.settings import NodeSettings
+from skyward_core.worker.runner_process import RunnerFactory, Stream
 from skyward_core.worker.slot import Slot, _BatchRun
-from skyward_core.worker.wire import Batch, Call, Parcel
 from tests.fakes import FakeProvider
 
 TOKEN = "hf_0123456789"

@@ -5,10 +5,9 @@ import traceback
 import pytest
 
 import skyward_core as sky
-from skyward_core.errors import BootstrapFailed, CallCrashed, CommandFailed
+from skyward_core.errors import BootstrapFailed, CallCrashed, CommandFailed, shown_unread, without_logins
 from skyward_core.providers._http import Api
 from skyward_core.providers.base import load
-from skyward_core.urls import shown_unread, without_logins
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
-from skyward_core.worker import calls
-from skyward_core.worker.scheduler_messages import Resumed
+from skyward_core.wire import protocol
+from skyward_core.wire.protocol import Resumed
 
 
 class Following:
@@ -31,13 +31,13 @@ class Following:
 
     def resume(self, client_id: str) -> dict[str, Any]:
         self._client, self._request, self._is_live = client_id, self._request + 1, False
-        return calls.resume(client_id, self.topic, self.number, self._request)
+        return protocol.resume(client_id, self.topic, self.number, self._request)
 
     def acknowledge(self) -> dict[str, Any]:
-        return calls.acknowledge(self.topic, self.number)
+        return protocol.acknowledge(self.topic, self.number)
 
     def leave(self) -> dict[str, Any]:
-        return calls.leave(self.topic)
+        return protocol.leave(self.topic)
 
     def _on_event(self, client_id: str, event: tuple[float, Any]) -> None:
         content = event[1]

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from skyward_core import cli
+from skyward_core import doctor as diagnosis
 from skyward_core.cli.app import command_tree
-from skyward_core.cli.ui.server import PageServer
-from skyward_core.doctor import diagnosis
+from skyward_core.cli.ui import PageServer
 from skyward_core.errors import BadRequest
 from skyward_core.providers import base
 from tests.cleanup.pools import FolderProvider

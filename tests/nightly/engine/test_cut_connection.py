@@ -18,7 +18,7 @@ from skyward_core.engine.connection import SchedulerConnection
 from skyward_core.engine.owner import EngineThread
 from skyward_core.errors import BudgetExceeded, ConnectionLost
 from skyward_core.session.attached import Attached
-from skyward_core.worker.wire import Parcel
+from skyward_core.wire.messages import Parcel
 from tests.conftest import members
 from tests.waiting import wait_until
 

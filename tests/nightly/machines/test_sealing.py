@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import skyward_core as sky
-from skyward_core.machines.sealing import KeyRing
+from skyward_core.machines.signing import KeyRing
 from tests.conftest import examples
 from tests.unit.machines.test_sealing import CONTENT, CONTEXT
 

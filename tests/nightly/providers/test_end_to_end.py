@@ -10,7 +10,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.providers.base import CREATED_TAG
-from skyward_core.provisioning.guard import guard_script
+from skyward_core.provisioning.bootstrap import guard_script
 from tests.conftest import RecordedEvents
 from tests.providers import fake_metadata
 from tests.providers.contract import cheapest, tags

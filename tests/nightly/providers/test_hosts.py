@@ -12,8 +12,8 @@ import pytest
 import skyward_core as sky
 from skyward_core.accelerators import parse
 from skyward_core.providers import hosts
-from skyward_core.providers.choice import rank
-from skyward_core.provisioning.guard import guard_script
+from skyward_core.providers.base import rank
+from skyward_core.provisioning.bootstrap import guard_script
 from tests.system.providers.test_hosts import (  # noqa: F401 - a fixture
     ANY,
     CACHE_ONLY,

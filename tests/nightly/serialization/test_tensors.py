@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from skyward_core.serialization.pickling import dumps, loads
-from skyward_core.serialization.tensors import restored
+from skyward_core.serialization.pickling import dumps, loads, restored
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(300)]
 

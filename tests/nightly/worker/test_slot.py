@@ -8,9 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from skyward_core.wire.messages import OutcomeKind
 from skyward_core.worker import slot as slots
 from skyward_core.worker.slot import Slot
-from skyward_core.worker.wire import OutcomeKind
 from tests.system.worker.test_slot import (  # noqa: F401 - fixtures
     Run,
     batch_of,

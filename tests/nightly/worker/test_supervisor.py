@@ -8,9 +8,9 @@ quickly, and hours pass at once.
 from collections.abc import Callable
 from pathlib import Path
 
-from skyward_core.worker.retained_batches import WorkerFree
+from skyward_core.wire.messages import OutcomeKind
+from skyward_core.wire.protocol import WorkerFree
 from skyward_core.worker.watchdog import uptime, write_lease
-from skyward_core.worker.wire import OutcomeKind
 from tests.system.worker.test_supervisor import (  # noqa: F401 - fixtures
     DRIVER,
     HOUR,
@@ -26,7 +26,7 @@ from tests.waiting import wait_until
 
 ROUNDS = """
 import random, threading
-from skyward_core.worker.wire import Outcome
+from skyward_core.wire.messages import Outcome
 
 def run_worker(directory, settings, index, control):
     # a worker that waits for a processor is no long call

@@ -25,9 +25,8 @@ from skyward_core.machines.instances import Endpoint, Instance, InstanceState
 from skyward_core.machines.offers import Offer, Requirements
 from skyward_core.providers._http import Api
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags, chips
-from skyward_core.providers.ssh_keys import Key, host_key, our_key
 from skyward_core.providers.tagging import launch_word, of_machine
-from skyward_core.providers.userdata import END_COMMAND, boot_script, cloud_config, directory_of
+from skyward_core.providers.userdata import END_COMMAND, Key, boot_script, cloud_config, directory_of, host_key, our_key
 
 API_URL = "https://api.acme.example"
 MACHINE_ID = "curl -sf -m 20 http://169.254.169.254/acme/id"

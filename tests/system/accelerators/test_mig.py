@@ -14,8 +14,7 @@ import skyward_core as sky
 from skyward_core.image import shell
 from skyward_core.image.mig_shell import UNPARTITION, partition_gpus
 from skyward_core.providers import hosts, termination_shell
-from skyward_core.provisioning.bootstrap import node_script
-from skyward_core.provisioning.guard import guard_script
+from skyward_core.provisioning.bootstrap import guard_script, node_script
 from tests.testbed.fakegpu import install
 
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from skyward_core import InstancesLeft
-from skyward_core.cleanup import survey
+from skyward_core.cleanup import sweep as survey
 from skyward_core.cleanup.policy import Action
 from skyward_core.cleanup.sweep import sweep
 from skyward_core.ledger.ledger import Ledger

@@ -10,7 +10,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core import cli
-from skyward_core.doctor import diagnosis
+from skyward_core import doctor as diagnosis
 from skyward_core.errors import CredentialsError, InstancesLeft
 from skyward_core.machines.offers import Offer
 from tests.cleanup.pools import FolderProvider

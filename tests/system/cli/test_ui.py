@@ -9,9 +9,9 @@ import pytest
 from prometheus_client import Metric as MetricFamily
 from prometheus_client.parser import text_string_to_metric_families as families_from
 
-from skyward_core.cli.ui.utilisation import Utilisation
+from skyward_core.cli.ui import Utilisation
 from skyward_core.errors import LedgerError
-from skyward_core.live.metrics import NodeUse
+from skyward_core.live.observer import NodeUse
 from tests.cli.ledger import ROOT, TOKEN, FakeUtilisation, Page, Skyward, record_pools, sample
 from tests.waiting import wait_until
 
@@ -197,7 +197,7 @@ def test_utilisation_follows_open_pools_and_tells_when_the_ledger_is_away(monkey
             return str(error)
 
     uses = SimpleNamespace(keep=lambda ids: kept.append([*ids]), of=lambda pool_id: f"{pool_id} is far away")
-    monkeypatch.setattr("skyward_core.cli.ui.utilisation.PoolUses", lambda *_, **__: nullcontext(uses))
+    monkeypatch.setattr("skyward_core.cli.ui.PoolUses", lambda *_, **__: nullcontext(uses))
     with Utilisation(SimpleNamespace(pools=listed)) as utilisation:  # type: ignore[arg-type]
         wait_until(lambda: seen("sky-2") == "sky-2 is far away", "the first look")
         pools.remove("sky-2")

@@ -15,7 +15,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.distributed.group import Group, decorator, places, variables_of
-from skyward_core.worker.info import ENV, InstanceInfo, instance_info, to_env
+from skyward_core.wire.info import ENV, InstanceInfo, instance_info, to_env
 from skyward_core.worker.keeper import start_of
 from tests.waiting import wait_until
 

@@ -15,8 +15,7 @@ import pytest
 import skyward_core as sky
 from skyward_core.distributed.group import Group
 from skyward_core.distributed.member import Place
-from skyward_core.distributed.training_channel import TrainingJob
-from skyward_core.distributed.training_process import TrainingProcess
+from skyward_core.distributed.training_process import TrainingJob, TrainingProcess
 from skyward_core.serialization import pickling
 from skyward_core.worker.keeper import start_of
 from tests.waiting import wait_until
@@ -73,7 +72,7 @@ def test_the_process_is_killed_with_all_that_it_has_started() -> None:
 RUNNER = """
 import contextlib, time
 from skyward_core.distributed.member import Place
-from skyward_core.distributed.training_channel import TrainingJob
+from skyward_core.distributed.training_process import TrainingJob
 from skyward_core.distributed.training_process import TrainingProcess
 from skyward_core.serialization import pickling
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from skyward_core import cli
-from skyward_core.doctor import diagnosis, this_machine
-from skyward_core.doctor.check import Check, CheckState
-from skyward_core.doctor.diagnosis import diagnose
+from skyward_core import doctor as diagnosis
+from skyward_core import doctor as this_machine
+from skyward_core.doctor import Check, CheckState, diagnose
 from tests.cleanup.pools import FolderProvider
 from tests.unit.doctor.test_diagnosis import (  # noqa: F401 - fixtures
     place,

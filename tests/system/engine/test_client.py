@@ -34,7 +34,7 @@ from skyward_core.engine.transfers import Transfers
 from skyward_core.errors import ConnectionLost, NodeLost, PoolClosed
 from skyward_core.machines.instances import Lease
 from skyward_core.transport.transport import Transports
-from skyward_core.worker.wire import Parcel
+from skyward_core.wire.messages import Parcel
 from tests.engine.model import SPANS, node_of
 from tests.unit.engine.test_results import Stream, call  # noqa: F401 - fixtures
 from tests.waiting import wait_until

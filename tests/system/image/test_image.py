@@ -18,11 +18,10 @@ import uv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyward_core.image import shell, uv_wheels
-from skyward_core.image.image import Image, runtime_pins
-from skyward_core.image.volume import S3Volume
-from skyward_core.image.volume_shell import mount_volumes
-from skyward_core.image.work_shell import make_work
+from skyward_core.image import shell
+from skyward_core.image import shell as uv_wheels
+from skyward_core.image.image import Image, make_work, runtime_pins
+from skyward_core.image.volume import S3Volume, mount_volumes
 from skyward_core.transport import code_upload
 from tests.waiting import wait_until
 

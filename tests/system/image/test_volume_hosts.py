@@ -13,8 +13,7 @@ import boto3
 import pytest
 
 from skyward_core.image import shell
-from skyward_core.image.volume import S3Volume, Volume
-from skyward_core.image.volume_shell import mount_volumes
+from skyward_core.image.volume import S3Volume, Volume, mount_volumes
 from skyward_core.providers.termination_shell import ENDING
 from tests.testbed import Fleet, Host
 from tests.testbed.fixtures import fleet  # noqa: F401 - a fixture

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
-from skyward_core.cleanup.ends import Ends
+from skyward_core.cleanup.policy import Ends
 from skyward_core.cleanup.pool_record import close_entries
 from skyward_core.errors import LedgerConflict
 from skyward_core.ledger.bills import Bearer, Recorded, parts_of

@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from skyward_core.cli.commands import live as commands
+from skyward_core.cli import live as commands
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.live.copying import copy_from, copy_to
-from skyward_core.live.pool_nodes import PoolNodes, find_nodes
+from skyward_core.live.pool_nodes import PoolNodes, copy_from, copy_to, find_nodes
 from skyward_core.machines.owner import Owner
 from skyward_core.worker import stacks
 from tests.cli.ledger import check_fields, documented

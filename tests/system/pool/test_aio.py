@@ -11,7 +11,7 @@ import pytest
 import skyward_core as sky
 from skyward_core.engine.futures import CallFuture
 from skyward_core.pool.aio import AsyncPool, Broadcast
-from skyward_core.pool.groups import group_results
+from skyward_core.pool.calls import group_results
 from tests.waiting import wait_until
 
 LEFT = sky.InstancesLeft("i-1 may still be running", ["i-1"])

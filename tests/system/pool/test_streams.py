@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import skyward_core as sky
-from skyward_core.worker.settings import memory_directory
+from skyward_core.wire.settings import memory_directory
 from tests.waiting import wait_until
 
 

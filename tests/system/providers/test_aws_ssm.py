@@ -23,7 +23,7 @@ from skyward_core.errors import BadRequest, ConnectionLost, CredentialsError, Un
 from skyward_core.machines.instances import Endpoint, InstanceState
 from skyward_core.providers import aws_session_manager
 from skyward_core.providers.base import LAUNCH_TAG, load
-from skyward_core.providers.ssh_keys import host_key, our_key
+from skyward_core.providers.userdata import host_key, our_key
 from skyward_core.transport.proxy_command import PYTHON, Proxy
 from skyward_core.transport.ssh_connection import SSHConnection
 from tests.conftest import processes_by_tag

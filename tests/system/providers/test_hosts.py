@@ -16,7 +16,7 @@ import skyward_core as sky
 from skyward_core.accelerators import parse
 from skyward_core.errors import CommandFailed
 from skyward_core.providers import host_connections, hosts
-from skyward_core.provisioning.guard import guard_script
+from skyward_core.provisioning.bootstrap import guard_script
 from skyward_core.transport.ssh_connection import SSHConnection
 from tests.testbed import Fleet, Host
 from tests.testbed.fixtures import fleet  # noqa: F401 - a fixture

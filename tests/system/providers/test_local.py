@@ -16,8 +16,8 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.providers import base
+from skyward_core.wire.settings import memory_directory
 from skyward_core.worker import watchdog
-from skyward_core.worker.settings import memory_directory
 from tests.conftest import processes_by_tag
 from tests.waiting import wait_until
 

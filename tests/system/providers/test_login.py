@@ -16,12 +16,12 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from skyward_core.errors import BadRequest
-from skyward_core.providers.ssh_keys import host_key, our_key
+from skyward_core.providers.userdata import host_key, our_key
 
 LAUNCH = "L0a1b2c3d4e5f607182930415263748596"
 CLIENT = """\
 import json, sys
-from skyward_core.providers.ssh_keys import host_key, our_key
+from skyward_core.providers.userdata import host_key, our_key
 sys.stdin.read(1)
 key = our_key()
 print(json.dumps([str(key.path), key.public, host_key("L1", key).public]))

@@ -26,10 +26,9 @@ from skyward_core.errors import BadRequest, HostKeyChanged
 from skyward_core.machines.instances import Endpoint
 from skyward_core.providers import userdata
 from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, POOL_TAG, RANK_TAG
-from skyward_core.providers.ssh_keys import HostKey, Key, host_key, our_key
 from skyward_core.providers.tagging import TAGS_VARIABLE, from_word
-from skyward_core.provisioning.bootstrap import GUARD_ENDS
-from skyward_core.provisioning.guard import guard_script
+from skyward_core.providers.userdata import HostKey, Key, host_key, our_key
+from skyward_core.provisioning.bootstrap import GUARD_ENDS, guard_script
 from skyward_core.transport.ssh_connection import SSHConnection
 from tests.providers.contract import tags as contract_tags
 from tests.testbed import Fleet, Host

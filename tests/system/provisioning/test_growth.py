@@ -3,7 +3,7 @@
 import threading
 
 from skyward_core.errors import BudgetExceeded
-from skyward_core.provisioning.growth import ENOUGH_SECONDS
+from skyward_core.provisioning.candidates import ENOUGH_SECONDS
 from tests.unit.provisioning.test_growth import A, Make, make, opened  # noqa: F401 - fixtures
 
 

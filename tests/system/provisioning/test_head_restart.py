@@ -13,9 +13,10 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.errors import BootstrapFailed, NodeLost, PoolClosed, SkywardError, Unreachable
-from skyward_core.provisioning import bootstrap, head_restart
-from skyward_core.provisioning.head_restart import BEGIN_SECONDS, HEIR_SECONDS, HeadRestart
+from skyward_core.provisioning import bootstrap
+from skyward_core.provisioning import replacement as head_restart
 from skyward_core.provisioning.nodes import Nodes
+from skyward_core.provisioning.replacement import BEGIN_SECONDS, HEIR_SECONDS, HeadRestart
 
 SCRIPT = "make it a node"
 SECONDS = 900.0

@@ -21,7 +21,7 @@ import skyward_core as sky
 from skyward_core.engine.certificates import make_certificate
 from skyward_core.machines.instances import Endpoint, Instance, Lease
 from skyward_core.machines.offers import Offer
-from skyward_core.worker.settings import NodeSettings
+from skyward_core.wire.settings import NodeSettings
 from tests.fake_nodes import FakeNode, FakeNodes, Played
 from tests.fakes import FakeProvider
 from tests.unit.provisioning.test_lifecycle import Opened, Pool, opened  # noqa: F401 - a fixture

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from skyward_core.provisioning.port_forwarding import PORTS, PortForwarding
+from skyward_core.provisioning.nodes import PORTS, PortForwarding
 
 HEAD_PORT = 8786
 

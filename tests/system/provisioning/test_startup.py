@@ -10,8 +10,8 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.errors import BootstrapFailed, ConnectionLost
-from skyward_core.provisioning import startup as startup_module
-from skyward_core.provisioning.startup import ASK_SECONDS, PORT_TRIES, Startup
+from skyward_core.provisioning import lifecycle as startup_module
+from skyward_core.provisioning.lifecycle import ASK_SECONDS, PORT_TRIES, Startup
 
 
 class StartingNode:

@@ -11,7 +11,7 @@ import pytest
 
 from skyward_core import Instance, InstanceState
 from skyward_core.errors import InstancesLeft, LeaseLost
-from skyward_core.provisioning.termination import Terminations
+from skyward_core.provisioning.teardown import Terminations
 from tests.waiting import wait_until
 
 

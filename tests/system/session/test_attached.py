@@ -15,7 +15,7 @@ import pytest
 import skyward_core as sky
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.machines.instances import Lease
-from skyward_core.worker.settings import memory_directory
+from skyward_core.wire.settings import memory_directory
 from tests.conftest import RecordedEvents, processes_by_tag, shared
 from tests.testbed import Fleet
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures

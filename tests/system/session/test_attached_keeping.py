@@ -16,7 +16,7 @@ from skyward_core.errors import BudgetExceeded, NodeLost, PoolClosed
 from skyward_core.events.queue import EventQueue
 from skyward_core.session import scheduler_search
 from skyward_core.session.attached import Attached
-from skyward_core.worker.scheduler_messages import Resumed
+from skyward_core.wire.protocol import Resumed
 from tests.session.attached import lease
 from tests.waiting import wait_until
 

@@ -21,9 +21,9 @@ from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.machines.instances import Lease
 from skyward_core.machines.owner import Owner
 from skyward_core.machines.signing import signed
-from skyward_core.pool.claim import verified_claim
+from skyward_core.pool.pool import verified_claim
 from skyward_core.session.sealed_lease import PoolKeys, SharedLease, find_keys, find_lease
-from skyward_core.worker.masking import SecretValues
+from skyward_core.wire.masking import SecretValues
 from tests.conftest import examples
 from tests.unit.machines.test_signing import lease as lease_of
 

@@ -25,8 +25,7 @@ from skyward_core.errors import (
 )
 from skyward_core.machines.instances import Endpoint
 from skyward_core.transport.ssh_commands import Completed
-from skyward_core.transport.ssh_connection import SSHConnection
-from skyward_core.transport.ssh_files import FETCH_WINDOW_BYTES
+from skyward_core.transport.ssh_connection import FETCH_WINDOW_BYTES, SSHConnection
 from tests.waiting import wait_until
 
 MIB = 1 << 20

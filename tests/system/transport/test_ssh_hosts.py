@@ -17,7 +17,8 @@ from skyward_core.errors import (
     Unreachable,
 )
 from skyward_core.machines.instances import Endpoint
-from skyward_core.transport import ssh_channels, ssh_commands
+from skyward_core.transport import ssh_commands
+from skyward_core.transport import ssh_commands as ssh_channels
 from skyward_core.transport.ssh_connection import SSHConnection
 from tests.system.transport.test_ssh_connection import echo, own_home, say  # noqa: F401 - fixtures
 from tests.testbed import Fleet, Host

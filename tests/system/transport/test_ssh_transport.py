@@ -22,13 +22,13 @@ from skyward_core.errors import CommandFailed, ConnectionLost, Unreachable
 from skyward_core.events.events import ContactLost, ContactRegained
 from skyward_core.image import shell
 from skyward_core.machines.instances import Instance
-from skyward_core.provisioning.guard import guard_script
+from skyward_core.provisioning.bootstrap import guard_script
 from skyward_core.transport import ssh_transport
 from skyward_core.transport.code_upload import shipped_archive
 from skyward_core.transport.ssh_transport import SSHConnections, SSHTransport
 from skyward_core.transport.transport import LocalTransport
+from skyward_core.wire.messages import Parcel
 from skyward_core.worker.watchdog import uptime, write_lease
-from skyward_core.worker.wire import Parcel
 from tests.conftest import RecordedEvents
 from tests.testbed import Fleet, Host
 from tests.testbed.fixtures import fleet  # noqa: F401 - a fixture

@@ -14,16 +14,10 @@ import dask
 import distributed
 import pytest
 
+from skyward_core.wire.protocol import RETRIES, RUN_BATCH, Resumed, detached_key
 from skyward_core.worker.calls import CallMemory
-from skyward_core.worker.detached_calls import RETRIES, detached_key
 from skyward_core.worker.node import DASK_CONFIG
-from skyward_core.worker.pool_scheduler import (
-    SILENCE_CHECK_SECONDS,
-    SILENT_SECONDS,
-    PoolScheduler,
-    PromptMessages,
-)
-from skyward_core.worker.scheduler_messages import RUN_BATCH, Resumed
+from skyward_core.worker.scheduler import SILENCE_CHECK_SECONDS, SILENT_SECONDS, PoolScheduler, PromptMessages
 from tests.worker.fake_scheduler import FOR_EVER, TOPIC
 from tests.worker.following import Following
 

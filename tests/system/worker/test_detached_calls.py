@@ -12,11 +12,10 @@ import distributed
 import pytest
 
 import skyward_core as sky
-from skyward_core.worker.detached_calls import IS_NAMED, NAME, RESULT_TTL, RETRIES, RUN_ID, detached_key
-from skyward_core.worker.draining import NodeHolding
-from skyward_core.worker.scheduler_messages import RUN_BATCH
-from skyward_core.worker.topic import LineTopic
-from skyward_core.worker.wire import Output, Report
+from skyward_core.wire.messages import Output, Report
+from skyward_core.wire.protocol import IS_NAMED, NAME, RESULT_TTL, RETRIES, RUN_BATCH, RUN_ID, detached_key
+from skyward_core.worker.detached_calls import LineTopic
+from skyward_core.worker.scheduler import NodeHolding
 from tests.system.worker.test_calls import Head, note_and_wait, runs_noted, with_head
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import skyward_core as sky
-from skyward_core.providers import control_groups
+from skyward_core.providers import local as control_groups
 from skyward_core.providers.termination_shell import PROOFS
 from skyward_core.worker import keeper, watchdog
 from tests.waiting import wait_until
@@ -237,5 +237,5 @@ def test_an_abandoned_group_is_removed_by_the_next_launch() -> None:
     assert group is not None
     control_groups.remove_abandoned()
     assert group.path.exists()
-    control_groups.remove_abandoned(lambda: time.time() + control_groups.ABANDONED_SECONDS)
+    control_groups.remove_abandoned(lambda: time.time() + control_groups.ABANDONED_GROUP_SECONDS)
     assert not group.path.exists()

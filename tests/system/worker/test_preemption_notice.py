@@ -16,7 +16,8 @@ import pytest
 import skyward_core as sky
 from skyward_core.provisioning.bootstrap import Preparation
 from skyward_core.provisioning.nodes import Nodes
-from skyward_core.worker.preemption_notice import NOTICE_SECONDS, Kind, MetadataService, Notice, NoticePoller
+from skyward_core.wire.info import NOTICE_SECONDS, Kind, Notice
+from skyward_core.worker.preemption_notice import MetadataService, NoticePoller
 from tests.conftest import RecordedEvents
 from tests.providers.fake_metadata import FakeMetadata, instance_action, stamp
 from tests.waiting import wait_until

@@ -13,9 +13,9 @@ import pytest
 
 from skyward_core.errors import NodeLost
 from skyward_core.serialization import exceptions
-from skyward_core.worker.runner_factory import Forked, RunnerExit, RunnerFactory
+from skyward_core.wire.messages import Outcome, OutcomeKind, Parcel
+from skyward_core.worker.runner_process import Forked, RunnerExit, RunnerFactory
 from skyward_core.worker.slot import News, Slot
-from skyward_core.worker.wire import Outcome, OutcomeKind, Parcel
 from tests.system.worker.test_slot import Run, Runners, batch_of, runners, slot  # noqa: F401 - fixtures
 from tests.waiting import wait_until
 

@@ -9,10 +9,10 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.serialization import sources
-from skyward_core.worker import shared_values
-from skyward_core.worker.settings import memory_directory
-from skyward_core.worker.shared_values import value_of
-from skyward_core.worker.wire import Parcel
+from skyward_core.wire import shared_values
+from skyward_core.wire.messages import Parcel
+from skyward_core.wire.settings import memory_directory
+from skyward_core.wire.shared_values import value_of
 from tests.waiting import wait_until
 
 

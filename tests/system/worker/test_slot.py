@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
+from skyward_core.wire.messages import Batch, Call, Outcome, OutcomeKind, Output, Parcel
 from skyward_core.worker import slot as slots
-from skyward_core.worker.runner_factory import RunnerExit
+from skyward_core.worker.runner_process import RunnerExit
 from skyward_core.worker.slot import News, Slot
-from skyward_core.worker.wire import Batch, Call, Outcome, OutcomeKind, Output, Parcel
 from tests.waiting import wait_until
 
 RUNNER = """

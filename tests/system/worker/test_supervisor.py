@@ -24,14 +24,12 @@ import pytest
 from distributed import Client, Future, Security
 
 from skyward_core.engine.certificates import make_certificate
+from skyward_core.wire.messages import Batch, Call, Outcome, OutcomeKind, Output, Parcel, Report
+from skyward_core.wire.private_folders import NotPrivate
+from skyward_core.wire.protocol import POOL_TOPIC, RUN_BATCH, WorkerKept, release, repeat_reports
+from skyward_core.wire.settings import NodeOwner, NodeSettings, memory_directory, this_process, write_atomically
 from skyward_core.worker import supervisor
-from skyward_core.worker.calls import release, repeat_reports
-from skyward_core.worker.private_folders import NotPrivate
-from skyward_core.worker.retained_batches import WorkerKept
-from skyward_core.worker.scheduler_messages import POOL_TOPIC, RUN_BATCH
-from skyward_core.worker.settings import NodeOwner, NodeSettings, memory_directory, this_process, write_atomically
 from skyward_core.worker.watchdog import write_lease
-from skyward_core.worker.wire import Batch, Call, Outcome, OutcomeKind, Output, Parcel, Report
 from tests.conftest import members, processes_by_tag
 from tests.waiting import wait_until
 
@@ -45,9 +43,9 @@ from pathlib import Path
 node = sys.modules["skyward_core.worker.node"] = types.ModuleType("node")
 node.LEFT = 72
 from skyward_core.worker import supervisor
-from skyward_core.worker.runner_factory import RunnerFactory
+from skyward_core.worker.runner_process import RunnerFactory
 from skyward_core.worker.slot import Slot
-from skyward_core.worker.wire import Batch, Call, Parcel
+from skyward_core.wire.messages import Batch, Call, Parcel
 
 directory = Path(sys.argv[1])
 
@@ -448,7 +446,7 @@ def test_a_node_uses_no_folder_in_memory_that_another_user_may_have_made(
 
 GROUPS = """
 from skyward_core.worker import call_groups
-from skyward_core.worker.wire import Outcome
+from skyward_core.wire.messages import Outcome
 from tests.worker.fake_cgroup import FakeKernel
 
 kernel = FakeKernel(Path(sys.argv[1]) / "cgroup")

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import skyward_core as sky
-from skyward_core.providers import control_groups
+from skyward_core.providers import local as control_groups
 from skyward_core.transport import ssh_transport
-from skyward_core.worker.call_metrics import BURST
-from skyward_core.worker.environment_variable import RewrittenVariable
-from skyward_core.worker.info import ENV, to_env
-from skyward_core.worker.log_records import LogLines, split_records
+from skyward_core.wire.info import ENV, to_env
+from skyward_core.wire.log_records import LogLines, split_records
+from skyward_core.wire.messages import BURST
+from skyward_core.worker.runner import RewrittenVariable
 from tests.conftest import RecordedEvents
 from tests.unit.worker.test_call_groups import PLACES, hierarchy
 from tests.unit.worker.test_private_folders import made
@@ -301,7 +301,7 @@ def test_a_value_that_no_variable_can_hold_is_refused() -> None:
 
 def test_a_process_started_by_the_call_sees_the_same() -> None:
     """The place travels in the environment, so a child process has the rank and the accelerators of its parent."""
-    code = "from skyward_core.worker.info import *; i = instance_info(); print(i.rank, i.world_size, i.job_id, current_accelerator())"
+    code = "from skyward_core.wire.info import *; i = instance_info(); print(i.rank, i.world_size, i.job_id, current_accelerator())"
     env = {**os.environ, ENV: to_env(place(1, 2))}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["1", "2", "job-1", "H100"]
@@ -335,7 +335,7 @@ for name in ("readlink", "open", "stat", "access"):
     setattr(os, name, without_proc(getattr(os, name)))
 from pathlib import Path
 from skyward_core.paths import first_private
-from skyward_core.worker.private_folders import make_private
+from skyward_core.wire.private_folders import make_private
 print(first_private("nodes", [("A", lambda: Path(sys.argv[1]))], is_locked=True), make_private(Path(sys.argv[1], "b")))
 """
 

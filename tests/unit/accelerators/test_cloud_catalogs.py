@@ -14,8 +14,7 @@ from skyward_core.accelerators.catalog import CHIPS
 from skyward_core.errors import NoCapacity
 from skyward_core.machines.offers import Requirements
 from skyward_core.providers import aws_offers
-from skyward_core.providers.base import BUILT_IN, kind_of
-from skyward_core.providers.choice import advice, rank, rented_by
+from skyward_core.providers.base import BUILT_IN, advice, kind_of, rank, rented_by
 from skyward_core.providers.digitalocean import to_offers
 from skyward_core.providers.runpod import accelerator_of as chip_of_runpod
 from skyward_core.providers.vastai_market import GPU_NAMES

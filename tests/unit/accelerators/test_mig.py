@@ -9,10 +9,10 @@ import pytest
 import skyward_core as sky
 from skyward_core.accelerators.mig import CHANGED_BY_RESET, TABLES, profiles
 from skyward_core.image.mig_shell import partition_gpus
-from skyward_core.provisioning.alternatives import refuse
 from skyward_core.provisioning.bootstrap import node_script
+from skyward_core.provisioning.quote import refuse
 from skyward_core.provisioning.selection import warn
-from skyward_core.worker.settings import NodeSettings, with_partitions
+from skyward_core.wire.settings import NodeSettings, with_partitions
 from skyward_core.worker.supervisor import read_settings
 from tests.accelerators.first_node import settings_of_first_node
 from tests.offers import offer

@@ -14,8 +14,8 @@ import skyward_core as sky
 from skyward_core.accelerators.catalog import CHIPS, find
 from skyward_core.accelerators.neuron import slot_cores
 from skyward_core.machines.offers import Offer
-from skyward_core.worker.info import ENV, InstanceInfo, instance_info, to_env
-from skyward_core.worker.settings import NodeSettings
+from skyward_core.wire.info import ENV, InstanceInfo, instance_info, to_env
+from skyward_core.wire.settings import NodeSettings
 from tests.accelerators.first_node import settings_of_first_node
 from tests.offers import offer
 

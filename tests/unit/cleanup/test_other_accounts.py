@@ -14,8 +14,7 @@ from pydantic import PrivateAttr
 import skyward_core as sky
 from skyward_core.cleanup.policy import Action
 from skyward_core.cleanup.release import release
-from skyward_core.cleanup.survey import ProviderListing, owner_states
-from skyward_core.cleanup.sweep import sweep
+from skyward_core.cleanup.sweep import ProviderListing, owner_states, sweep
 from skyward_core.errors import CredentialsError
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.machines.owner import Owner, OwnerState

@@ -9,11 +9,11 @@ import pytest
 from pydantic import PrivateAttr
 
 from skyward_core import Instance
-from skyward_core.cleanup import settlement
-from skyward_core.cleanup.settlement import settle_here
+from skyward_core.cleanup import pool_record as settlement
+from skyward_core.cleanup.pool_record import settle_here
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Account, Bucket, CostBy, Period
-from skyward_core.machines.node_end import NodeEnd, node_end
+from skyward_core.machines.instances import NodeEnd, node_end
 from tests.cleanup.pools import DEAD, ELSEWHERE, HERE, START, FailingLedger, Time, World
 from tests.fakes import FakeProvider
 

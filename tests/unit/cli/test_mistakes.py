@@ -13,7 +13,7 @@ import pytest
 import skyward_core as sky
 from skyward_core import cli
 from skyward_core.cleanup.sweep import RENEWAL_SECONDS, sweep
-from skyward_core.cli.commands import ui as command
+from skyward_core.cli import live as command
 from skyward_core.errors import LedgerError
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Account, Attempt, Period

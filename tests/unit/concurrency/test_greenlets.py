@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 import skyward_core as sky
-from skyward_core.concurrency.greenlets import refuse_greenlets
+from skyward_core.concurrency.threads import refuse_greenlets
 
 
 def patched(*names: str) -> Any:

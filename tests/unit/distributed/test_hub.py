@@ -1,6 +1,6 @@
 """The hub's states: who is there, values from all to all, and which rank failed first."""
 
-from skyward_core.distributed.hub import SETTLE_SECONDS, Hub, HubState
+from skyward_core.distributed.member import SETTLE_SECONDS, Hub, HubState
 
 
 def formed(world: int) -> Hub:

@@ -8,9 +8,9 @@ import dagster  # noqa: F401 - its first import starts a process, and a unit tes
 import pytest
 
 import skyward_core as sky
-from skyward_core.doctor import diagnosis, this_machine
-from skyward_core.doctor.check import Check, CheckState
-from skyward_core.doctor.clouds import check_cloud
+from skyward_core import doctor as diagnosis
+from skyward_core import doctor as this_machine
+from skyward_core.doctor import Check, CheckState, check_cloud
 from skyward_core.errors import CredentialsError, ProviderFailed
 from tests.cleanup.pools import FolderProvider
 

@@ -16,9 +16,8 @@ from skyward_core.engine.certificates import make_certificate
 from skyward_core.engine.connection import WORKER_GONE, NotSent, SchedulerConnection, connect, reason_of
 from skyward_core.engine.dispatcher import ACKNOWLEDGED_TOGETHER, PING_SECONDS, PINGS, Dispatcher
 from skyward_core.engine.slot_use import LoadReports, SlotSeconds
-from skyward_core.worker.client_loads import load
-from skyward_core.worker.scheduler_messages import Resumed
-from skyward_core.worker.wire import Batch, Report
+from skyward_core.wire.messages import Batch, Report
+from skyward_core.wire.protocol import Resumed, load
 
 BATCH = Batch("topic", (), {})
 

@@ -13,9 +13,8 @@ from skyward_core.engine.dispatcher import Dispatcher
 from skyward_core.engine.state import DECIDED_SECONDS, batch_of
 from skyward_core.errors import NodeLost, PoolClosed
 from skyward_core.events.events import CallProgress, CallReported, CallRetrying, LogLine
-from skyward_core.worker.retained_batches import WorkerKept
-from skyward_core.worker.scheduler_messages import HELD, WorkerHeld, WorkerJoined, WorkerLeft
-from skyward_core.worker.wire import Call, Outcome, OutcomeKind, Output, Parcel, Report, ReportedMetrics
+from skyward_core.wire.messages import Call, Outcome, OutcomeKind, Output, Parcel, Report, ReportedMetrics
+from skyward_core.wire.protocol import HELD, WorkerHeld, WorkerJoined, WorkerKept, WorkerLeft
 from tests.engine.dispatcher_pool import ADDRESSES, SMALL, TOPIC, Entry, Item, Pool, entry, in_file, value
 from tests.engine.model import LARGE, machine_id, node_of
 

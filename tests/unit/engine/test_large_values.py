@@ -11,10 +11,10 @@ from skyward_core.engine import actions as do
 from skyward_core.engine.outbox import Entry, Shipment
 from skyward_core.engine.shipments import freest
 from skyward_core.engine.state import Members, Out, Phase
-from skyward_core.worker import wire
-from skyward_core.worker.retained_batches import WorkerKept
-from skyward_core.worker.shared_values import SharedValue
-from skyward_core.worker.wire import INLINE_BYTES, Batch, Call, Parcel
+from skyward_core.wire import messages as wire
+from skyward_core.wire.messages import INLINE_BYTES, Batch, Call, Parcel
+from skyward_core.wire.protocol import WorkerKept
+from skyward_core.wire.shared_values import SharedValue
 from tests.engine.dispatcher_pool import ADDRESSES, SMALL, TOPIC, Pool, entry, value
 from tests.engine.model import LARGE, machine_id, node_of
 

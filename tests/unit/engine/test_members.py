@@ -12,8 +12,8 @@ from skyward_core.engine import actions as do
 from skyward_core.engine.calls import KNOWN_SECONDS
 from skyward_core.engine.draining import BroadcastRanks, NodeDraining
 from skyward_core.engine.state import Members
-from skyward_core.worker.info import JOB_PLACE, InstanceInfo, of_call, to_env
-from skyward_core.worker.scheduler_messages import HELD, PoolRanks, WorkerHeld, WorkerJoined, WorkerLeft
+from skyward_core.wire.info import JOB_PLACE, InstanceInfo, of_call, to_env
+from skyward_core.wire.protocol import HELD, PoolRanks, WorkerHeld, WorkerJoined, WorkerLeft
 from tests.engine.dispatcher_pool import ADDRESSES, Pool, entry, value
 from tests.engine.model import LARGE, machine_id, node_of
 

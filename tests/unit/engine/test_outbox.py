@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyward_core.engine.outbox import BATCH_BYTES, BATCH_CALLS, LEAST_SECONDS, TARGET_SECONDS, Entry, Queue, Shipment
-from skyward_core.worker.wire import Call, Parcel
+from skyward_core.wire.messages import Call, Parcel
 
 FUNCTIONS = {name: Parcel(name.encode()) for name in ("f", "g", "h")}
 

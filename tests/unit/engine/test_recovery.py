@@ -26,7 +26,7 @@ from skyward_core.engine.membership import (
     RESTART_WORKERS_SECONDS,
 )
 from skyward_core.errors import NoCapacity, NodeLost
-from skyward_core.worker.preemption_notice import Kind, Notice
+from skyward_core.wire.info import Kind, Notice
 from tests.conftest import examples
 from tests.engine.recovery_world import NODES, Machine, World
 
@@ -541,7 +541,7 @@ def test_the_module_that_decides_has_no_thread_clock_or_machine() -> None:
     imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
     values = ("concurrency.backoff", "errors", "events.events", "machines.instances")
     standard = {"__future__", "collections", "collections.abc", "dataclasses", "typing"}
-    assert imported <= standard | {f"skyward_core.{name}" for name in (*values, "worker.preemption_notice")}
+    assert imported <= standard | {f"skyward_core.{name}" for name in (*values, "wire.info")}
 
 
 # ── any order of events ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -22,7 +22,7 @@ from skyward_core.engine.futures import (
     value_of,
 )
 from skyward_core.errors import NodeLost, PoolClosed, SkywardError, Stored
-from skyward_core.worker.wire import Outcome, OutcomeKind, Parcel
+from skyward_core.wire.messages import Outcome, OutcomeKind, Parcel
 from tests.conftest import RecordedEvents
 
 # ── results ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -7,7 +7,7 @@ import pytest
 import skyward_core as sky
 from skyward_core.engine.slot_use import SlotHolder, SlotWaits, holder_of
 from skyward_core.events.narrator import Narrator
-from skyward_core.worker.detached_calls import detached_key
+from skyward_core.wire.protocol import detached_key
 
 
 def asked_at(waits: SlotWaits, seconds: range, *, ended_at: float = 0.0, own_seconds: float = 0.0) -> list[int]:

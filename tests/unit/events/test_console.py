@@ -11,7 +11,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.events.console import display
-from skyward_core.events.head_output import hide_other_nodes
+from skyward_core.events.events import hide_other_nodes
 from skyward_core.events.narrator import Narrator, digits
 
 OPENING: list[sky.SkywardEvent] = [

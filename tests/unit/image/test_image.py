@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 import skyward_core as sky
 from skyward_core.errors import BadRequest
-from skyward_core.image import uv_wheels
+from skyward_core.image import shell as uv_wheels
 from skyward_core.image.image import Image, runtime_pins
 from skyward_core.provisioning.bootstrap import node_script
 from skyward_core.transport import code_upload

@@ -45,7 +45,7 @@ from airflow_provider_skyward.operators import SkywardOperator
 from airflow_provider_skyward.pool_keywords import as_plain_data
 from airflow_provider_skyward.progress import Progress
 from airflow_provider_skyward.task_attempt import Killed, idle_machines
-from skyward_core.concurrency import afterwards
+from skyward_core.concurrency import threads as afterwards
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "integrations/airflow_provider_skyward"

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 import skyward_core as sky
-from skyward_core.integrations import arrays as client_side
-from skyward_core.integrations.arrays import SHARED_BYTES, TaskPacker
-from skyward_core.integrations.tasks import MOST_PROCESSORS, THREAD_VARIABLES, Share, run_tasks
+from skyward_core.sklearn import tasks as client_side
+from skyward_core.sklearn.tasks import MOST_PROCESSORS, SHARED_BYTES, THREAD_VARIABLES, Share, TaskPacker, run_tasks
 
 LARGE = np.arange(SHARED_BYTES // 8, dtype=np.float64)
 MANY_SLOTS = Share(slots=10_000)

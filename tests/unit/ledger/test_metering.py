@@ -13,8 +13,8 @@ from skyward_core import CostFinal
 from skyward_core.ledger.metering import PHASES, Meter, metered_of
 from skyward_core.ledger.rows import Bucket, Intent, Price, ResourceKind
 from skyward_core.machines.offers import by_month
-from skyward_core.worker.streams import ReportedOutcomes
-from skyward_core.worker.wire import Outcome, OutcomeKind
+from skyward_core.wire.messages import Outcome, OutcomeKind
+from skyward_core.wire.streams import ReportedOutcomes
 from tests.ledger.fixtures import NOON, MeterClock, machine
 
 NOTHING = dict.fromkeys(Bucket, 0.0)

@@ -12,15 +12,12 @@ import pytest
 
 import skyward_core as sky
 from skyward_core import cli
-from skyward_core.cli.views import live_calls as view
+from skyward_core.cli import calls as view
 from skyward_core.errors import Unreachable
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.live import metrics
-from skyward_core.live.calls import call_list, calls_of
-from skyward_core.live.copying import read_place
-from skyward_core.live.login import command_on, login_command
-from skyward_core.live.metrics import PoolUses
-from skyward_core.live.pool_nodes import PoolNodes
+from skyward_core.live import observer as metrics
+from skyward_core.live.observer import PoolUses, call_list, calls_of
+from skyward_core.live.pool_nodes import PoolNodes, command_on, login_command, read_place
 from skyward_core.machines.instances import Endpoint, Instance, InstanceState
 from skyward_core.machines.owner import Owner
 
@@ -266,9 +263,9 @@ def test_nodes_of_an_earlier_release_list_no_calls() -> None:
 
 def test_the_table_of_calls_has_their_clients_and_slots() -> None:
     found = call_list(answer())
-    heads, rows = view.table(found, limit=2)
+    heads, rows = view.live_table(found, limit=2)
     assert dict(zip(heads, rows[0], strict=True))[">SLOT"] == "1/0"
     assert rows[1] == ["a-runs", "train", "running", "30 s", "0", "0", "ada@laptop", "4711", "cron:7"]
     assert view.more(found, limit=2) == "and 5005 more calls; --limit shows more"
     assert view.more(replace(found, more_waiting=0), limit=100) == ""
-    assert view.stacks(found, limit=100) == "stacks of a-runs (train), process 100 on node 0\n  in train"
+    assert view.stacks_text(found, limit=100) == "stacks of a-runs (train), process 100 on node 0\n  in train"

@@ -22,7 +22,7 @@ from skyward_core.machines.offers import (
     matches,
     total_of,
 )
-from skyward_core.providers.choice import MOST_REASONS, rank, select_instance, why_none
+from skyward_core.providers.base import MOST_REASONS, rank, select_instance, why_none
 from skyward_core.provisioning.candidates import ProviderOffers, candidates
 from tests.offers import offer
 

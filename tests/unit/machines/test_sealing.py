@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import skyward_core as sky
-from skyward_core.machines import sealing
-from skyward_core.machines.sealing import KeyRing
+from skyward_core.machines import signing as sealing
+from skyward_core.machines.signing import KeyRing
 
 CONTENT = b"a key."
 """34 bytes when sealed, so that base64 has unused bits at its end."""

@@ -4,7 +4,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.engine.futures import CallFuture
-from skyward_core.pool.executor import PoolExecutor
+from skyward_core.pool.calls import PoolExecutor
 
 
 def square(x: int) -> int:

@@ -8,8 +8,8 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.engine.futures import CallFuture
-from skyward_core.pool import groups
-from skyward_core.pool.groups import group_results
+from skyward_core.pool import calls as groups
+from skyward_core.pool.calls import group_results
 
 
 @sky.compute

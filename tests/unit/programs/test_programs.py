@@ -13,10 +13,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core import cli
-from skyward_core.programs.interruption import Interrupted, interruptible
-from skyward_core.programs.output import ProgramOutput
-from skyward_core.programs.run import spec_of
-from skyward_core.programs.target import read_target
+from skyward_core.programs.run import Interrupted, ProgramOutput, interruptible, read_target, spec_of
 
 
 @pytest.fixture(autouse=True)

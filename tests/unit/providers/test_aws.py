@@ -35,7 +35,7 @@ from skyward_core.machines.instances import InstanceState
 from skyward_core.machines.offers import Requirements, matches
 from skyward_core.providers import aws, aws_account, aws_launch, aws_offers
 from skyward_core.providers.base import LAUNCH_TAG, RANK_TAG, Sale, load
-from skyward_core.providers.ssh_keys import host_key, our_key
+from skyward_core.providers.userdata import host_key, our_key
 from tests.providers.aws import KEY_ID, OFFER, SECRET, SPOT, T4, cloud, make_aws, of_type  # noqa: F401 - a fixture
 from tests.providers.contract import POOL, STARTUP, Cloud, Make, ProviderContract, tags
 from tests.providers.fake_aws import ACCOUNT, IMAGES, OUR_ADDRESS, FakeAWS, every_type

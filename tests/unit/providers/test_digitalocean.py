@@ -46,8 +46,8 @@ from skyward_core.providers.digitalocean import (
     to_offers,
     to_tags,
 )
-from skyward_core.providers.ssh_keys import host_key, our_key
 from skyward_core.providers.tagging import launch_word
+from skyward_core.providers.userdata import host_key, our_key
 from skyward_core.provisioning.candidates import ask, candidates
 from tests.providers.contract import POOL, STARTUP, Make, RestContract, cheapest, tags
 from tests.providers.fake_digitalocean import (

@@ -13,9 +13,9 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.machines.owner import Owner
-from skyward_core.providers import node_folders
-from skyward_core.providers.node_folders import make_folders
-from skyward_core.worker import settings
+from skyward_core.providers import local as node_folders
+from skyward_core.providers.local import make_folders
+from skyward_core.wire import settings
 from skyward_core.worker.watchdog import uptime
 
 HERE = Owner.here()

@@ -20,7 +20,7 @@ import skyward_core as sky
 from skyward_core.errors import SkywardError
 from skyward_core.machines.offers import Offer, Requirements
 from skyward_core.providers.aws import AWS
-from skyward_core.providers.choice import rank
+from skyward_core.providers.base import rank
 from skyward_core.providers.digitalocean import DigitalOcean
 from skyward_core.providers.runpod import RunPod
 from skyward_core.providers.vastai import VastAI

@@ -16,7 +16,8 @@ from skyward_core.concurrency.threads import MOST_THREADS
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed
 from skyward_core.machines.instances import InstanceState
 from skyward_core.machines.offers import Offer, Requirements, matches, total_of
-from skyward_core.providers import ssh_keys, userdata
+from skyward_core.providers import userdata
+from skyward_core.providers import userdata as ssh_keys
 from skyward_core.providers.base import LAUNCH_TAG, RANK_TAG, load
 from skyward_core.providers.runpod import STATES, RunPod
 from skyward_core.provisioning.candidates import ask, candidates

@@ -16,7 +16,8 @@ import skyward_core as sky
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, RateLimited
 from skyward_core.machines.instances import InstanceState
 from skyward_core.machines.offers import Offer, Requirements
-from skyward_core.providers import ssh_keys, vastai
+from skyward_core.providers import userdata as ssh_keys
+from skyward_core.providers import vastai
 from skyward_core.providers.base import LAUNCH_TAG, load
 from skyward_core.providers.tagging import MORE_TAGS
 from skyward_core.providers.vastai import MAIN, UNPACKED, VastAI, environment_of, joined

@@ -13,8 +13,7 @@ import skyward_core as sky
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed
 from skyward_core.machines.instances import InstanceState
 from skyward_core.machines.offers import Offer, Requirements, matches
-from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, load
-from skyward_core.providers.choice import rank
+from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, load, rank
 from skyward_core.providers.tagging import launch_word
 from skyward_core.providers.verda import Verda
 from skyward_core.provisioning.candidates import ask, candidates

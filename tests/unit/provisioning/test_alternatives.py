@@ -15,9 +15,9 @@ from skyward_core import Offer
 from skyward_core.concurrency import threads
 from skyward_core.errors import BadRequest, CredentialsError, NoCapacity, SkywardError
 from skyward_core.machines.signing import signed, verify
-from skyward_core.provisioning.alternatives import questions, rank_all
 from skyward_core.provisioning.candidates import ProviderOffers
 from skyward_core.provisioning.lifecycle import PoolMachines
+from skyward_core.provisioning.quote import questions, rank_all
 from skyward_core.session.named_use import terms_of
 from tests.offers import offer
 from tests.providers.in_process import NoThread

@@ -23,7 +23,7 @@ from skyward_core.errors import (
 )
 from skyward_core.ledger.rows import Attempt
 from skyward_core.machines.offers import Extra, Offer, Requirements, matches
-from skyward_core.providers.choice import rank, select_instance
+from skyward_core.providers.base import rank, select_instance
 from skyward_core.provisioning import candidates as placing
 from skyward_core.provisioning.candidates import (
     ProviderOffers,

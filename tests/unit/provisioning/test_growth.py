@@ -13,7 +13,7 @@ from skyward_core import Instance, Offer
 from skyward_core.errors import NoCapacity, SkywardError
 from skyward_core.ledger.metering import Meter
 from skyward_core.machines import spot
-from skyward_core.provisioning import growth
+from skyward_core.provisioning import candidates as growth
 from skyward_core.provisioning import selection as selection_module
 from tests.fakes import FakeProvider
 from tests.offers import offer

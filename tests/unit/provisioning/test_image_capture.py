@@ -20,8 +20,15 @@ from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.metering import Meter
 from skyward_core.machines.instances import Instance
 from skyward_core.providers.base import IMAGE_TAG, STARTED_FROM_TAG
-from skyward_core.provisioning.bootstrap import IMAGE_ENV, KEEP_PHASE, REST, Preparation, node_script_in_two
-from skyward_core.provisioning.image_capture import is_to_be_kept, start_and_keep
+from skyward_core.provisioning.bootstrap import (
+    IMAGE_ENV,
+    KEEP_PHASE,
+    REST,
+    Preparation,
+    is_to_be_kept,
+    node_script_in_two,
+    start_and_keep,
+)
 from skyward_core.spec import PoolSpec
 from tests.fakes import FakeProvider
 from tests.offers import offer

@@ -24,8 +24,7 @@ from skyward_core.ledger.metering import Meter
 from skyward_core.ledger.names_policy import NotSteward
 from skyward_core.providers.base import EXPIRES_TAG
 from skyward_core.provisioning import rental as rental_module
-from skyward_core.provisioning.bootstrap import Preparation
-from skyward_core.provisioning.guard import guard_script
+from skyward_core.provisioning.bootstrap import Preparation, guard_script
 from skyward_core.provisioning.lifecycle import PoolMachines
 from skyward_core.provisioning.rental import GUARD_GRACE_SECONDS, Rental
 from skyward_core.worker.watchdog import read_paid, uptime

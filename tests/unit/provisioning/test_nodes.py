@@ -9,8 +9,8 @@ import pytest
 import skyward_core as sky
 from skyward_core.errors import BadRequest, BootstrapFailed, NodeLost, SkywardError, Unreachable
 from skyward_core.machines.instances import Instance, InstanceState
-from skyward_core.provisioning.head_restart import HeadRestart
 from skyward_core.provisioning.nodes import Nodes
+from skyward_core.provisioning.replacement import HeadRestart
 
 
 class Node:

@@ -15,7 +15,7 @@ from skyward_core.errors import BootstrapFailed, NodeLost, PoolClosed, Unreachab
 from skyward_core.provisioning import replacement
 from skyward_core.provisioning.bootstrap import LAST_PHASE
 from skyward_core.provisioning.replacement import RETIRED, Replacement
-from skyward_core.worker.settings import NodeSettings
+from skyward_core.wire.settings import NodeSettings
 
 SETTINGS = NodeSettings(
     pool_id="sky-test",

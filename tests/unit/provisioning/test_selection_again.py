@@ -16,7 +16,7 @@ from skyward_core.machines.offers import Offer
 from skyward_core.provisioning import selection as selection_module
 from skyward_core.provisioning.candidates import ProviderOffers
 from skyward_core.provisioning.selection import Selection
-from skyward_core.provisioning.termination import Termination
+from skyward_core.provisioning.teardown import Termination
 from tests.conftest import RecordedEvents
 from tests.offers import offer
 

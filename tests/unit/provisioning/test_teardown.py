@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from skyward_core import Instance, InstancesLeft, InstanceState
 from skyward_core.providers.base import Provider
-from skyward_core.provisioning.teardown import DEADLINE_SECONDS, tear_down
-from skyward_core.provisioning.termination import report_gone
+from skyward_core.provisioning.teardown import DEADLINE_SECONDS, report_gone, tear_down
 from tests.conftest import examples
 
 POOL = "sky-1"

@@ -18,7 +18,7 @@ from tblib import pickling_support  # type: ignore[import-untyped]
 
 import skyward_core as sky
 from skyward_core.serialization import exceptions
-from skyward_core.serialization.exception_notes import note_for
+from skyward_core.serialization.exceptions import note_for
 
 
 class OwnInit(Exception):

@@ -13,8 +13,8 @@ from skyward_core.ledger.rows import SlotUse
 from skyward_core.machines.owner import Owner
 from skyward_core.session import detached_call
 from skyward_core.session.detached_call import CallLedger, state_of
+from skyward_core.wire.messages import OutcomeKind
 from skyward_core.work import NO_WORK
-from skyward_core.worker.wire import OutcomeKind
 
 
 def record(state: str, *attempts: tuple[float, float | None], **fields: Any) -> dict[str, Any]:

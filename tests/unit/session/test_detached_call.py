@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import skyward_core as sky
 from skyward_core.session.detached_call import DetachedCall
-from skyward_core.worker.topic import LineTopic
-from skyward_core.worker.wire import Output, Report
+from skyward_core.wire.messages import Output, Report
+from skyward_core.worker.detached_calls import LineTopic
 from tests.pool.local import double
 
 

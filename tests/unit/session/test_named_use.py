@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from skyward_core.concurrency.periodic import PeriodicThread
+from skyward_core.concurrency.threads import PeriodicThread
 from skyward_core.errors import LedgerError
 from skyward_core.ledger.names_policy import Join, NameState, NotSteward, Rent, Usage
 from skyward_core.machines.owner import Owner
@@ -21,8 +21,8 @@ from skyward_core.session import named_use
 from skyward_core.session.named_use import NamedUse
 from skyward_core.session.steward_guard import RENEW_SECONDS, Gap, LedgerContact
 from skyward_core.spec import PoolSpec
+from skyward_core.wire.protocol import ENDING_SECONDS
 from skyward_core.work import NO_WORK
-from skyward_core.worker.scheduler_messages import ENDING_SECONDS
 
 LEASE_SECONDS = 3600.0
 

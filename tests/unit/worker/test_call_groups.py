@@ -10,11 +10,11 @@ import pytest
 import skyward_core as sky
 from skyward_core.cleanup import reaper_process
 from skyward_core.engine.futures import value_of
-from skyward_core.providers import control_groups
+from skyward_core.providers import local as control_groups
+from skyward_core.wire.messages import Outcome, OutcomeKind
 from skyward_core.worker import call_groups
 from skyward_core.worker.call_groups import CallGroups, MemoryAllowance
 from skyward_core.worker.slot import BY_KERNEL
-from skyward_core.worker.wire import Outcome, OutcomeKind
 from tests.worker.fake_cgroup import FakeKernel
 
 NODE_GROUP = "skyward.local-1.sky-1.0"

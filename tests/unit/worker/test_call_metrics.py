@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 import skyward_core as sky
-from skyward_core.worker.call_metrics import BURST, CallMetrics, Reporter
-from skyward_core.worker.log_records import LogLines, split_records
-from skyward_core.worker.runner_output import LAST_LINES, Stream
+from skyward_core.wire.log_records import LogLines, split_records
+from skyward_core.wire.messages import BURST, CallMetrics, Reporter
+from skyward_core.worker.runner_process import LAST_LINES, Stream
 
 MARK = b"\x1e0123456789abcdef\x1e"
 

@@ -61,12 +61,10 @@ USERS = [
     "engine/owner.py",
     "engine/cluster.py",
     "worker/calls.py",
-    "worker/draining.py",
+    "worker/scheduler.py",
     "worker/node.py",
-    "worker/pool_scheduler.py",
     "worker/pool_worker.py",
-    "worker/secret_values.py",
-    "worker/streams.py",
+    "wire/streams.py",
 ]
 
 

@@ -9,8 +9,7 @@ import pynvml
 import pytest
 
 import skyward_core as sky
-from skyward_core.worker.gpus import gpus_here, open_handles
-from skyward_core.worker.metrics import _gpu_values
+from skyward_core.worker.metrics import _gpu_values, gpus_here, open_handles
 
 UUIDS = ["GPU-8f12aa", "GPU-8f34bb", "GPU-c0ffee"]
 PARTITION = "MIG-aaaa"

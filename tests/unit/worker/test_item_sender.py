@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from skyward_core.errors import NotPicklable
-from skyward_core.worker.item_sender import ItemSender, is_generator, items_of
-from skyward_core.worker.wire import Call, Credit, Item, Parcel
+from skyward_core.wire.messages import Call, Credit, Item, Parcel
+from skyward_core.worker.runner import ItemSender, is_generator, items_of
 
 AHEAD = 2
 

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from skyward_core.events.levels_for_nodes import levels_for_nodes
-from skyward_core.worker.log_records import LevelsOfCalls
+from skyward_core.events.console import levels_for_nodes
+from skyward_core.wire.log_records import LevelsOfCalls
 
 
 @contextmanager

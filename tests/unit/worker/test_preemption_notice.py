@@ -11,8 +11,9 @@ import skyward_core as sky
 from skyward_core.events.narrator import Narrator
 from skyward_core.machines.instances import Instance
 from skyward_core.provisioning.bootstrap import Preparation
-from skyward_core.worker.preemption_notice import FILE_ENV, MARK, NOTICE_FILE, Kind, Notice, note
-from skyward_core.worker.settings import NodeSettings, with_partitions
+from skyward_core.wire.info import Kind, Notice
+from skyward_core.wire.settings import NodeSettings, with_partitions
+from skyward_core.worker.preemption_notice import FILE_ENV, MARK, NOTICE_FILE, note
 
 INTERRUPTED = Notice(Kind.INTERRUPTION, "terminate", 1e9, 120.0)
 

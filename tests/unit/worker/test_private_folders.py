@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from skyward_core.paths import first_private
-from skyward_core.worker import private_folders
-from skyward_core.worker.private_folders import NotPrivate, check_private, is_private, make_private
+from skyward_core.wire import private_folders
+from skyward_core.wire.private_folders import NotPrivate, check_private, is_private, make_private
 
 STRANGER = 61_001
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give folders to others")

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from skyward_core.worker.log_records import LogLines, split_records
-from skyward_core.worker.runner_output import SECONDS_BETWEEN_STATES, Stream
+from skyward_core.wire.log_records import LogLines, split_records
+from skyward_core.worker.runner_process import SECONDS_BETWEEN_STATES, Stream
 
 MARK = b"\x1e0123456789abcdef\x1e"
 RECORD = b'\x1e0123456789abcdef:30 "careful"\n'

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyward_core.worker.retained_batches import RetainedBatches, WorkerKept
-from skyward_core.worker.wire import Item, Outcome, OutcomeKind, Output, Parcel, Report
+from skyward_core.wire.messages import Item, Outcome, OutcomeKind, Output, Parcel, Report
+from skyward_core.wire.protocol import WorkerKept
+from skyward_core.worker.retained_batches import RetainedBatches
 
 
 class Wire:

@@ -11,13 +11,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyward_core.worker.call_lists import ANSWERS_CALLS, CALLS_ANSWER, CALLS_QUESTION, INTRODUCE, CallLists
-from skyward_core.worker.calls import CallMemory, leave, resume
-from skyward_core.worker.client_loads import load, stay
-from skyward_core.worker.detached_calls import BUSY_TIMES, detached_key
-from skyward_core.worker.pool_scheduler import SILENCE_CHECK_SECONDS, SilentWorkers
-from skyward_core.worker.scheduler_messages import END_CLIENT, LIST_CALLS, POOL_TOPIC, PoolRanks, Resumed
-from skyward_core.worker.topic import Topic
+from skyward_core.wire.protocol import (
+    ANSWERS_CALLS,
+    BUSY_TIMES,
+    CALLS_ANSWER,
+    CALLS_QUESTION,
+    END_CLIENT,
+    INTRODUCE,
+    LIST_CALLS,
+    POOL_TOPIC,
+    PoolRanks,
+    Resumed,
+    detached_key,
+    leave,
+    load,
+    resume,
+    stay,
+)
+from skyward_core.worker.calls import CallMemory
+from skyward_core.worker.detached_calls import Topic
+from skyward_core.worker.scheduler import SILENCE_CHECK_SECONDS, CallLists, SilentWorkers
 from skyward_core.worker.topic_seconds import MOST_TOPICS, RECENT_SECONDS, TopicSeconds, added_up, by_use, key_of
 from tests.conftest import examples
 from tests.worker.fake_scheduler import FOR_EVER, TOPIC, FakeScheduler, Wire

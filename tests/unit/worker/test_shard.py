@@ -9,8 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyward_core.errors import BadRequest
-from skyward_core.worker.info import ENV, InstanceInfo, current_accelerator, instance_info, to_env
-from skyward_core.worker.shard import _permutation_in_python, shard
+from skyward_core.wire.info import (
+    ENV,
+    InstanceInfo,
+    _permutation_in_python,
+    current_accelerator,
+    instance_info,
+    shard,
+    to_env,
+)
 
 
 def place(rank: int, world: int, job_id: str = "job-1") -> InstanceInfo:

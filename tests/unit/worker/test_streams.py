@@ -11,10 +11,9 @@ import pytest
 from distributed.batched import BatchedSend
 from distributed.protocol.pickle import dumps
 
-from skyward_core.worker import streams
-from skyward_core.worker.calls import cancel
-from skyward_core.worker.scheduler_messages import RUN_BATCH
-from skyward_core.worker.streams import ReportedOutcomes, send_at_once
+from skyward_core.wire import streams
+from skyward_core.wire.protocol import RUN_BATCH, cancel
+from skyward_core.wire.streams import ReportedOutcomes, send_at_once
 from tests.worker.fake_scheduler import TOPIC
 from tests.worker.following import Following
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyward_core.worker.settings import NodeOwner, NodeSettings, this_process
+from skyward_core.wire.settings import NodeOwner, NodeSettings, this_process
 from skyward_core.worker.supervisor import CrashHistory
 from skyward_core.worker.watchdog import (
     LEAVING,

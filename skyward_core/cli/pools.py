@@ -1,0 +1,328 @@
+"""`skyward ps`, `stop`, `why` and `warm`: the pools of the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from skyward_core.cli import values
+from skyward_core.cli.options import (
+    SHOWN_ROWS,
+    AsJson,
+    PoolId,
+    complete_pools,
+    id_of,
+    open_ledger,
+    open_settled_ledger,
+    provider_from,
+)
+from skyward_core.cli.printing import duration, first_of, iso, money, number_of, print_json, print_table, print_warnings
+from skyward_core.errors import ZERO_USD, BadRequest
+
+if TYPE_CHECKING:
+    from skyward_core.ledger.ledger import Ledger
+    from skyward_core.ledger.names_policy import Activity, NamedPool
+    from skyward_core.ledger.rows import Attempt, PoolEntry, PoolRow, UnreadableRow
+
+
+def ps(
+    context: typer.Context,
+    *,
+    as_json: AsJson = False,
+    include_ended: Annotated[bool, typer.Option("--all", help="also pools that have ended")] = False,
+    limit: Annotated[
+        int, typer.Option(parser=values.count, metavar="N", help="at most this many, the newest")
+    ] = SHOWN_ROWS,
+) -> int:
+    """Show the pools, and what each has cost so far."""
+    unreadable: list[UnreadableRow] = []
+    with open_settled_ledger(context) as ledger:
+        rows = ledger.pool_rows(include_ended=include_ended, limit=limit, unreadable=unreadable)
+        pools = pools_of(ledger, rows, unreadable)
+    if as_json:
+        print_json(pools)
+    elif not pools:
+        print("no pools" if include_ended else "no open pools; `skyward ps --all` shows those that have ended")
+    else:
+        print_table(*_pools_table(pools, {row.entry.id: str(row.entry.work) for row in rows}))
+        if len(pools) == limit:
+            print(f"the newest {limit}; --limit shows more")
+    return print_warnings([*unreadable, *faults(rows)])
+
+
+def stop(
+    context: typer.Context,
+    pool: PoolId,
+    *,
+    provider: Annotated[
+        str | None,
+        typer.Option(parser=values.printable, metavar="NAME", help="whose machines, if the ledger does not know"),
+    ] = None,
+) -> int:
+    """End a pool, live or not, by its id or its name."""
+    from skyward_core.cleanup.release import release
+
+    with open_ledger(context) as ledger:
+        pool_id = id_of(ledger, pool)
+        credentials = None if provider is None else provider_from(provider)
+        is_known = _is_known(ledger, pool_id)
+        ended = release(pool_id, ledger=ledger, credentials=credentials, why="it was stopped with `skyward stop`")
+    print(_stopped(pool_id, ended, is_known=is_known, provider=None if credentials is None else credentials.name))
+    return 0
+
+
+def _is_known(ledger: Ledger, pool_id: str) -> bool:
+    from skyward_core.ledger.rows import UnreadableRow
+
+    try:
+        return ledger.pool(pool_id) is not None
+    except UnreadableRow:
+        return True
+
+
+def why(context: typer.Context, pool: PoolId, *, as_json: AsJson = False) -> int:
+    """Show why a pool has its machines where it has them, or none: each attempt to rent them, and its error."""
+    unreadable: list[UnreadableRow] = []
+    with open_ledger(context) as ledger:
+        entry = ledger.pool(id_of(ledger, pool))
+        if entry is None:
+            raise BadRequest(f"the ledger has no pool {pool!r}: look with `skyward ps --all`")
+        attempts = ledger.attempts(pool_id=entry.id, unreadable=unreadable)
+    if as_json:
+        print_json([attempt_json(attempt) for attempt in attempts])
+    elif attempts:
+        print_table(*_attempts_table(attempts))
+        for note in _notes(entry, attempts):
+            print(note)
+    else:
+        print(_none_known(entry))
+    return print_warnings(unreadable)
+
+
+def warm(
+    context: typer.Context,
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", parser=values.name, autocompletion=complete_pools, help="of a pool")
+    ],
+    *,
+    seconds: Annotated[
+        float,
+        typer.Option("--for", parser=values.duration, metavar="TIME", help="such as 90s, 30m, 2h or 1d"),
+    ],
+    as_json: AsJson = False,
+) -> int:
+    """Keep a pool with a name warm, now or when the last process has left it."""
+    from skyward_core.session.warm_pools import keep_warm
+
+    with open_ledger(context) as ledger:
+        row = keep_warm(ledger, name, seconds)
+    if as_json:
+        print_json(_warm_json(row))
+    else:
+        print(_warm_text(row))
+    return 0
+
+
+def pools_of(ledger: Ledger, rows: Sequence[PoolRow], unreadable: list[UnreadableRow]) -> list[dict[str, Any]]:
+    """Return pools as in `skyward ps --json`."""
+    rates = _rates(ledger, unreadable)
+    names = {named.pool_id: named for named in ledger.names.all_named(unreadable=unreadable)}
+    uses = ledger.names.activity(names, unreadable=unreadable) if names else {}
+    now = datetime.now(UTC)
+    return [
+        _pool_json(row, rates.get(row.entry.id, ZERO_USD), now, names.get(row.entry.id), uses.get(row.entry.id))
+        for row in rows
+    ]
+
+
+def _rates(ledger: Ledger, unreadable: list[UnreadableRow]) -> dict[str, Decimal]:
+    """Return USD per hour of what each pool has rented now, by pool id."""
+    rates: dict[str, Decimal] = {}
+    for intent in ledger.open_intents(unreadable=unreadable):
+        if intent.cloud_id is not None:
+            rates[intent.pool_id] = rates.get(intent.pool_id, ZERO_USD) + intent.price.per_hour
+    return rates
+
+
+def _pool_json(
+    row: PoolRow,
+    usd_per_hour: Decimal,
+    now: datetime,
+    named: NamedPool | None = None,
+    use: Activity | None = None,
+) -> dict[str, Any]:
+    """Return a pool as in `skyward ps --json`. `use` is there for a pool with a name."""
+    entry = row.entry
+    idle_since = None if use is None or entry.ended_at is not None else use.idle_since
+    return {
+        "pool": entry.id,
+        "name": None if named is None else named.name,
+        "users": None if use is None else use.users,
+        "calls": None if use is None else use.calls,
+        "idle_since": None if idle_since is None else iso(idle_since),
+        "idle_seconds": None if idle_since is None else round(max(0.0, (now - idle_since).total_seconds()), 3),
+        "warm_until": None if named is None or named.warm_until is None or entry.ended_at else iso(named.warm_until),
+        "state": _pool_state(entry, now),
+        "owner": entry.owner.name,
+        "work": entry.work.labels(),
+        "provider": str(entry.provider.get("name", "?")),
+        "account": entry.account,
+        "created_at": iso(entry.created_at),
+        "lease_expires_at": iso(entry.lease_expires_at),
+        "ended_at": None if entry.ended_at is None else iso(entry.ended_at),
+        "open_resources": row.open_resources,
+        "resources": row.resources,
+        "age_seconds": round(((entry.ended_at or now) - entry.created_at).total_seconds(), 3),
+        "lease_seconds": round((entry.lease_expires_at - now).total_seconds(), 3),
+        "usd_per_hour": float(usd_per_hour),
+        "cost_usd": float(row.cost_usd),
+        "saved_usd": float(row.on_demand_usd - row.cost_usd),
+    }
+
+
+def _pool_state(entry: PoolEntry, now: datetime) -> str:
+    if entry.ended_at is not None:
+        return "ended"
+    if why := entry.why_dead(now, entry.owner.state()):
+        return f"dead: {why}"
+    return "live, by its lease" if entry.lives_by_lease else "live"
+
+
+def _pools_table(pools: Sequence[Mapping[str, Any]], works: Mapping[str, str]) -> tuple[list[str], list[list[str]]]:
+    """Return heads and rows. NAME, USERS, CALLS and IDLE are there only if a pool has a name, WORK only if one has
+    work.
+    """
+    heads = ["POOL", "STATE", "OWNER", "PROVIDER", ">OPEN", ">AGE", ">LEASE", ">USD/H", ">COST USD"]
+    rows = [_pool_row(one) for one in pools]
+    if any(one["name"] for one in pools):
+        heads += ["NAME", ">USERS", ">CALLS", ">IDLE"]
+        rows = [[*row, *_name_columns(one)] for row, one in zip(rows, pools, strict=True)]
+    if any(works.values()):
+        return [*heads, "WORK"], [[*row, works[row[0]]] for row in rows]
+    return heads, rows
+
+
+def _name_columns(pool: Mapping[str, Any]) -> list[str]:
+    if not pool["name"]:
+        return ["", "", "", ""]
+    warm_until: str | None = pool["warm_until"]
+    idle_seconds: float | None = pool["idle_seconds"]
+    is_warm = warm_until is not None and not pool["users"]
+    users = f"warm until {warm_until[11:16]}" if is_warm and warm_until else str(pool["users"])
+    return [pool["name"], users, str(pool["calls"]), "" if idle_seconds is None else duration(idle_seconds)]
+
+
+def _pool_row(pool: Mapping[str, Any]) -> list[str]:
+    return [
+        pool["pool"],
+        pool["state"],
+        pool["owner"],
+        pool["provider"],
+        f"{pool['open_resources']}/{pool['resources']}",
+        duration(pool["age_seconds"]),
+        "" if pool["state"] == "ended" else duration(pool["lease_seconds"]),
+        _rate(pool["usd_per_hour"]),
+        money(pool["cost_usd"]),
+    ]
+
+
+def _rate(usd_per_hour: float) -> str:
+    """Return a price to the cent; one below a dollar as exactly as any sum."""
+    return f"{usd_per_hour:.2f}" if usd_per_hour >= 1 else money(usd_per_hour) if usd_per_hour else ""
+
+
+def faults(rows: Sequence[PoolRow]) -> list[str]:
+    """Return what is wrong with pools that could be read in part."""
+    return [f"pool {row.entry.id!r}: {row.entry.trouble}" for row in rows if row.entry.trouble]
+
+
+def _stopped(pool_id: str, ended: Sequence[str], *, is_known: bool, provider: str | None) -> str:
+    """Return what `skyward stop` has done: `ended` are ids of machines."""
+    if ended:
+        return f"{pool_id} has ended: {number_of(ended, 'machine')} ended ({first_of(ended)}); nothing of it is left"
+    if is_known:
+        return f"{pool_id} has ended; there was no machine of it to end"
+    return (
+        f"nothing was ended: the ledger has no pool {pool_id!r}, and {provider or 'the provider'} lists no machine"
+        " of it; is that its id? look with `skyward ps --all`"
+    )
+
+
+def attempt_json(attempt: Attempt) -> dict[str, Any]:
+    return {
+        "at": iso(attempt.at),
+        "provider": attempt.provider,
+        "region": attempt.region,
+        "instance_type": attempt.instance_type,
+        "spot": attempt.is_spot,
+        "seconds": round(attempt.seconds, 3),
+        "error": attempt.error or None,
+        "code": attempt.code or None,
+        "message": attempt.message or None,
+    }
+
+
+def _attempts_table(attempts: Sequence[Attempt]) -> tuple[list[str], list[list[str]]]:
+    heads = ["AT", "PROVIDER", "REGION", "TYPE", "MARKET", ">SECONDS", "OUTCOME", "CODE", "REASON"]
+    return heads, [_attempt_row(attempt) for attempt in attempts]
+
+
+def _attempt_row(attempt: Attempt) -> list[str]:
+    return [
+        iso(attempt.at),
+        attempt.provider,
+        attempt.region,
+        attempt.instance_type,
+        "" if not attempt.instance_type else "spot" if attempt.is_spot else "on demand",
+        f"{attempt.seconds:.1f}",
+        attempt.error or "rented",
+        attempt.code,
+        " ".join(attempt.message.split()),
+    ]
+
+
+def _notes(entry: PoolEntry, attempts: Sequence[Attempt]) -> list[str]:
+    """Return what the table does not say of the accelerators that the pool wanted."""
+    from pydantic import ValidationError
+
+    from skyward_core.providers.base import sizes_on_aws
+    from skyward_core.spec import PoolSpec
+
+    if all(attempt.provider != "aws" for attempt in attempts):
+        return []
+    try:
+        spec = PoolSpec.model_validate_json(entry.spec_json)
+    except ValidationError:  # of another release, or deleted
+        return []
+    chips = [one.first_accelerator for one in spec.each_alternative()]
+    return [note for chip in chips if chip is not None and (note := sizes_on_aws(chip))]
+
+
+def _none_known(entry: PoolEntry) -> str:
+    """Return why the ledger has no attempts of this pool."""
+    from skyward_core.ledger.rows import PRUNED_SPEC
+
+    if entry.spec_json == PRUNED_SPEC:
+        return f"{entry.id}: its attempts are not known any more: `skyward ledger prune` deleted them"
+    return f"{entry.id} has not tried to rent anything"
+
+
+def _warm_json(row: NamedPool) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "pool": row.pool_id,
+        "state": row.state.value,
+        "warm_until": None if row.warm_until is None else iso(row.warm_until),
+        "keep_warm_seconds": row.keep_warm_seconds,
+    }
+
+
+def _warm_text(row: NamedPool) -> str:
+    if row.warm_until is not None:
+        return f"{row.name} ({row.pool_id}) stays warm until {iso(row.warm_until)}"
+    seconds = duration(row.keep_warm_seconds)
+    return f"{row.name} ({row.pool_id}) is {row.state}; it stays warm for {seconds} when the last process has left it"

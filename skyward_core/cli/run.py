@@ -1,0 +1,111 @@
+"""`skyward run`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from skyward_core.cli import values
+from skyward_core.cli.options import provider_from
+from skyward_core.errors import BadRequest
+
+PASS_ON: dict[str, Any] = {"allow_interspersed_args": False}
+"""What follows the target belongs to the program, options too."""
+
+
+Texts = list[str] | None
+Packages = Annotated[
+    Texts,
+    typer.Option("--pip", parser=values.printable, metavar="PACKAGE", help="a package for the nodes; may be repeated"),
+]
+Variables = Annotated[
+    Texts, typer.Option("--env", parser=values.assignment, metavar="NAME=VALUE", help="a variable; may be repeated")
+]
+Secrets = Annotated[
+    Texts,
+    typer.Option(
+        "--secret", parser=values.name, metavar="NAME", help="a secret variable of this process; may be repeated"
+    ),
+]
+Fields = Annotated[
+    Texts,
+    typer.Option(
+        "--set",
+        parser=values.assignment,
+        metavar="FIELD=VALUE",
+        help="any other setting of a pool; JSON if it is more than a word; may be repeated",
+    ),
+]
+
+
+def run(
+    target: Annotated[str, typer.Argument(metavar="SCRIPT|MODULE:FUNCTION", parser=values.printable, help="what runs")],
+    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="its arguments, as texts")] = None,
+    *,
+    everywhere: Annotated[bool, typer.Option("--everywhere", help="on every worker at once, not on one")] = False,
+    pool: Annotated[
+        str | None,
+        typer.Option(parser=values.name, metavar="NAME", help="use the pool with this name, or open it for all"),
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(parser=values.name, metavar="NAME", help="a profile of skyward.toml (default: SKYWARD_PROFILE)"),
+    ] = None,
+    provider: Annotated[
+        list[str] | None,
+        typer.Option(parser=values.printable, metavar="NAME", help="a provider; may be repeated"),
+    ] = None,
+    accelerator: Annotated[
+        list[str] | None,
+        typer.Option(
+            parser=values.name, metavar="NAME", help='such as "A100" or "8xH100"; may be repeated, the best first'
+        ),
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(parser=values.count, metavar="N", help="how many machines")] = None,
+    max_cost: Annotated[float | None, typer.Option(parser=values.price, metavar="USD", help="end at this cost")] = None,
+    max_hourly_cost: Annotated[
+        float | None,
+        typer.Option(parser=values.price, metavar="USD", help="rent nothing that costs more per hour, all together"),
+    ] = None,
+    pip: Packages = None,
+    env: Variables = None,
+    secret: Secrets = None,
+    set_: Fields = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="of the pool, show warnings only")] = False,
+) -> int:
+    """Run a script or a function on a pool, with its output and its exit code. The machines end with it."""
+    from skyward_core.programs.run import ProgramOutput, read_target, run_program, spec_of
+
+    fields = _fields(pip or (), env or (), secret or (), set_ or ())
+    if provider:
+        fields["provider"] = [provider_from(text) for text in provider]
+    if accelerator:
+        fields["accelerator"] = accelerator if len(accelerator) > 1 else accelerator[0]
+    given = {"name": pool, "nodes": nodes, "max_cost": max_cost, "max_hourly_cost": max_hourly_cost}
+    fields |= {name: value for name, value in given.items() if value is not None}
+    program = read_target(target, args or ())
+    spec = spec_of(fields, profile=profile)
+    least_level = logging.WARNING if quiet else logging.INFO
+    output = ProgramOutput(sys.stdout, sys.stderr, has_ranks=everywhere, least_level=least_level)
+    return run_program(program, spec, output, everywhere=everywhere)
+
+
+def _fields(pip: Sequence[str], env: Sequence[str], secrets: Sequence[str], others: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of these options, as `PoolSpec` reads them. Raises BadRequest."""
+    from skyward_core.config.settings import from_text
+
+    fields: dict[str, Any] = {name: from_text(text) for name, text in map(values.halves, others)}
+    if pip:
+        image: object = fields.get("image", {})
+        if not isinstance(image, dict):
+            raise BadRequest(f"--set image={image}: write the image as JSON, such as {{}}, or leave --pip out")
+        fields["image"] = {**image, "pip": list(pip)}
+    if env:
+        fields["env"] = dict(map(values.halves, env))
+    if secrets:
+        fields["secrets"] = list(secrets)
+    return fields

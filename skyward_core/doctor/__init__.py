@@ -1,1 +1,0 @@
-"""Checks of an installation: what works, what does not, and what to do about it. Nothing is rented."""

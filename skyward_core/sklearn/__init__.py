@@ -1,0 +1,1 @@
+"""A pool as joblib's backend, for scikit-learn too; `tasks.py` runs on nodes."""
