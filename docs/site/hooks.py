@@ -55,17 +55,18 @@ TOPICS = {
         "session",
         "spec",
         "work",
+        "wire",
         "worker",
     ),
     "machines": ("accelerators", "image", "machines", "providers", "provisioning"),
-    "training": ("distributed", "integrations"),
+    "training": ("distributed", "integrations", "sklearn"),
     "events": ("events",),
     "errors": ("errors",),
     "operations": ("doctor", "ledger", "operations"),
 }
 """Pages of the reference of `skyward_core`, and the packages whose names they have."""
 
-MODULES = ("accelerators", "distributed", "errors", "integrations")
+MODULES = ("accelerators", "distributed", "errors", "sklearn", "integrations")
 """Public modules of `skyward_core`: the reference has what they export too."""
 
 POOL = "skyward_core.pool.pool.ComputePool"
@@ -160,7 +161,9 @@ def reference_pages() -> dict[str, str]:
         groups[_group("skyward_core", f"skyward_core.{module}")] += exports(f"skyward_core.{module}")
     for module, names in FROM_MODULES.items():
         groups[module.split(".")[0]] += [f"{module}.{name}" for name in names]
-    pages = {f"reference/{group}.md": _reference_page(group, names) for group, names in groups.items()}
+    pages = {
+        f"reference/{group}.md": _reference_page(group, list(dict.fromkeys(names))) for group, names in groups.items()
+    }
     return pages | {"reference/index.md": overview(groups)}
 
 

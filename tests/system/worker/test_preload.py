@@ -16,11 +16,11 @@ from tests.waiting import wait_until
 
 PROGRAM = """
 import json, os, sys
-from skyward_core.worker import preload
-preload.DEVICES = ("/dev/zero",)
-skipped = preload.preload(sys.argv[1:])
+from skyward_core.worker import supervisor
+supervisor.DEVICES = ("/dev/zero",)
+skipped = supervisor.preload(sys.argv[1:])
 print(json.dumps({"skipped": dict(skipped), "imported": [name for name in sys.argv[1:] if name in sys.modules],
-    "pid": os.getpid(), "is_clean": preload.SKIPPED not in os.environ}))
+    "pid": os.getpid(), "is_clean": supervisor.SKIPPED not in os.environ}))
 """
 MODULES = {
     "plain": "value = 1",
