@@ -151,10 +151,12 @@ def container(host: Host, variables: Mapping[str, str], arguments: Sequence[str]
     """Start a container's main process, which does not return, and wait until its sshd has the given key."""
     before = host_key_of(host)
     as_boot(host, f"setsid {shlex.join(arguments)} &", variables)
-    wait_until(
-        lambda: host_key_of(host).endswith("\n") and host_key_of(host) != before, f"{host.name} to have its host key"
-    )
-    know(host, host_key_of(host))
+
+    def new_key() -> str:
+        found = host_key_of(host)  # read once: the next moment it may be away
+        return found if found.endswith("\n") and found != before else ""
+
+    know(host, wait_until(new_key, f"{host.name} to have its host key"))
 
 
 def host_key_of(host: Host) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import subprocess
 import time
 import uuid
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from skyward_core import cli
 from skyward_core.ledger.ledger import default_url
 from skyward_core.providers.base import BUILT_IN
 from tests.conftest import RecordedEvents
+from tests.providers import hosted
 from tests.providers.hosted import Hosting, Rented
 from tests.testbed import Fleet
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
@@ -160,3 +163,17 @@ def test_a_pool_runs_on_a_cloud(
 def prepared(recorded: RecordedEvents) -> set[str]:
     """Return the ids of the machines that were prepared."""
     return {event.instance_id for event in recorded.of(sky.BootstrapCompleted)}
+
+
+def test_a_container_is_known_by_its_new_key_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its boot script removes the old key, and writes the new one, between any two looks."""
+    looks = ["ssh-ed25519 old\n", "ssh-ed25519 old\n", "", "", "ssh-ed25519 new\n"]
+    monkeypatch.setattr(hosted, "host_key_of", lambda _host: looks.pop(0) if len(looks) > 1 else looks[0])
+    host: Any = SimpleNamespace(
+        name="host5",
+        ip="10.77.0.5",
+        known_hosts_path=tmp_path / "known_hosts",
+        run=lambda _command: subprocess.CompletedProcess([], 0),
+    )
+    hosted.container(host, {}, ["true"])
+    assert host.known_hosts_path.read_text() == "10.77.0.5 ssh-ed25519 new\n"
