@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from skyward_core.cli import values
-from skyward_core.cli.options import SHOWN_ROWS, AsJson, complete_pools, id_of, open_ledger
+from skyward_core.cli.options import SHOWN_ROWS, AsJson, complete_pools, id_of, nodes_of, open_ledger
 from skyward_core.cli.printing import (
     duration,
     iso,
@@ -88,10 +88,8 @@ def calls(
 
 def _live(context: typer.Context, name: str, *, as_json: bool, with_stacks: bool, limit: int) -> int:
     from skyward_core.live.observer import Observer, calls_of
-    from skyward_core.live.pool_nodes import find_nodes
 
-    with open_ledger(context) as ledger:
-        nodes = find_nodes(ledger, name)
+    nodes = nodes_of(context, name)
     with Observer(nodes) as observer:
         found = calls_of(observer, with_stacks=with_stacks)
     if as_json:

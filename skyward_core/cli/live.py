@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 import typer
 
 from skyward_core.cli import values
-from skyward_core.cli.options import SHOWN_ROWS, AsJson, PoolName, open_ledger
+from skyward_core.cli.options import SHOWN_ROWS, AsJson, PoolName, nodes_of, open_ledger
 from skyward_core.cli.pools import pools_of
 from skyward_core.cli.printing import (
     duration,
@@ -77,10 +77,8 @@ def logs(
 ) -> int:
     """Show the logs of a live pool's nodes, or the output of a detached call. Other calls print to their own client."""
     from skyward_core.live.observer import CallLog, NodeLogs, Observer, followed
-    from skyward_core.live.pool_nodes import find_nodes
 
-    with open_ledger(context) as ledger:
-        nodes = find_nodes(ledger, pool)
+    nodes = nodes_of(context, pool)
     for rank in node or ():
         nodes.instance(rank)
     ranks = frozenset(node or (instance.rank for instance in nodes.instances))
@@ -101,11 +99,8 @@ def logs(
 def metrics(context: typer.Context, pool: PoolName, *, as_json: AsJson = False) -> int:
     """Show the utilisation of a live pool's nodes now, and how many slots have calls. Takes some seconds."""
     from skyward_core.live.observer import Observer, uses_of
-    from skyward_core.live.pool_nodes import find_nodes
 
-    with open_ledger(context) as ledger:
-        nodes = find_nodes(ledger, pool)
-    with Observer(nodes) as observer:
+    with Observer(nodes_of(context, pool)) as observer:
         uses = uses_of(observer)
     if as_json:
         print_json([use_json(one) for one in uses])
@@ -117,11 +112,8 @@ def metrics(context: typer.Context, pool: PoolName, *, as_json: AsJson = False) 
 def stacks(context: typer.Context, pool: PoolName, *, as_json: AsJson = False) -> int:
     """Show what each slot of a live pool does right now: the Python stacks of its process. The calls go on."""
     from skyward_core.live.observer import Observer, stacks_of
-    from skyward_core.live.pool_nodes import find_nodes
 
-    with open_ledger(context) as ledger:
-        nodes = find_nodes(ledger, pool)
-    with Observer(nodes) as observer:
+    with Observer(nodes_of(context, pool)) as observer:
         found = stacks_of(observer)
     if as_json:
         print_json(_stacks_json(found))
@@ -138,10 +130,9 @@ def ssh(
     show: Annotated[bool, typer.Option("--print", help="print the command, and do not run it")] = False,
 ) -> int:
     """Log in to a node of a live pool with OpenSSH; for a node of this machine, open a shell in its folder."""
-    from skyward_core.live.pool_nodes import find_nodes, login_command
+    from skyward_core.live.pool_nodes import login_command
 
-    with open_ledger(context) as ledger:
-        command = login_command(find_nodes(ledger, pool), node)
+    command = login_command(nodes_of(context, pool), node)
     if show:
         print(shlex.join(command))
         return 0
@@ -156,8 +147,7 @@ def cp(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="the same; one of both is on a node")],
 ) -> int:
     """Copy a file or folder to or from a node of a live pool. A relative PATH begins where its calls run."""
-    from skyward_core.errors import BadRequest
-    from skyward_core.live.pool_nodes import copy_from, copy_to, find_nodes, read_place
+    from skyward_core.live.pool_nodes import copy_from, copy_to, read_place
 
     there, here = read_place(source), read_place(target)
     place = here if there is None else there
@@ -166,8 +156,7 @@ def cp(
             "one of both must be on a node, and the other one here: write `skyward cp data.csv POOL:NODE:PATH`, and"
             " ./a:b for a file here with a colon in its name"
         )
-    with open_ledger(context) as ledger:
-        nodes = find_nodes(ledger, place.pool)
+    nodes = nodes_of(context, place.pool)
     if there is None:
         copy_to(nodes, place.node, Path(source), place.path)
     else:
@@ -178,11 +167,8 @@ def cp(
 def dashboard(context: typer.Context, pool: PoolName) -> int:
     """Forward the pages of a live pool's Dask scheduler to this machine until Ctrl-C, and print their URL."""
     from skyward_core.live.observer import Observer
-    from skyward_core.live.pool_nodes import find_nodes
 
-    with open_ledger(context) as ledger:
-        nodes = find_nodes(ledger, pool)
-    with Observer(nodes) as observer:
+    with Observer(nodes_of(context, pool)) as observer:
         print(observer.dashboard(), flush=True)
         print("skyward: until Ctrl-C", file=sys.stderr, flush=True)
         try:

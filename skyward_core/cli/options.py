@@ -13,6 +13,7 @@ from skyward_core.errors import BadRequest
 
 if TYPE_CHECKING:
     from skyward_core.ledger.ledger import Ledger
+    from skyward_core.live.pool_nodes import PoolNodes
     from skyward_core.providers.base import Provider
 
 FAILED, TO_DO = 1, 3
@@ -51,6 +52,14 @@ PoolId = Annotated[
         help="its id or its name, as `skyward ps` shows them",
     ),
 ]
+
+
+def nodes_of(context: typer.Context, pool: str) -> PoolNodes:
+    """Return the nodes of a live pool by its name or id. Raises what `find_nodes` raises."""
+    from skyward_core.live.pool_nodes import find_nodes
+
+    with open_ledger(context) as ledger:
+        return find_nodes(ledger, pool)
 
 
 def id_of(ledger: Ledger, pool: str) -> str:

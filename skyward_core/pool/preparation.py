@@ -178,8 +178,6 @@ class Quoting:
 
         Queries the providers; rents nothing. Allowed whether the pool is open or not. Raises BadRequest, as `open`.
         """
-        from skyward_core.provisioning.quote import quote
-
         return quote(self._prepared.spec, self._prepared.providers)
 
 
