@@ -22,11 +22,10 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import TERMINAL_STATES
 from prefect.client.schemas.sorting import FlowRunSort
-from prefect.context import SyncClientContext
 from prefect.utilities.urls import url_for
 
 from prefect_skyward.report import pages
-from prefect_skyward.report.prefect_api import write_of_no_run
+from prefect_skyward.report.prefect_api import asked, write_of_no_run
 from prefect_skyward.report.task_costs import total
 
 if TYPE_CHECKING:
@@ -58,14 +57,15 @@ class RunFigures:
 
 def write_trend(flow_id: UUID) -> None:
     """Write the artifact of a flow; nothing if none of its runs has rented machines."""
-    with SyncClientContext.get_or_create() as context:
-        flow = context.client.read_flow(flow_id)
-        newest = context.client.read_flow_runs(
+    flow = asked(lambda client: client.read_flow(flow_id))
+    newest = asked(
+        lambda client: client.read_flow_runs(
             flow_filter=FlowFilter(id=FlowFilterId(any_=[flow_id])),
             flow_run_filter=ENDED,
             sort=FlowRunSort.START_TIME_DESC,
             limit=READ_RUNS,
         )
+    )
     runs = [_figures(run) for run in newest if COST_LABEL in (run.labels or {})][:MOST_RUNS]
     if runs:
         write_of_no_run(key_of(flow.name, flow_id), trend_page(runs), trend_summary(runs))

@@ -1,4 +1,4 @@
-"""The requests to Prefect's API, for one flow run: artifacts, labels and events.
+"""The requests to Prefect's API, for one flow run: artifacts, labels and events. `asked` bounds their time.
 
 Updates go past `update_artifact`, and artifacts of task runs past `create_artifact`: these emit an event each time, and
 the graph of a run shows fifty events.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid5
 
-from httpx import HTTPStatusError, codes
+from httpx import HTTPStatusError, TransportError, codes
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.client.schemas.filters import (
     ArtifactCollectionFilter,
@@ -21,22 +22,64 @@ from prefect.client.schemas.filters import (
     ArtifactFilterFlowRunId,
     ArtifactFilterKey,
 )
-from prefect.context import SyncClientContext
+from prefect.context import SettingsContext, SyncClientContext, get_settings_context
 from prefect.events.utilities import emit_event
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import Artifact
 
 type Page = str | float | Sequence[Mapping[str, Any]]
 """Markdown, percent, or the rows of a table."""
 TAG, BETWEEN = "skyward.cost_tag", " | "
 """An artifact names the tags that were written here, so that no other one is replaced, whatever it says."""
-LABEL_SECONDS, LABEL_AGAIN_SECONDS = 1.0, 0.05
-"""How long labels are tried, and how often. On SQLite Prefect's server (3.7.7) reads a flow run before it writes its
-labels, in one transaction: a write of anybody between the two is "database is locked", at once, and the answer is 503.
-Prefect's client waits 2, 4, 8, 16 and 32 seconds before it tries again, and nothing else is written meanwhile.
+ASK_SECONDS, AGAIN_SECONDS, AWAY_SECONDS = 10.0, 0.05, 1.0
+"""How long a request is tried; how often while the server is busy, and while it does not answer. Prefect's client would
+wait 2, 4, 8, 16 and 32 seconds, and nothing else would be written meanwhile. On SQLite Prefect's server (3.7.7) is busy
+for moments only: if another request writes between what it reads and what it writes in one transaction, the answer is
+"database is locked" (503) at once.
 """
+LABEL_SECONDS = 1.0
+"""The same for labels, which the next write repeats."""
+BUSY = frozenset({codes.REQUEST_TIMEOUT, codes.TOO_MANY_REQUESTS, codes.BAD_GATEWAY, codes.SERVICE_UNAVAILABLE})
+
+
+def asked[T](ask: Callable[[SyncPrefectClient], T], seconds: float = ASK_SECONDS) -> T:
+    """Return what Prefect's API answers; ask for so many seconds if it is busy or away. Raises httpx.HTTPError."""
+    until = time.monotonic() + seconds
+    with _no_retries(), SyncClientContext.get_or_create() as context:
+        while True:
+            try:
+                return ask(context.client)
+            except (HTTPStatusError, TransportError) as error:
+                wait = _seconds_before_next(error)
+                if wait is None or time.monotonic() + wait > until:
+                    raise
+            time.sleep(wait)
+
+
+def _no_retries() -> SettingsContext:
+    """Return settings without retries of Prefect's client. `temporary_settings` would validate all settings, and holds
+    the interpreter for a quarter of a second.
+    """
+    context = get_settings_context()
+    client = context.settings.client.model_copy(update={"max_retries": 0})
+    return SettingsContext(profile=context.profile, settings=context.settings.model_copy(update={"client": client}))
+
+
+def _seconds_before_next(error: HTTPStatusError | TransportError) -> float | None:
+    """Return how long to wait before a request is sent again; None: the next answer would be the same."""
+    if isinstance(error, TransportError):
+        return AWAY_SECONDS
+    answer = error.response
+    if answer.status_code == codes.FORBIDDEN and "Invalid CSRF token" in answer.text:
+        return 0.0  # Prefect's client asks for another one
+    if answer.status_code not in BUSY:
+        return None
+    try:
+        return float(answer.headers["Retry-After"])
+    except (KeyError, ValueError):
+        return AGAIN_SECONDS
 
 
 class RunApi:
@@ -55,8 +98,7 @@ class RunApi:
         wanted = ArtifactFilter(
             flow_run_id=ArtifactFilterFlowRunId(any_=[self._flow_run_id]), key=ArtifactFilterKey(any_=list(keys))
         )
-        with SyncClientContext.get_or_create() as context:
-            found: list[Artifact] = context.client.read_artifacts(artifact_filter=wanted)
+        found: list[Artifact] = asked(lambda client: client.read_artifacts(artifact_filter=wanted))
         for artifact in found:
             if artifact.key and artifact.task_run_id is None:
                 self._ids[artifact.key, None] = artifact.id
@@ -74,39 +116,23 @@ class RunApi:
         if tag:
             self._tags = list(dict.fromkeys([*self._tags, tag]))
             content["metadata_"] = {TAG: BETWEEN.join(self._tags)}
-        with SyncClientContext.get_or_create() as context:
-            if (known := self._ids.get(place)) is not None:
-                update = ArtifactUpdate(**content, description=description)
-                context.client.request(
-                    "PATCH",
-                    "/artifacts/{id}",
-                    json=update.model_dump(mode="json", exclude_unset=True),
-                    path_params={"id": known},
-                )
-            else:
-                artifact = ArtifactCreate(
-                    key=key, type=kind, description=description, flow_run_id=self._flow_run_id, **content
-                )
-                self._ids[place] = (
-                    context.client.create_artifact(artifact).id
-                    if task_run_id is None
-                    else _create_quietly(context.client, artifact, task_run_id)
-                )
+        if (known := self._ids.get(place)) is not None:
+            update = ArtifactUpdate(**content, description=description)
+            asked(partial(_update_quietly, artifact_id=known, update=update))
+        else:
+            artifact = ArtifactCreate(
+                key=key, type=kind, description=description, flow_run_id=self._flow_run_id, **content
+            )
+            self._ids[place] = (
+                asked(lambda client: client.create_artifact(artifact)).id
+                if task_run_id is None
+                else asked(partial(_create_quietly, artifact=artifact, task_run_id=task_run_id))
+            )
         self._written[place] = data, description
 
     def label(self, labels: Mapping[str, str | int | float | bool], seconds: float = LABEL_SECONDS) -> None:
         """Set labels of the flow run. Tries it for so many seconds."""
-        until = time.monotonic() + seconds
-        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), SyncClientContext.get_or_create() as context:
-            while True:
-                try:
-                    context.client.update_flow_run_labels(self._flow_run_id, dict(labels))
-                except HTTPStatusError as error:
-                    if error.response.status_code != codes.SERVICE_UNAVAILABLE or time.monotonic() > until:
-                        raise
-                    time.sleep(LABEL_AGAIN_SECONDS)
-                else:
-                    return
+        asked(lambda client: client.update_flow_run_labels(self._flow_run_id, dict(labels)), seconds)
 
     def tag(self, text: str) -> None:
         """Give the flow run this tag in place of those that were written here before; its other tags stay. An artifact
@@ -114,10 +140,9 @@ class RunApi:
         """
         if text == self._tag:
             return
-        with SyncClientContext.get_or_create() as context:
-            run = context.client.read_flow_run(self._flow_run_id)
-            others = [one for one in run.tags if one not in self._tags]
-            context.client.update_flow_run(self._flow_run_id, tags=[*others, text])
+        run = asked(lambda client: client.read_flow_run(self._flow_run_id))
+        others = [one for one in run.tags if one not in self._tags]
+        asked(lambda client: client.update_flow_run(self._flow_run_id, tags=[*others, text]))
         self._tag, self._tags = text, [text]
 
     def emit(
@@ -157,20 +182,23 @@ class RunApi:
 def write_of_no_run(key: str, markdown: str, description: str) -> None:
     """Make or update the newest artifact of a key that belongs to no run, without an event."""
     wanted = ArtifactCollectionFilter(key=ArtifactCollectionFilterKey(any_=[key]))
-    with SyncClientContext.get_or_create() as context:
-        client = context.client
-        known = client.read_latest_artifacts(artifact_filter=wanted, limit=1)
-        if known:
-            update = ArtifactUpdate(data=markdown, description=description)
-            path = {"id": known[0].latest_id}
-            body = update.model_dump(mode="json", exclude_unset=True)
-            client.request("PATCH", "/artifacts/{id}", json=body, path_params=path)
-        else:
-            artifact = ArtifactCreate(key=key, type="markdown", description=description, data=markdown)
-            client.request("POST", "/artifacts/", json=artifact.model_dump(mode="json", exclude_unset=True))
+    known = asked(lambda client: client.read_latest_artifacts(artifact_filter=wanted, limit=1))
+    if known:
+        update = ArtifactUpdate(data=markdown, description=description)
+        asked(partial(_update_quietly, artifact_id=known[0].latest_id, update=update))
+    else:
+        artifact = ArtifactCreate(key=key, type="markdown", description=description, data=markdown)
+        body = artifact.model_dump(mode="json", exclude_unset=True)
+        asked(lambda client: client.request("POST", "/artifacts/", json=body))
 
 
-def _create_quietly(client: Any, artifact: ArtifactCreate, task_run_id: str) -> UUID:
+def _update_quietly(client: SyncPrefectClient, artifact_id: UUID, update: ArtifactUpdate) -> None:
+    """Update an artifact, without an event."""
+    body = update.model_dump(mode="json", exclude_unset=True)
+    client.request("PATCH", "/artifacts/{id}", json=body, path_params={"id": artifact_id})
+
+
+def _create_quietly(client: SyncPrefectClient, artifact: ArtifactCreate, task_run_id: str) -> UUID:
     """Create an artifact of a task run, without an event: there are many of them."""
     body = {**artifact.model_dump(mode="json", exclude_unset=True), "task_run_id": task_run_id}
     return UUID(client.request("POST", "/artifacts/", json=body).json()["id"])

@@ -26,13 +26,13 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import TERMINAL_STATES, StateType
 from prefect.client.schemas.sorting import FlowRunSort
-from prefect.context import FlowRunContext, SyncClientContext, TaskRunContext
+from prefect.context import FlowRunContext, TaskRunContext
 
 import skyward_core as sky
 from prefect_skyward.report import pages
 from prefect_skyward.report.flow_trend import COST_LABEL, ENDED, FINAL_LABEL, MEASURE_LABEL, PERCENT_LABEL, write_trend
 from prefect_skyward.report.notices import FINAL
-from prefect_skyward.report.prefect_api import RunApi
+from prefect_skyward.report.prefect_api import RunApi, asked
 from prefect_skyward.report.task_costs import total, with_the_ledger
 
 if TYPE_CHECKING:
@@ -70,8 +70,7 @@ def begin_bill(flow_run_id: UUID) -> None:
 
 def settle_flow_run(flow_run_id: UUID) -> None:
     """Write the final costs of a flow run if no use of a pool is left. Else another process or a later call does it."""
-    with SyncClientContext.get_or_create() as context:
-        run = context.client.read_flow_run(flow_run_id)
+    run = asked(lambda client: client.read_flow_run(flow_run_id))
     if _settle(run):
         write_trend(run.flow_id)
 
@@ -88,12 +87,14 @@ def settle_earlier_runs(flow_id: UUID, but: UUID) -> None:
 
 def _runs(of: FlowFilter | None, most: int) -> list[FlowRun]:
     """Return runs that have ended, the last ones first, and those that have begun and not ended."""
-    with SyncClientContext.get_or_create() as context:
-        return [
+    orders = ((ENDED, FlowRunSort.END_TIME_DESC), (NOT_ENDED, FlowRunSort.START_TIME_DESC))
+    return asked(
+        lambda client: [
             run
-            for runs, order in ((ENDED, FlowRunSort.END_TIME_DESC), (NOT_ENDED, FlowRunSort.START_TIME_DESC))
-            for run in context.client.read_flow_runs(flow_filter=of, flow_run_filter=runs, sort=order, limit=most)
+            for runs, order in orders
+            for run in client.read_flow_runs(flow_filter=of, flow_run_filter=runs, sort=order, limit=most)
         ]
+    )
 
 
 def _is_open(run: FlowRun) -> bool:
@@ -143,8 +144,7 @@ def _settle(run: FlowRun) -> bool:
 
 def _emit_bills(api: RunApi, run: FlowRun, parts: Sequence[sky.CostPart], usd: float) -> None:
     """Emit the bill of each pool, as the run's process would have."""
-    with SyncClientContext.get_or_create() as context:
-        flow = context.client.read_flow(run.flow_id)
+    flow = asked(lambda client: client.read_flow(run.flow_id))
     related = [
         {
             "prefect.resource.id": f"prefect.flow.{flow.id}",

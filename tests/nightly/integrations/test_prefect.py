@@ -257,6 +257,29 @@ def test_the_end_of_a_flow_does_not_wait_long_for_a_slow_api(
     wait_until(lambda: labels, "the last request")
 
 
+def test_the_end_of_a_process_does_not_wait_long_for_the_pages_of_other_runs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next run of the flow writes them too."""
+    begun, answers = threading.Event(), threading.Event()
+
+    def settle(_: UUID, __: UUID) -> None:
+        begun.set()
+        assert answers.wait(60)
+
+    monkeypatch.setattr(run_report, "settle_earlier_runs", settle)
+    monkeypatch.setattr(run_report, "OTHERS_SECONDS", 0.05)
+    monkeypatch.setattr(run_report, "EXIT_SECONDS", 60.0)
+    report = RunReport(UUID(int=1), RunLog.of_flow(), sky.Work(), UUID(int=2))
+    report.close()
+    assert begun.wait(60)
+    run_report.wait_for_late_reports()
+    assert report._thread.is_alive()
+    assert "skyward receipt" not in caplog.text
+    answers.set()
+    report._thread.join(60)
+
+
 # ── logs and secrets ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -4,9 +4,11 @@ import logging
 import math
 import pickle
 import sys
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext
 from contextvars import copy_context
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from uuid import UUID, uuid4
@@ -576,31 +578,37 @@ def test_a_subflow_ends_with_the_flow_run_around_it_and_an_api_that_does_not_ans
 
 
 class BusyApi:
-    """Answers as Prefect's server does while its database is locked: 503 to so many requests that set labels."""
+    """Answers as Prefect's server does while its database is locked: 503 to so many requests that write."""
 
     def __init__(self, refusals: int) -> None:
         self.refusals = refusals
+        self.answer = partial(httpx.Response, 503)
+        self.slept: list[float] = []
         self.run = SimpleNamespace(tags=["of a user"], labels={})
         self.requests: list[str] = []
         self.retries: list[int] = []
 
     def update_flow_run_labels(self, _: UUID, labels: dict[str, Any]) -> None:
-        self.requests.append("labels")
+        self.take("labels")
+        self.run.labels |= labels
+
+    def take(self, what: str) -> None:
+        self.requests.append(what)
         self.retries.append(PREFECT_CLIENT_MAX_RETRIES.value())
         self.refusals -= 1
         if self.refusals >= 0:
             request = httpx.Request("PATCH", HERE)
-            raise httpx.HTTPStatusError("busy", request=request, response=httpx.Response(503, request=request))
-        self.run.labels |= labels
+            raise httpx.HTTPStatusError("busy", request=request, response=self.answer(request=request))
 
     def read_flow_run(self, _: UUID) -> Any:
         return self.run
 
     def update_flow_run(self, _: UUID, tags: list[str]) -> None:
-        self.requests.append("tags")
+        self.take("tags")
         self.run.tags = tags
 
     def create_artifact(self, artifact: Any) -> Any:
+        self.take("artifact")
         self.artifact = artifact
         return SimpleNamespace(id=UUID(int=2))
 
@@ -614,15 +622,68 @@ def busy_api(monkeypatch: pytest.MonkeyPatch) -> BusyApi:
     api = BusyApi(refusals=3)
     context = SimpleNamespace(get_or_create=lambda: nullcontext(SimpleNamespace(client=api)))
     monkeypatch.setattr(prefect_api, "SyncClientContext", context)
-    monkeypatch.setattr(prefect_api, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: None))
+    clock = SimpleNamespace(monotonic=lambda: sum(api.slept), sleep=api.slept.append)
+    monkeypatch.setattr(prefect_api, "time", clock)
     return api
 
 
-def test_labels_of_a_busy_server_are_tried_again_at_once(busy_api: BusyApi) -> None:
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda api: api.label({"skyward.is_final": True}),
+        lambda api: api.write("skyward-cost", "markdown", "", ""),
+        lambda api: api.tag("$5"),
+    ],
+    ids=["labels", "artifact", "tags"],
+)
+def test_requests_of_a_busy_server_are_tried_again_at_once(busy_api: BusyApi, write: Callable[[RunApi], None]) -> None:
     """Prefect's client would wait 2, 4 and 8 seconds."""
-    RunApi(UUID(int=1)).label({"skyward.is_final": True})
-    assert busy_api.run.labels == {"skyward.is_final": True}
+    write(RunApi(UUID(int=1)))
     assert busy_api.retries == [0] * 4
+    assert busy_api.slept == [0.05] * 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "slept"),
+    [
+        (partial(httpx.Response, 503), 10.0),
+        (partial(httpx.Response, 429, headers={"Retry-After": "4"}), 8.0),
+        (partial(httpx.Response, 429, headers={"Retry-After": "60"}), 0.0),
+        (partial(httpx.Response, 422), 0.0),
+    ],
+    ids=["busy", "rate limit", "long rate limit", "bad request"],
+)
+def test_a_request_is_tried_for_ten_seconds_at_most(
+    busy_api: BusyApi, answer: partial[httpx.Response], slept: float
+) -> None:
+    busy_api.answer, busy_api.refusals = answer, 1_000
+    with pytest.raises(httpx.HTTPStatusError):
+        RunApi(UUID(int=1)).tag("$5")
+    assert sum(busy_api.slept) == pytest.approx(slept, abs=0.06)
+
+
+def test_a_token_that_has_expired_is_no_failure(busy_api: BusyApi) -> None:
+    """The client asks for another one before the next try."""
+    busy_api.answer, busy_api.refusals = (
+        partial(httpx.Response, 403, text="Invalid CSRF token or client identifier."),
+        1,
+    )
+    RunApi(UUID(int=1)).tag("$5")
+    assert (busy_api.run.tags, busy_api.slept) == (["of a user", "$5"], [0.0])
+
+
+def test_an_api_that_is_away_is_asked_each_second(busy_api: BusyApi) -> None:
+    """Also while it starts again."""
+    answers = [httpx.ConnectError("refused"), httpx.ReadTimeout("slow"), "here"]
+
+    def ask(_: Any) -> str:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    assert prefect_api.asked(ask) == "here"
+    assert busy_api.slept == [1.0, 1.0]
 
 
 def test_the_tag_of_a_run_replaces_ours_and_needs_no_label(busy_api: BusyApi) -> None:
@@ -635,7 +696,7 @@ def test_the_tag_of_a_run_replaces_ours_and_needs_no_label(busy_api: BusyApi) ->
     second.read(["skyward-cost"])
     second.tag("$7")
     assert busy_api.run.tags == ["of a user", "$6", "$7"]
-    assert set(busy_api.requests) == {"tags"}
+    assert "labels" not in busy_api.requests
 
 
 def provisioned(node: int, price: float = 3.6, **more: object) -> sky.InstanceProvisioned:
