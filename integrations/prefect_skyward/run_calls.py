@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 from prefect.context import FlowRunContext, TaskRunContext
 
@@ -182,13 +182,11 @@ class RunCalls:
     def _note(self, life: PoolLife, use: sky.PoolUse, future: Future[Any]) -> Future[Any]:
         report = self.pools.facts.report
         if report is not None:
-            report.call(cast("Any", future).call_id, use.work.task_run, use.work.task)
+            report.call(use)
         self._futures.add(future)
 
         def ended(_: Future[Any]) -> None:
             self._futures.discard(future)
-            if report is not None:
-                report.call_ended(use.work.task_run)
             life.report_cost(use)
 
         future.add_done_callback(ended)

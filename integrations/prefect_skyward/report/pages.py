@@ -305,14 +305,14 @@ def task_rows(runs: Iterable[TaskRunCost]) -> list[dict[str, Any]]:
 
 def task_summary(run: TaskRunCost) -> str:
     """Return the line of a task run: its last reported values, and its cost once a call has ended."""
-    values = [f"{name} {series.text}" for name, series in run.use.reported.items()]
+    values = [f"{name} {series.text}" for name, series in list(run.use.reported.items())]
     return " · ".join(([usd(run.usd)] if run.calls else []) + ([", ".join(values)] if values else []))
 
 
 def task_page(run: TaskRunCost) -> str:
     """Return the markdown of one task run: its cost, and the course of what it reported."""
     head = f"**{usd(run.usd)}** ({run.calls} call{'' if run.calls == 1 else 's'}: the price of a slot for their time)"
-    rows = [_metric_row(name, series) for name, series in run.use.reported.items()]
+    rows = [_metric_row(name, series) for name, series in list(run.use.reported.items())]
     parts = [head if run.calls else "Its cost is known when its call has ended."]
     if run.use.step is not None:
         parts.append(f"Step {run.use.step}")

@@ -121,17 +121,13 @@ class RunReport:
         """Warn when all pools of the flow run have cost 80 % of this, in USD."""
         self._inbox.put(partial(setattr, self._warning, "limit_usd", usd))
 
-    def call(self, call_id: str, task_run_id: str, task: str) -> None:
-        """Say which task run has made a call, so that what it reports is shown there."""
-        self._inbox.put(partial(self._state.tasks.know_call, call_id, task_run_id, task))
+    def call(self, use: sky.PoolUse) -> None:
+        """Say that a task run has made a call, so that what it reports is shown there."""
+        self._inbox.put(partial(self._state.tasks.begin, use))
 
     def task_cost(self, use: sky.PoolUse, *, calls: int = 0) -> None:
         """Say that the cost of a task run's use of a pool has changed; so many more of its calls have ended."""
         self._inbox.put(partial(self._note_use, use, calls))
-
-    def call_ended(self, task_run_id: str) -> None:
-        """Say that a call of a task run has ended: what nodes do from now on is not its doing."""
-        self._inbox.put(partial(self._state.tasks.end_call, task_run_id))
 
     def settle(self, pool_id: str, receipt: Mapping[str, Any] | None) -> None:
         """Take the seconds and the cost of each machine from the receipt of a pool that has ended."""
@@ -237,8 +233,6 @@ class RunReport:
         if isinstance(event, sky.CallReported):
             self._state.tasks.report(event)
             return
-        if isinstance(event, sky.Metrics):
-            self._state.tasks.measure(event)
         pool.after(event, at)
         if (seconds := SOON.get(type(event))) is not None:
             self._due_at = min(self._due_at, time.monotonic() + seconds)

@@ -8,9 +8,6 @@ from typing import Any
 
 import skyward_core as sky
 
-MOST_CALLS = 20_000
-"""How many calls are known by their task run at once; older ones are forgotten."""
-
 
 @dataclass(slots=True)
 class TaskRunCost:
@@ -22,9 +19,8 @@ class TaskRunCost:
     task: str = ""
     calls: int = 0
     usd_by_use: dict[str, float] = field(default_factory=dict[str, float])
-    running: int = 0
-    """How many of its calls have not ended."""
     use: sky.Utilisation = field(default_factory=sky.Utilisation)
+    """Of its last use of a pool, and so of its last attempt. The thread of the pool's events adds to it."""
 
     @property
     def usd(self) -> float:
@@ -40,21 +36,18 @@ class TaskCosts:
         self.changed: set[str] = set()
         """The ids of the task runs that have reported since this was last emptied."""
         self._task_run_of: dict[str, str] = {}
-        self._measured: set[str] = set()
-        """The task runs that get samples."""
-        self._early: dict[str, list[sky.CallReported]] = {}
+        """By use."""
+        self._early: set[str] = set()
+        """Uses that have reported before `begin`."""
 
-    def know_call(self, call_id: str, task_run_id: str, task: str) -> None:
-        """Note which task run has made a call."""
-        run = self._run(task_run_id)
-        run.task, run.running = task, run.running + 1
-        run.use.running(run.running)
-        self._measured.add(task_run_id)
-        self._task_run_of[call_id] = task_run_id
-        while len(self._task_run_of) > MOST_CALLS:
-            del self._task_run_of[next(iter(self._task_run_of))]
-        for event in self._early.pop(call_id, ()):
-            self.report(event)
+    def begin(self, use: sky.PoolUse) -> None:
+        """Note that a task run has made a call; more often for several ones."""
+        run = self._run(use.work.task_run)
+        run.task, run.use = use.work.task, use.utilisation
+        self._task_run_of[use.id] = run.task_run_id
+        if use.id in self._early:
+            self._early.remove(use.id)
+            self.changed.add(run.task_run_id)
 
     def note(self, task_run_id: str, use_id: str, usd: float, calls: int) -> None:
         """Take what a use of a pool has cost so far; so many more of its calls have ended."""
@@ -62,29 +55,12 @@ class TaskCosts:
         run.usd_by_use[use_id] = usd
         run.calls += calls
 
-    def end_call(self, task_run_id: str) -> None:
-        """Note that a call of a task run has ended, however it has."""
-        run = self._run(task_run_id)
-        run.running -= 1
-        run.use.running(run.running)
-
-    def measure(self, sample: sky.Metrics) -> None:
-        """Add a sample of a node to the task runs whose calls run, or have run since the sample before it."""
-        ended = [task_run_id for task_run_id in self._measured if not self.runs[task_run_id].running]
-        for task_run_id in self._measured:
-            self.runs[task_run_id].use.see(sample)
-        self._measured.difference_update(ended)
-
     def report(self, event: sky.CallReported) -> None:
-        """Add what a call has reported; a report that is faster than `know_call` waits for it."""
-        if event.call_id is None:
-            return
-        if (task_run_id := self._task_run_of.get(event.call_id)) is None:
-            if len(self._early) < MOST_CALLS:
-                self._early.setdefault(event.call_id, []).append(event)
-            return
-        self._run(task_run_id).use.see(event)
-        self.changed.add(task_run_id)
+        """Note that a call has reported; its use has the values."""
+        if (task_run_id := self._task_run_of.get(event.use)) is None:
+            self._early.add(event.use)
+        else:
+            self.changed.add(task_run_id)
 
     def costliest(self, most: int | None = None) -> list[TaskRunCost]:
         """Return the task runs, those that cost most first."""

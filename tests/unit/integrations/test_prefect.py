@@ -725,16 +725,28 @@ def test_a_series_of_any_length_has_few_points_and_exact_extremes() -> None:
     assert (line[0], line[-1]) == ("▁", "█")
 
 
-def test_a_task_run_shows_what_it_has_reported_and_how_it_used_the_nodes() -> None:
-    """A loss that is no number any more shows as NaN; a sample is of the task runs whose calls run."""
-    tasks, busy, idle = TaskCosts(), *(sky.Metrics("i-1", 0, cpu, 10.0, 0.0, 0.0) for cpu in (40.0, 100.0))
-    tasks.know_call("call-1", "run-1", "train")
-    for loss in (0.5, math.nan):
-        tasks.report(sky.CallReported(0, "i-1", "call-1", 7, {"loss": loss}, 0.0))
-    tasks.measure(busy)
-    tasks.end_call("run-1")
-    for sample in (busy, idle, idle):
-        tasks.measure(sample)
+def use_of_a_task_run() -> sky.PoolUse:
+    return sky.PoolUse(sky.ComputePool(provider=sky.Local()), sky.Work(task="train", task_run="run-1"), is_alone=False)
+
+
+def reported(use: sky.PoolUse, loss: float) -> sky.CallReported:
+    return sky.CallReported(0, "i-1", "call-1", 7, {"loss": loss}, 0.0, use=use.id)
+
+
+def test_a_task_run_shows_what_its_last_attempt_has_reported_and_how_it_used_the_nodes() -> None:
+    """A loss that is no number any more shows as NaN. A report may be faster than the note of its call."""
+    tasks, first, last = TaskCosts(), use_of_a_task_run(), use_of_a_task_run()
+    tasks.begin(first)
+    tasks.report(reported(first, 9.0))
+    assert tasks.changed == {"run-1"}
+    tasks.changed.clear()
+    tasks.report(reported(last, 0.5))
+    assert not tasks.changed
+    tasks.begin(last)
+    assert tasks.changed == {"run-1"}
+    last.utilisation.running(1)
+    for event in (reported(last, 0.5), reported(last, math.nan), sky.Metrics("i-1", 0, 40.0, 10.0, 0.0, 0.0)):
+        last.utilisation.see(event)
     run = tasks.runs["run-1"]
     (row,) = pages.task_rows([run])
     assert {"loss": "NaN", "cpu_percent_mean": 40.0, "cpu_percent_max": 40.0}.items() <= row.items()
