@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, cast
 
 from skyward_core.concurrency.threads import refuse_greenlets
-from skyward_core.errors import InstancesLeft, PoolClosed, SkywardError
+from skyward_core.errors import BadRequest, InstancesLeft, LedgerError, PoolClosed, SkywardError
 from skyward_core.events import console
 from skyward_core.events.events import Callback, CostFinal
 from skyward_core.ledger.names_policy import NOTHING_USED, Usage
@@ -372,13 +372,17 @@ class CurrentSession:
         return calls
 
     def scale(self, nodes: int | None, wait_seconds: float) -> int:
-        """Set the number of nodes (`PoolSize.scale`). Raises BadRequest too, if another process keeps the machines."""
-        from skyward_core.session.size_here import size_here
-
+        """Set the number of nodes (`PoolSize.scale`). Raises BadRequest too, if another process keeps the machines,
+        and LedgerError if it is not certain who that is.
+        """
         _, opened, use = self.cluster, self._opened, self._use
-        size = None if opened is None else size_here(opened, use)
-        if size is None:
+        if opened is None:
             raise PoolClosed(self.why_closed)
+        size = opened.own_size
+        if size is None and use is not None and use.succession is not None:
+            size = use.succession.size
+        if size is None:
+            raise BadRequest(_refusal(use))
         return size.scale(nodes, wait_seconds)
 
     @property
@@ -581,3 +585,19 @@ def _usage(cluster: Cluster | None) -> Usage:
     if cluster is None:
         return NOTHING_USED
     return Usage(len(cluster.owner.futures), time.monotonic() - cluster.busy_at)
+
+
+def _refusal(use: NamedUse | None) -> str:
+    if use is None:
+        return "only the process that has opened the pool rents and ends its machines: call scale() there"
+    try:
+        steward = use.steward()
+    except LedgerError:
+        steward = None
+    if steward is None:
+        return (
+            f"this process does not keep the pool {use.name!r}, and cannot see which one does: call scale() in the"
+            " process that has opened it, or try again in some seconds"
+        )
+    where = f"process {steward.pid} of {steward.name}" if steward.pid else f"a process of {steward.name}"
+    return f"{where} keeps the pool {use.name!r}, rents and ends its machines: call scale() there"

@@ -37,8 +37,7 @@ from skyward_core.errors import (
 from skyward_core.events.events import CostFinal, SkywardEvent
 from skyward_core.events.queue import EventQueue
 from skyward_core.machines.instances import Lease, Node
-from skyward_core.session.follower import LOOK_SECONDS, Follower
-from skyward_core.session.scheduler_search import SchedulerSearch
+from skyward_core.session.client_watch import LOOK_SECONDS, Follower, SchedulerSearch
 from skyward_core.session.sealed_lease import KeysInMemory, PoolKeys, find_lease
 from skyward_core.transport.transport import Transport, Transports
 from skyward_core.wire.private_folders import NotPrivate, check_private
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     from skyward_core.engine.connection import UserClient
     from skyward_core.engine.owner import Watcher
     from skyward_core.ledger.ledger import Ledger
-    from skyward_core.session.lease_payments import LeasePayments
+    from skyward_core.session.clock import LeasePayments
 
 _log = logging.getLogger("skyward")
 KEY_BEGINS = "-----BEGIN "
@@ -75,6 +74,8 @@ class Attached:
     final: CostFinal | None = None
     receipt: Mapping[str, Any] | None = None
     why_ended: SkywardError | None = None
+    own_size = None
+    """None: the process that keeps the pool sets its size."""
 
     def __init__(
         self,
@@ -140,7 +141,7 @@ class Attached:
         self._beats.append(PeriodicThread("skyward-learn", LOOK_SECONDS, self._learn, self._on_trouble))
         self._payments: LeasePayments | None = None
         if pays:
-            from skyward_core.session.lease_payments import LeasePayments
+            from skyward_core.session.clock import LeasePayments
 
             self._payments = payments = LeasePayments(lease.pool_id, lease_seconds, self.emit)
             self.paid_seconds = payments.paid_seconds

@@ -1,28 +1,100 @@
-"""How the process of a session leaves its machines to others. It ends none of them.
+"""How the process of a session leaves its machines to others, without ending any: to their lease, or to the reaper.
 
     open ──live_by_lease──▶ shared ──detach, leave──▶ detached: the pool lives by its lease
                                └──let_go────────────▶ the same, without a message to nodes and ledger
     stopped ──hand_over──▶ the reaper ends the machines that are not confirmed gone
 
 `state.Claims` decides which thread does it. docs/decisions/0008 and 0028 have what a kill between two steps leaves.
+
+`SessionReaper` is the reaper as this process sees it: it starts before anything is rented, gets a message when the pool
+ends, and starts again if it was killed.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 
-from skyward_core.errors import InstancesLeft, SkywardError
+from skyward_core.cleanup.reaper import Reaper, ReaperInput
+from skyward_core.errors import InstancesLeft, NotPicklable, SkywardError
 from skyward_core.machines.instances import Lease
+from skyward_core.providers.base import Provider
 from skyward_core.provisioning.lifecycle import PoolMachines, detached_nodes, disown
 from skyward_core.session.bookkeeping import LEDGER_BUSY_SECONDS, Bookkeeping
 from skyward_core.session.clock import Renewal
 from skyward_core.session.event_emitter import EventEmitter
 from skyward_core.session.sealed_lease import SharedLease
 from skyward_core.session.session_engine import SessionEngine
-from skyward_core.session.session_reaper import SessionReaper
 from skyward_core.session.state import Claims
+
+
+class SessionReaper:
+    """Owns the connection to the reaper. There is no reaper if the provider cannot travel to another process."""
+
+    def __init__(self, pool_id: str, log: Callable[..., object]) -> None:
+        self._pool_id = pool_id
+        self._log = log
+        self._reaper: Reaper | None = None
+        self._input: ReaperInput | None = None
+        self.has_detached = False
+        """Whether a call was started detached: then the pool lives by its lease, and a restarted reaper gets that
+        message.
+        """
+
+    @property
+    def reaper(self) -> Reaper | None:
+        """The present reaper."""
+        return self._reaper
+
+    def start(self, providers: Sequence[Provider], ledger_url: str) -> None:
+        """Start the reaper, or log why there is none."""
+        try:
+            self._input = ReaperInput.of(providers, self._pool_id, ledger_url)
+            self._reaper = Reaper.start(self._input)
+        except NotPicklable as error:
+            words = (
+                "the pool has no reaper, because its provider cannot be pickled (%s): after a kill, `skyward"
+                " sweep` ends it"
+            )
+            self._log(logging.WARNING, words, error)
+
+    def restart_if_gone(self, is_running: Callable[[], bool]) -> None:
+        """Start another reaper if this one was killed and the pool is open.
+
+        In this order: a pool that is stopped releases its reaper afterwards.
+        """
+        if self._reaper is not None and self._input is not None and not self._reaper.is_alive and is_running():
+            self._log(logging.WARNING, "the pool's reaper is gone: another one is started")
+            self._reaper.leave()
+            self._reaper = Reaper.start(self._input)
+            if self.has_detached:
+                self._reaper.live_by_lease()
+
+    def terminate_now(self) -> bool:
+        """Have the reaper end the machines. Returns False if there is no living reaper. Waits for nothing."""
+        if self._reaper is None or not self._reaper.is_alive:
+            return False
+        self._reaper.terminate_now()
+        return True
+
+    def live_by_lease(self) -> None:
+        """From now on the machines live by their lease, and not with this process."""
+        if self._reaper is not None:
+            self._reaper.live_by_lease()
+
+    def leave(self) -> None:
+        """The pool has ended, or was detached: the reaper has nothing to do."""
+        if self._reaper is not None:
+            self._reaper.leave()
+
+    def hang_up(self) -> None:
+        """Leave the pool to the reaper, as if this process were gone."""
+        if self._reaper is not None:
+            if self.has_detached:  # else the reaper would leave the pool to its lease
+                self._reaper.terminate_now()
+            self._reaper.hang_up()
 
 
 class Departure:

@@ -19,11 +19,11 @@ from skyward_core.ledger.names_policy import NotSteward
 from skyward_core.machines.instances import Lease, Node
 from skyward_core.providers.base import Provider
 from skyward_core.provisioning.lifecycle import disown
+from skyward_core.session.client_watch import ClientWatcher, Follower
 from skyward_core.session.clock import Clock, Step
-from skyward_core.session.follower import Follower
-from skyward_core.session.scheduler_search import ClientWatcher
 from skyward_core.session.sealed_lease import KeysInMemory, PoolKeys, find_lease
 from skyward_core.session.session import Session
+from skyward_core.session.session_engine import PoolSize
 from skyward_core.session.state import SessionState
 from skyward_core.session.steward_guard import Keeper
 from skyward_core.spec import PoolSpec
@@ -62,6 +62,11 @@ class NamedSession(Session):
         self._in_memory = KeysInMemory()
         self._stepping_down = threading.Lock()
         """Held while the session becomes one of a client, or checks that."""
+
+    @property
+    @override
+    def own_size(self) -> PoolSize | None:
+        return self.size if self.is_steward else None
 
     @property
     def is_steward(self) -> bool:

@@ -53,7 +53,7 @@ from skyward_core.work import Work
 if TYPE_CHECKING:
     from skyward_core.engine.cluster import Cluster
     from skyward_core.ledger.ledger import Ledger
-    from skyward_core.session.pool_size import PoolSize
+    from skyward_core.session.session_engine import PoolSize
     from skyward_core.session.stewardship import Stewardship
 
 LEDGER_BUSY_SECONDS = 10.0

@@ -46,12 +46,10 @@ from skyward_core.providers.base import Provider
 from skyward_core.provisioning import lifecycle
 from skyward_core.session.bookkeeping import Bookkeeping
 from skyward_core.session.clock import Clock, Limits, OpeningLimits, Renewal, Step
-from skyward_core.session.departure import Departure
+from skyward_core.session.departure import Departure, SessionReaper
 from skyward_core.session.event_emitter import EventEmitter
-from skyward_core.session.pool_size import PoolSize
 from skyward_core.session.sealed_lease import SharedLease
-from skyward_core.session.session_engine import SessionEngine
-from skyward_core.session.session_reaper import SessionReaper
+from skyward_core.session.session_engine import PoolSize, SessionEngine
 from skyward_core.session.state import Claims, SessionState
 from skyward_core.session.steward_guard import StewardGuard
 from skyward_core.spec import PoolSpec
@@ -131,6 +129,11 @@ class Session:
             self._emitter,
             self._ended,
         )
+
+    @property
+    def own_size(self) -> PoolSize | None:
+        """The size of the pool, if this process may set it; None before the pool is open."""
+        return self.size
 
     @property
     def is_running(self) -> bool:

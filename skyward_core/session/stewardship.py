@@ -38,8 +38,8 @@ from skyward_core.session.bookkeeping import Bookkeeping
 from skyward_core.session.clock import Clock, Limits
 from skyward_core.session.detached_call import note_all
 from skyward_core.session.event_emitter import EventEmitter
-from skyward_core.session.pool_size import PoolSize, free_all, policy_of, ranks_of
 from skyward_core.session.sealed_lease import SharedLease, find_lease
+from skyward_core.session.session_engine import PoolSize, free_all, policy_of, ranks_of
 from skyward_core.session.steward_guard import Keeper
 from skyward_core.spec import PoolSpec
 

@@ -324,7 +324,7 @@ def prepare_process() -> None:
 
 @contextmanager
 def no_reaper() -> Generator[None]:
-    from skyward_core.session import session_reaper
+    from skyward_core.session import departure as session_reaper
 
     reaper = session_reaper.Reaper
     session_reaper.Reaper = _NoReaper  # type: ignore[assignment,misc]

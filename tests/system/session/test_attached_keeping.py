@@ -14,7 +14,7 @@ from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.engine.cluster import Cluster
 from skyward_core.errors import BudgetExceeded, NodeLost, PoolClosed
 from skyward_core.events.queue import EventQueue
-from skyward_core.session import scheduler_search
+from skyward_core.session import client_watch as scheduler_search
 from skyward_core.session.attached import Attached
 from skyward_core.wire.protocol import Resumed
 from tests.session.attached import lease

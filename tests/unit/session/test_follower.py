@@ -5,7 +5,7 @@ from typing import Any
 
 from skyward_core.errors import LedgerError
 from skyward_core.machines.instances import Lease, Node
-from skyward_core.session.follower import Follower
+from skyward_core.session.client_watch import Follower
 from tests.engine.model import machine_id, node_of
 
 KEYS: Any = object()

@@ -17,7 +17,7 @@ from skyward_core.ledger.names_policy import Join, NameState
 from skyward_core.ledger.rows import Account, Bucket, Intent, Period, Price, ResourceKind, ResourceRequest
 from skyward_core.machines.owner import Owner
 from skyward_core.session import warm_pools
-from skyward_core.session.lease_payments import LeasePayments, seconds_covered
+from skyward_core.session.clock import LeasePayments, seconds_covered
 from skyward_core.session.warm_pools import keep_warm
 
 LEASE_SECONDS = 100.0

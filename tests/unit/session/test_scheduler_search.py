@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from skyward_core.errors import NodeLost
-from skyward_core.session import scheduler_search
-from skyward_core.session.scheduler_search import SchedulerSearch
+from skyward_core.session import client_watch as scheduler_search
+from skyward_core.session.client_watch import SchedulerSearch
 from tests.session.threads import Threads
 
 LEASE_SECONDS = 240.0

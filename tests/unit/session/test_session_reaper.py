@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from skyward_core.session import session_reaper
-from skyward_core.session.session_reaper import SessionReaper
+from skyward_core.session import departure as session_reaper
+from skyward_core.session.departure import SessionReaper
 
 
 @pytest.mark.parametrize("has_detached", [False, True])

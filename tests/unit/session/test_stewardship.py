@@ -14,7 +14,7 @@ from skyward_core.session import named_use as named_use_module
 from skyward_core.session import stewardship as stewardship_module
 from skyward_core.session.named_session import NamedSession
 from skyward_core.session.named_use import Successor
-from skyward_core.session.pool_size import PoolSize
+from skyward_core.session.session_engine import PoolSize
 from skyward_core.session.state import Claims, SessionState
 from skyward_core.session.steward_guard import StewardGuard
 from skyward_core.session.stewardship import Stewardship
