@@ -37,7 +37,7 @@ from skyward_core.errors import (
 from skyward_core.events.events import CostFinal, SkywardEvent
 from skyward_core.events.queue import EventQueue
 from skyward_core.machines.instances import Lease, Node
-from skyward_core.session.client_watch import LOOK_SECONDS, Follower, SchedulerSearch
+from skyward_core.session.client_watch import LOOK_SECONDS, ClientWatcher, Follower
 from skyward_core.session.sealed_lease import KeysInMemory, PoolKeys, find_lease
 from skyward_core.transport.transport import Transport, Transports
 from skyward_core.wire.private_folders import NotPrivate, check_private
@@ -58,7 +58,6 @@ LEDGER_BEATS = 24.0
 GUARD_SECONDS = 2.0  # an open node has started its guard long ago
 JOIN_SECONDS = 5.0  # a worker that has crashed is back in one or two
 ALL_AT_ONCE = 1000
-REPLACED_SECONDS = 300.0  # for which a broadcast waits for the replacement of a lost node
 LIVES_SECONDS = 5.0
 EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
 """This process, or this machine, has too much open; it says nothing of the pool."""
@@ -117,11 +116,9 @@ class Attached:
         """Called with the error of its calls when the pool cannot be reached again; not when it is left."""
         self._stopping = threading.Lock()
         self._ended = threading.Event()
-        self._search = SchedulerSearch(
-            self._resume, self._is_cut_off, self._give_up, self._ended, lease_seconds, events.log
+        self.watcher = ClientWatcher(
+            lambda: self.cluster, self._resume, lease_seconds, self._ended, events.log, self._give_up
         )
-        self._away: dict[int, float] = {}
-        """Since when nodes are absent, by rank."""
         self._entry = KeptEntry(lease.pool_id, lease_seconds, events.log, ledger)
         self._follower = Follower(
             lambda: self.lease, self._reach_new, self._use, partial(find_lease, has_key=key is not None)
@@ -191,7 +188,7 @@ class Attached:
                     self._go_on_without(node, "its workers are not in the pool")
             for transport in self.transports.all():
                 transport.opened()
-            cluster.watch(self)
+            cluster.watch(self.watcher)
             self.user_client = cluster.user_client(self._scheduler_from_here)
             self.is_running = True
         except BaseException as error:
@@ -352,8 +349,7 @@ class Attached:
     def _look(self) -> None:
         """Send the nodes whether there are calls, and stop waiting for lost nodes that are not replaced."""
         self.transports.is_busy = self.cluster is not None and self.cluster.has_work()
-        self._give_up_absent()
-        self._search.look()
+        self.watcher.look()
 
     # ── nodes that come and leave ────────────────────────────────────────────────────────────────────────────────────
 
@@ -380,7 +376,7 @@ class Attached:
         if not self._is_kept_here:
             self.lease = lease
             for node in gone:
-                self._away.pop(node.rank, None)
+                self.watcher.joined(node.rank)
                 self.transports.forget(node.instance)
 
     # ── the steward of a named pool ──────────────────────────────────────────────────────────────────────────────────
@@ -403,7 +399,7 @@ class Attached:
         """This process is the steward from now on: `watcher` handles the loss of nodes and of the connection."""
         assert self.cluster is not None
         self._is_kept_here = True
-        self._away.clear()
+        self.watcher.pause()
         self.cluster.watch(watcher)
         if not self.cluster.is_connected:
             watcher.cut()
@@ -414,43 +410,12 @@ class Attached:
         self._is_kept_here = False
         if self.cluster is not None:
             self.cluster.keep(None, None, None)
-            self.cluster.watch(self)
-            for node in self.lease.nodes:
-                if self.cluster.missing(node.rank):
-                    self.left(node.rank)
-            self.reconnect()
+            self.watcher.go_on(self.lease)
 
     def reconnect(self) -> None:
         """Reach the scheduler again if it was cut off while this process kept the pool. Does not wait."""
         if self.cluster is not None and not self.cluster.is_connected:
-            self.cut()
-
-    # ── events of the cluster ───────────────────────────────────────────────────────────────────────────────────────
-
-    def joined(self, rank: int) -> None:
-        """Note that a node has joined; only the owner of the pool adds and removes nodes."""
-        self._away.pop(rank, None)
-
-    def left(self, rank: int) -> None:
-        """Note when a node went away; another node may take its rank."""
-        self._away.setdefault(rank, time.monotonic())
-
-    def _give_up_absent(self) -> None:
-        """Stop waiting for the replacement of a lost node after some time: only the opener can replace it."""
-        for rank, since in list(self._away.items()):
-            if self.cluster is not None and time.monotonic() - since > REPLACED_SECONDS:
-                self.cluster.give_up(
-                    NodeLost(f"node {rank} is lost, and the pool's opener has put none in its place"), rank
-                )
-
-    def cut(self) -> None:
-        """The scheduler is out of reach: try to reach it again as long as the lease may be valid."""
-        self._search.begin()
-
-    def _is_cut_off(self) -> bool:
-        """Whether this process is to connect again; the steward's recovery does it otherwise."""
-        cluster = self.cluster
-        return not (cluster is None or cluster.is_connected or self._is_kept_here or self._ended.is_set())
+            self.watcher.cut()
 
     def _resume(self, seconds: float) -> bool:
         """Connect to the scheduler again, if its machine is connected; return whether that is so."""
@@ -460,14 +425,7 @@ class Attached:
             self.cluster.resume(head.address(self.lease.scheduler), seconds)
         return head.is_connected
 
-    def _give_up(self, error: Exception | None) -> None:
-        lost = NodeLost(
-            "the head of the pool is gone: its opener may have brought the cluster up anew, attach with the pool's"
-            " present lease"
-        )
-        lost.__cause__ = error
-        assert self.cluster is not None
-        self.cluster.give_up(lost)
+    def _give_up(self, lost: NodeLost) -> None:
         if not self._ended.is_set():
             self.on_given_up(lost)
         self._ended.set()

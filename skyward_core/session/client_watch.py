@@ -137,25 +137,32 @@ class SchedulerSearch:
 
 
 class ClientWatcher:
-    """The watcher of a cluster whose nodes another process replaces. `look` is called every second."""
+    """The watcher of a cluster whose nodes another process replaces. `look` is called periodically."""
 
     def __init__(
         self,
-        cluster: Cluster,
-        scheduler: Callable[[], str],
+        cluster: Callable[[], Cluster | None],
+        resume: Callable[[float], bool],
         lease_seconds: float,
         ended: threading.Event,
         log: Callable[..., object],
+        on_given_up: Callable[[NodeLost], object] = lambda _: None,
     ) -> None:
+        """Watch nothing before `cluster` returns one.
+
+        `resume`: the `attempt` of `SchedulerSearch`. `on_given_up` is called with the error of the calls that wait,
+        when no scheduler was reached while the nodes may live; not when the pool was left.
+        """
         self._cluster = cluster
-        self._scheduler = scheduler
         self._ended = ended
+        self._on_given_up = on_given_up
+        self._is_paused = False
         self._away: dict[int, float] = {}
         """Since when nodes are absent, by rank."""
-        self._search = SchedulerSearch(self._resume, self._is_cut_off, self._give_up, ended, lease_seconds, log)
+        self._search = SchedulerSearch(resume, self._is_cut_off, self._give_up, ended, lease_seconds, log)
 
     def joined(self, rank: int) -> None:
-        """Note that a node has joined."""
+        """Note that a node has joined, or is not waited for any more."""
         self._away.pop(rank, None)
 
     def left(self, rank: int) -> None:
@@ -166,24 +173,43 @@ class ClientWatcher:
         """The scheduler is out of reach: try to reach it again as long as the lease may be valid."""
         self._search.begin()
 
+    def pause(self) -> None:
+        """This process keeps the pool from now on: its recovery does all that."""
+        self._is_paused = True
+        self._away.clear()
+
+    def go_on(self, lease: Lease) -> None:
+        """Another process keeps the pool, with these nodes: watch the cluster. Does not wait."""
+        self._is_paused = False
+        if (cluster := self._cluster()) is None:
+            return
+        cluster.watch(self)
+        for node in lease.nodes:
+            if cluster.missing(node.rank):
+                self.left(node.rank)
+        if not cluster.is_connected:
+            self.cut()
+
     def look(self) -> None:
         """Stop waiting for nodes that are not replaced, and search for the scheduler if no thread does."""
         self._search.look()
         for rank, since in list(self._away.items()):
-            if time.monotonic() - since > REPLACED_SECONDS:
-                self._cluster.give_up(NodeLost(f"node {rank} is lost, and no process has put one in its place"), rank)
+            if (cluster := self._cluster()) is not None and time.monotonic() - since > REPLACED_SECONDS:
+                cluster.give_up(NodeLost(f"node {rank} is lost, and no process has put one in its place"), rank)
 
     def _is_cut_off(self) -> bool:
-        return not (self._ended.is_set() or self._cluster.is_connected)
-
-    def _resume(self, seconds: float) -> bool:
-        self._cluster.resume(self._scheduler(), seconds)
-        return True
+        cluster = self._cluster()
+        return not (cluster is None or cluster.is_connected or self._is_paused or self._ended.is_set())
 
     def _give_up(self, error: Exception | None) -> None:
-        lost = NodeLost("the head of the pool is gone: another process may have replaced it, so open the pool again")
+        lost = NodeLost(
+            "the head of the pool is gone, and another process may have replaced it: open the pool again by its name,"
+            " or attach with its present lease"
+        )
         lost.__cause__ = error
-        self._cluster.give_up(lost)
+        if (cluster := self._cluster()) is not None:
+            cluster.give_up(lost)
+        self._on_given_up(lost)
 
 
 class Follower:

@@ -144,21 +144,22 @@ class NamedSession(Session):
             if not self.is_running:
                 return
             self._watcher = watcher = ClientWatcher(
-                cluster, lambda: machines.scheduler, self.spec.lease_seconds, self._ended, self.events.log
+                lambda: self.cluster, self._resume, self.spec.lease_seconds, self._ended, self.events.log
             )
         recovery.stop()
         machines.leave()
         self._client_lease = machines.lease
-        cluster.watch(watcher)
         cluster.draining.keep(None)
-        for node in machines.lease.nodes:
-            if cluster.missing(node.rank):
-                watcher.left(node.rank)
-        if not cluster.is_connected:
-            watcher.cut()
+        watcher.go_on(machines.lease)
         disown(machines)
         self.events.log(logging.WARNING, "another process keeps the pool %s: this one was silent", self.pool_id)
         threading.Thread(target=self._end_own, name="skyward-adopt", daemon=True).start()
+
+    def _resume(self, seconds: float) -> bool:
+        if self.machines is None or self.cluster is None:
+            return False
+        self.cluster.resume(self.machines.scheduler, seconds)
+        return True
 
     def _end_own(self) -> None:
         """End what this process has rented and the new steward does not know."""

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from skyward_core.engine import detached_calls as module
 from skyward_core.engine.connection import SchedulerConnection
 from skyward_core.engine.owner import EngineThread
 from skyward_core.errors import BudgetExceeded, ConnectionLost
-from skyward_core.session.attached import Attached
 from skyward_core.wire.messages import Parcel
 from tests.conftest import members
 from tests.waiting import wait_until
@@ -196,23 +194,6 @@ def test_a_broadcast_waits_for_a_worker_that_is_away() -> None:
         os.kill(pids["1-0"], signal.SIGKILL)
         wait_until(lambda: not cluster_of(pool).has(1), "the worker to be missed")
         assert sum(total(list(range(100))) @ pool) == 4950
-
-
-def test_an_attached_client_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a lost node is not replaced, broadcasts to it raise. They wait for a node that is back or has just left.
-
-    Looks inside: the clock that does it looks every few seconds.
-    """
-    given_up = list[int]()
-    attached: Any = SimpleNamespace(_away={}, cluster=SimpleNamespace(give_up=lambda _, rank: given_up.append(rank)))
-    for rank in (1, 2):
-        Attached.left(attached, rank)
-    monkeypatch.setattr("skyward_core.session.attached.REPLACED_SECONDS", -1.0)
-    Attached.joined(attached, 1)
-    Attached._give_up_absent(attached)
-    monkeypatch.setattr("skyward_core.session.attached.REPLACED_SECONDS", 300.0)
-    Attached._give_up_absent(attached)
-    assert given_up == [2]
 
 
 # ── large values ─────────────────────────────────────────────────────────────────────────────────────────────────────

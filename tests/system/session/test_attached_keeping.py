@@ -14,7 +14,7 @@ from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.engine.cluster import Cluster
 from skyward_core.errors import BudgetExceeded, NodeLost, PoolClosed
 from skyward_core.events.queue import EventQueue
-from skyward_core.session import client_watch as scheduler_search
+from skyward_core.session import client_watch
 from skyward_core.session.attached import Attached
 from skyward_core.wire.protocol import Resumed
 from tests.session.attached import lease
@@ -80,7 +80,7 @@ def test_a_process_that_keeps_the_pool_no_more_looks_for_the_scheduler_for_one_l
         raise NodeLost("the scheduler does not answer")
 
     times = count(0.0, 25.0)
-    monkeypatch.setattr(scheduler_search, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr(client_watch, "time", SimpleNamespace(monotonic=lambda: next(times)))
     monkeypatch.setattr(pool.cluster, "resume", resume)
     pool.attached.keep(SimpleNamespace(cut=lambda: None))  # type: ignore[arg-type]
     pool.attached.keep_no_more()
@@ -99,7 +99,7 @@ def test_a_pool_that_is_left_during_a_search_says_so(
     connections = Connections(pool.cluster, monkeypatch)
     connections.answers = [False]
     [future] = pool.cluster.submit([PendingCompute(abs, (1,))])
-    pool.attached.cut()
+    pool.attached.watcher.cut()
     wait_until(lambda: connections.made, "the search to wait for its answer")
     if is_ended:
         pool.attached.end("no money", BudgetExceeded("no money"), lambda: None)

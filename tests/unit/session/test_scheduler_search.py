@@ -1,14 +1,15 @@
-"""The search for a scheduler after a cut: what ends it, what does not, and how often it tries."""
+"""The search for a scheduler after a cut: what ends it, what does not, and how often it tries; lost nodes that nobody replaces."""
 
 import logging
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from skyward_core.errors import NodeLost
-from skyward_core.session import client_watch as scheduler_search
-from skyward_core.session.client_watch import SchedulerSearch
+from skyward_core.session import client_watch
+from skyward_core.session.client_watch import ClientWatcher, SchedulerSearch
 from tests.session.threads import Threads
 
 LEASE_SECONDS = 240.0
@@ -68,8 +69,8 @@ class World:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     world = World()
-    monkeypatch.setattr(scheduler_search, "time", SimpleNamespace(monotonic=lambda: world.now))
-    monkeypatch.setattr(scheduler_search, "threading", world.threads)
+    monkeypatch.setattr(client_watch, "time", SimpleNamespace(monotonic=lambda: world.now))
+    monkeypatch.setattr(client_watch, "threading", world.threads)
     return world
 
 
@@ -136,3 +137,18 @@ def test_a_search_that_no_thread_could_begin_begins_later(world: World) -> None:
     world.threads.trouble, world.outcomes = None, [True]
     world.look()
     assert len(world.tries) == 1
+
+
+def test_an_attached_client_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a lost node is not replaced, broadcasts to it raise. They wait for a node that is back or has just left."""
+    given_up = list[int]()
+    cluster: Any = SimpleNamespace(is_connected=True, give_up=lambda _, rank: given_up.append(rank))
+    watcher = ClientWatcher(lambda: cluster, lambda _: True, 60.0, threading.Event(), lambda *_: None)
+    for rank in (1, 2):
+        watcher.left(rank)
+    monkeypatch.setattr(client_watch, "REPLACED_SECONDS", -1.0)
+    watcher.joined(1)
+    watcher.look()
+    monkeypatch.setattr(client_watch, "REPLACED_SECONDS", 300.0)
+    watcher.look()
+    assert given_up == [2]
