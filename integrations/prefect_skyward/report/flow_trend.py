@@ -8,9 +8,9 @@ the same time, or one cannot write it, the next one's is right again.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from prefect.client.schemas.filters import (
@@ -25,7 +25,7 @@ from prefect.client.schemas.sorting import FlowRunSort
 from prefect.utilities.urls import url_for
 
 from prefect_skyward.report import pages
-from prefect_skyward.report.prefect_api import asked, write_of_no_run
+from prefect_skyward.report.prefect_api import asked, figures_of, write_of_no_run
 from prefect_skyward.report.task_costs import total
 
 if TYPE_CHECKING:
@@ -66,9 +66,21 @@ def write_trend(flow_id: UUID) -> None:
             limit=READ_RUNS,
         )
     )
-    runs = [_figures(run) for run in newest if COST_LABEL in (run.labels or {})][:MOST_RUNS]
+    # a server that was busy at the end of a run may have refused its labels
+    late = figures_of([run.id for run in newest if (run.labels or {}).get(FINAL_LABEL) is not True])
+    runs = [
+        _row(run, figures)
+        for run in newest
+        if COST_LABEL in (figures := {**(run.labels or {}), **late.get(run.id, {})})
+    ][:MOST_RUNS]
     if runs:
         write_of_no_run(key_of(flow.name, flow_id), trend_page(runs), trend_summary(runs))
+
+
+def figures(usd: float, measure: str, percent: float | None, *, is_final: bool) -> dict[str, str]:
+    """Return what the trend reads of a run, as its cost artifact has it."""
+    used = {} if percent is None else {MEASURE_LABEL: measure, PERCENT_LABEL: f"{percent:.1f}"}
+    return {COST_LABEL: f"{usd:.8f}", FINAL_LABEL: str(is_final).lower(), **used}
 
 
 def key_of(flow_name: str, flow_id: UUID) -> str:
@@ -123,16 +135,16 @@ def _bar(value: float, most: float) -> str:
     return "█" * max(1, round(BAR_CHARACTERS * min(1.0, value / most)))
 
 
-def _figures(run: FlowRun) -> RunFigures:
-    labels, began = run.labels or {}, run.start_time or run.created
-    percent = labels.get(PERCENT_LABEL)
+def _row(run: FlowRun, figures: Mapping[str, Any]) -> RunFigures:
+    """Return the row of a run, from its labels or those figures."""
+    began, percent = run.start_time or run.created, figures.get(PERCENT_LABEL)
     return RunFigures(
         name=run.name,
         url=url_for("flow-run", run.id) or "",
         state=run.state_name or "",
         begun=f"{began:%m-%d %H:%M}" if began is not None else "",
-        usd=float(labels[COST_LABEL]),
-        is_final=labels.get(FINAL_LABEL) is True,
-        measure=str(labels.get(MEASURE_LABEL, "")),
+        usd=float(figures[COST_LABEL]),
+        is_final=figures.get(FINAL_LABEL) in (True, "true"),
+        measure=str(figures.get(MEASURE_LABEL, "")),
         percent=float(percent) if percent is not None else None,
     )

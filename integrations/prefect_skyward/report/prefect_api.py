@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid5
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import Artifact
 
+COST_KEY = "skyward-cost"
+"""The artifact with a flow run's cost. Its metadata has the figures of the labels, which a busy server may refuse."""
 type Page = str | float | Sequence[Mapping[str, Any]]
 """Markdown, percent, or the rows of a table."""
 TAG, BETWEEN = "skyward.cost_tag", " | "
@@ -40,7 +43,7 @@ for moments only: if another request writes between what it reads and what it wr
 "database is locked" (503) at once.
 """
 LABEL_SECONDS = 1.0
-"""The same for labels, which the next write repeats."""
+"""How long labels are tried that the next write repeats."""
 BUSY = frozenset({codes.REQUEST_TIMEOUT, codes.TOO_MANY_REQUESTS, codes.BAD_GATEWAY, codes.SERVICE_UNAVAILABLE})
 
 
@@ -88,7 +91,7 @@ class RunApi:
     def __init__(self, flow_run_id: UUID) -> None:
         self._flow_run_id = flow_run_id
         self._ids: dict[tuple[str, str | None], UUID] = {}
-        self._written: dict[tuple[str, str | None], tuple[Page, str]] = {}
+        self._written: dict[tuple[str, str | None], tuple[Page, str, Mapping[str, str]]] = {}
         self._tag = ""
         self._tags: list[str] = []
         """Those that were written here, or are about to be."""
@@ -106,16 +109,26 @@ class RunApi:
         return {artifact.key: artifact.data for artifact in found if artifact.key and artifact.task_run_id is None}
 
     def write(
-        self, key: str, kind: str, data: Page, description: str, task_run_id: str | None = None, *, tag: str = ""
+        self,
+        key: str,
+        kind: str,
+        data: Page,
+        description: str,
+        task_run_id: str | None = None,
+        *,
+        tag: str = "",
+        figures: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Make or update an artifact, if it has changed. `tag`: of the flow run, which is to be written after it."""
+        """Make or update an artifact, if it has changed. `tag`: of the flow run, which is to be written after it;
+        `figures`: of its metadata.
+        """
         place = (key, task_run_id)
-        if self._written.get(place) == (data, description):
+        if self._written.get(place) == (data, description, figures):
             return
         content: dict[str, Any] = {"data": data if isinstance(data, str | float) else json.dumps(data)}
         if tag:
             self._tags = list(dict.fromkeys([*self._tags, tag]))
-            content["metadata_"] = {TAG: BETWEEN.join(self._tags)}
+            content["metadata_"] = {TAG: BETWEEN.join(self._tags), **figures}
         if (known := self._ids.get(place)) is not None:
             update = ArtifactUpdate(**content, description=description)
             asked(partial(_update_quietly, artifact_id=known, update=update))
@@ -128,9 +141,9 @@ class RunApi:
                 if task_run_id is None
                 else asked(partial(_create_quietly, artifact=artifact, task_run_id=task_run_id))
             )
-        self._written[place] = data, description
+        self._written[place] = data, description, figures
 
-    def label(self, labels: Mapping[str, str | int | float | bool], seconds: float = LABEL_SECONDS) -> None:
+    def label(self, labels: Mapping[str, str | int | float | bool], seconds: float = ASK_SECONDS) -> None:
         """Set labels of the flow run. Tries it for so many seconds."""
         asked(lambda client: client.update_flow_run_labels(self._flow_run_id, dict(labels)), seconds)
 
@@ -177,6 +190,17 @@ class RunApi:
             payload=dict(payload),
             id=uuid5(self._flow_run_id, name) if is_bill else None,
         )
+
+
+def figures_of(flow_run_ids: Sequence[UUID]) -> dict[UUID, Mapping[str, str]]:
+    """Return the figures of the cost artifacts of flow runs that have one."""
+    if not flow_run_ids:
+        return {}
+    wanted = ArtifactFilter(
+        flow_run_id=ArtifactFilterFlowRunId(any_=list(flow_run_ids)), key=ArtifactFilterKey(any_=[COST_KEY])
+    )
+    found: list[Artifact] = asked(lambda client: client.read_artifacts(artifact_filter=wanted))
+    return {one.flow_run_id: one.metadata_ or {} for one in found if one.flow_run_id is not None}
 
 
 def write_of_no_run(key: str, markdown: str, description: str) -> None:

@@ -21,13 +21,20 @@ from prefect.context import SyncClientContext
 
 import skyward_core as sky
 from prefect_skyward.report import pages
-from prefect_skyward.report.flow_trend import COST_LABEL, FINAL_LABEL, MEASURE_LABEL, PERCENT_LABEL, write_trend
+from prefect_skyward.report.flow_trend import (
+    COST_LABEL,
+    FINAL_LABEL,
+    MEASURE_LABEL,
+    PERCENT_LABEL,
+    figures,
+    write_trend,
+)
 from prefect_skyward.report.notices import Notice, RunWarning, Sieve, exceeded, notice_of, share_final
 from prefect_skyward.report.pages import RunState
 from prefect_skyward.report.pool_state import PoolState, SharedPool
-from prefect_skyward.report.prefect_api import LABEL_SECONDS, RunApi
-from prefect_skyward.report.settlement import COST_KEY, TASKS_KEY, settle_earlier_runs
-from prefect_skyward.report.task_costs import with_the_ledger
+from prefect_skyward.report.prefect_api import COST_KEY, LABEL_SECONDS, RunApi
+from prefect_skyward.report.settlement import TASKS_KEY, settle_earlier_runs
+from prefect_skyward.report.task_costs import total, with_the_ledger
 from prefect_skyward.ui import RunLog
 
 NODES_KEY, MACHINES_KEY, TASK_RUN_KEY = "skyward-nodes", "skyward-machines", "skyward-task-run"
@@ -39,8 +46,10 @@ the task runs.
 """
 BILL_SECONDS = 1.0
 """How soon the end of a pool is written. If the flow run ends with it, only the last state is."""
-LAST_LABEL_SECONDS = 2.0
-"""How long the last labels are tried: the server takes in the events of all task runs at that time."""
+LAST_LABEL_SECONDS = 0.5
+"""How long the last labels are tried: a server that takes in the events of a thousand task runs refuses them for some
+seconds. The artifact has the same figures; the next run of the flow writes the labels.
+"""
 CLOSE_SECONDS = 2.0
 """How long the end of a flow waits for an API that is slow."""
 EXIT_SECONDS = 10.0
@@ -337,11 +346,14 @@ class RunReport:
 
         Other processes of the run, such as those of its task runner, may have pools too.
         """
-        costs, own = sky.cost_of(self._own_work), self._state.tasks.runs
-        pools = {pool.pool_id for pool in self._state.pools}
-        others = {pool_id: usd for pool_id, usd in costs.items() if pool_id not in pools}
+        parts = sky.cost_parts(self._own_work)
+        pools, own = {pool.pool_id for pool in self._state.pools}, self._state.tasks.runs
+        others: dict[str, float] = {}
+        for part in parts:
+            if part.pool_id not in pools:
+                others[part.pool_id] = total([others.get(part.pool_id, 0.0), float(part.cost_usd)])
         self._state.earlier = {**self._state.earlier, **others}
-        parts = [part for part in sky.cost_parts(self._own_work) if part.work.task_run not in own]
+        parts = [part for part in parts if part.work.task_run not in own]
         self._earlier_rows[TASKS_KEY] = with_the_ledger(self._earlier_rows.get(TASKS_KEY, []), parts)
 
     def _write_progress(self) -> None:
@@ -354,7 +366,9 @@ class RunReport:
 
     def _write_cost(self) -> None:
         page = pages.cost_page(self._state, time.monotonic())
-        self._api.write(COST_KEY, "markdown", page, pages.summary(self._state), tag=self._tag)
+        measure, percent = self._state.utilisation or ("", None)
+        its = figures(self._state.usd, measure, percent, is_final=self._state.is_final)
+        self._api.write(COST_KEY, "markdown", page, pages.summary(self._state), tag=self._tag, figures=its)
 
     def _write_tag(self) -> None:
         self._api.tag(self._tag)

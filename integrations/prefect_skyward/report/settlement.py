@@ -30,15 +30,23 @@ from prefect.context import FlowRunContext, TaskRunContext
 
 import skyward_core as sky
 from prefect_skyward.report import pages
-from prefect_skyward.report.flow_trend import COST_LABEL, ENDED, FINAL_LABEL, MEASURE_LABEL, PERCENT_LABEL, write_trend
+from prefect_skyward.report.flow_trend import (
+    COST_LABEL,
+    ENDED,
+    FINAL_LABEL,
+    MEASURE_LABEL,
+    PERCENT_LABEL,
+    figures,
+    write_trend,
+)
 from prefect_skyward.report.notices import FINAL
-from prefect_skyward.report.prefect_api import RunApi, asked
+from prefect_skyward.report.prefect_api import COST_KEY, RunApi, asked
 from prefect_skyward.report.task_costs import total, with_the_ledger
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
 
-COST_KEY, TASKS_KEY = "skyward-cost", "skyward-tasks"
+TASKS_KEY = "skyward-tasks"
 MOST_RUNS = 50
 """How many of a flow's runs that have ended last are looked at, and of those that have not ended."""
 MOST_RUNS_OF_ALL = 200
@@ -132,10 +140,12 @@ def _settle(run: FlowRun) -> bool:
     usd = total(float(part.cost_usd) for part in parts)
     api.write(TASKS_KEY, "table", rows, f"{len(rows)} task runs")
     labels = run.labels or {}
-    percent = labels.get(PERCENT_LABEL)
-    tag = pages.cost_tag(usd, str(labels.get(MEASURE_LABEL, "")), None if percent is None else float(percent))
+    measure, share = str(labels.get(MEASURE_LABEL, "")), labels.get(PERCENT_LABEL)
+    percent = None if share is None else float(share)
+    tag = pages.cost_tag(usd, measure, percent)
     page = pages.settled_page(usd, rows, sorted({part.pool_id for part in parts}))
-    api.write(COST_KEY, "markdown", page, f"{pages.usd(usd)} · by the ledger", tag=tag)
+    its = figures(usd, measure, percent, is_final=True)
+    api.write(COST_KEY, "markdown", page, f"{pages.usd(usd)} · by the ledger", tag=tag, figures=its)
     api.tag(tag)
     _emit_bills(api, run, parts, usd)
     api.label({COST_LABEL: usd, FINAL_LABEL: True})  # last

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
 
+import httpx
 import pytest
 
 pytest.importorskip("prefect")
@@ -207,6 +208,31 @@ def test_the_card_of_the_flow_has_the_cost_of_its_last_run_and_those_before(run:
     assert (card()["latest_id"], card()["data"]) == (first["latest_id"], first["data"])
     (row,) = [line for line in first["data"].splitlines() if f"| {pages.usd(run.usd)} ████ |" in line]
     assert "| Completed |" in row
+
+
+def test_the_card_has_the_bill_of_a_run_whose_labels_a_busy_server_has_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next run writes the labels; the cost artifact has their figures."""
+    ids: list[tuple[str, str]] = []
+
+    def refuse(*_: object) -> None:
+        request = httpx.Request("PATCH", "http://prefect")
+        raise httpx.HTTPStatusError("locked", request=request, response=httpx.Response(503, request=request))
+
+    @flow(name="refused", task_runner=SkywardTaskRunner(provider=sky.Local(price_per_hour=PRICE)))
+    def refused() -> None:
+        ids.append((current_run.id, current_run.get_flow_name()))
+        assert double.submit(1).result() == 2
+
+    monkeypatch.setattr(RunApi, "label", refuse)
+    refused()
+    usd = sum(sky.cost_of(sky.Work(system="prefect", run=ids[0][0])).values())
+    (card,) = wait_until(
+        lambda: asked("/artifacts/latest/filter", {"artifacts": {"key": {"any_": ["skyward-flow-refused"]}}})
+    )
+    assert card["description"].split(" · ")[0] == f"last run {pages.usd(usd)}"
+    assert "≥" not in card["data"]
 
 
 def test_a_run_whose_process_could_not_write_its_bill_gets_it_by_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
