@@ -83,6 +83,11 @@ def figures(usd: float, measure: str, percent: float | None, *, is_final: bool) 
     return {COST_LABEL: f"{usd:.8f}", FINAL_LABEL: str(is_final).lower(), **used}
 
 
+def is_final(written: Mapping[str, Any]) -> bool:
+    """Return whether figures, or labels, are those of the whole bill."""
+    return written.get(FINAL_LABEL) in (True, "true")
+
+
 def key_of(flow_name: str, flow_id: UUID) -> str:
     """Return the key of a flow's artifact: small letters, digits and dashes. Two flows never have the same one."""
     slug = re.sub(r"[^a-z0-9]+", "-", flow_name.lower()).strip("-")
@@ -144,7 +149,7 @@ def _row(run: FlowRun, figures: Mapping[str, Any]) -> RunFigures:
         state=run.state_name or "",
         begun=f"{began:%m-%d %H:%M}" if began is not None else "",
         usd=float(figures[COST_LABEL]),
-        is_final=figures.get(FINAL_LABEL) in (True, "true"),
+        is_final=is_final(figures),
         measure=str(figures.get(MEASURE_LABEL, "")),
         percent=float(percent) if percent is not None else None,
     )

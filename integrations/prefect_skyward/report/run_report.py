@@ -55,7 +55,7 @@ CLOSE_SECONDS = 2.0
 EXIT_SECONDS = 10.0
 """How long the end of the process waits for what flow runs that have ended still have to write."""
 OTHERS_SECONDS = 1.0
-"""How long of that it waits for the pages of earlier runs and of the flow, which the next run would write too."""
+"""How long of that it waits for what the next run would write too: the card of the flow, labels, earlier runs."""
 MOST_TASK_ROWS, MOST_LIVE_TASK_ROWS = 1_000, 50
 """Rows of the table of task runs, at the end and while the flow runs."""
 MOST_TASK_ARTIFACTS = 20
@@ -102,8 +102,6 @@ class RunReport:
         """When the pages are to be written because of an event."""
         self._has_written = threading.Event()
         """Set when the last state was written."""
-        self._has_ended = threading.Event()
-        """Set when nothing of this flow run is left to write."""
         self._inbox: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread = threading.Thread(target=log.run, args=(self._run,), name="skyward-report", daemon=True)
         self._thread.start()
@@ -172,7 +170,7 @@ class RunReport:
     def wait(self, seconds: float) -> None:
         """Wait for the last requests of a flow run that has ended; say where the bill is if they are not done then."""
         until = time.monotonic() + seconds
-        self._has_ended.wait(seconds)
+        self._has_written.wait(seconds)
         self._thread.join(max(0.0, min(OTHERS_SECONDS, until - time.monotonic())))
         if not self._has_written.is_set():
             pools = " ".join(pool.pool_id for pool in list(self._state.pools) if pool.pool_id)
@@ -212,14 +210,17 @@ class RunReport:
         self._state.is_final = True
         is_written = self._write()
         self._has_written.set()
+        if self._flow_id is not None and self._state.pools:
+            self._try(partial(write_trend, self._flow_id))
         if is_written:
-            # last: without them the next run of the flow writes all that may be missing
+            # without them the next run of the flow writes all that may be missing
             self._try(self._write_last_labels)
-        self._has_ended.set()
         if self._flow_id is not None:
-            self._try(partial(settle_earlier_runs, self._flow_id, self._flow_run_id))
-            if self._state.pools:
-                self._try(partial(write_trend, self._flow_id))
+            self._try(partial(self._settle_earlier_runs, self._flow_id))
+
+    def _settle_earlier_runs(self, flow_id: UUID) -> None:
+        if settle_earlier_runs(flow_id, self._flow_run_id):
+            write_trend(flow_id)
 
     def _noted(self) -> None:
         """The time for an update has come."""

@@ -37,16 +37,18 @@ from prefect_skyward.report.flow_trend import (
     MEASURE_LABEL,
     PERCENT_LABEL,
     figures,
+    is_final,
     write_trend,
 )
 from prefect_skyward.report.notices import FINAL
-from prefect_skyward.report.prefect_api import COST_KEY, RunApi, asked
+from prefect_skyward.report.prefect_api import COST_KEY, RunApi, asked, figures_of
 from prefect_skyward.report.task_costs import total, with_the_ledger
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
 
 TASKS_KEY = "skyward-tasks"
+MICRO_USD = 1e-6
 MOST_RUNS = 50
 """How many of a flow's runs that have ended last are looked at, and of those that have not ended."""
 MOST_RUNS_OF_ALL = 200
@@ -83,14 +85,16 @@ def settle_flow_run(flow_run_id: UUID) -> None:
         write_trend(run.flow_id)
 
 
-def settle_earlier_runs(flow_id: UUID, but: UUID) -> None:
-    """Write the costs of runs of a flow whose figures are not final, except for this run. Raises the first error, after
-    all were tried.
+def settle_earlier_runs(flow_id: UUID, but: UUID) -> int:
+    """Write the costs of runs of a flow whose figures are not final, except for this run; return how many have them
+    now. Raises the first error, after all were tried.
     """
     found = _runs(FlowFilter(id=FlowFilterId(any_=[flow_id])), MOST_RUNS)
-    _, errors = _settle_all([run for run in found if run.id != but and (_is_open(run) or _has_ended_without(run))])
+    open_ones = [run for run in found if run.id != but and (_is_open(run) or _has_ended_without(run))]
+    settled, errors = _settle_all(open_ones)
     if errors:
         raise errors[0]
+    return len(settled)
 
 
 def _runs(of: FlowFilter | None, most: int) -> list[FlowRun]:
@@ -139,16 +143,19 @@ def _settle(run: FlowRun) -> bool:
     rows = with_the_ledger(json.loads(data) if isinstance(data, str) else data or [], parts)
     usd = total(float(part.cost_usd) for part in parts)
     api.write(TASKS_KEY, "table", rows, f"{len(rows)} task runs")
-    labels = run.labels or {}
-    measure, share = str(labels.get(MEASURE_LABEL, "")), labels.get(PERCENT_LABEL)
+    written = figures_of([run.id]).get(run.id, {})
+    shown = {**(run.labels or {}), **written}
+    measure, share = str(shown.get(MEASURE_LABEL, "")), shown.get(PERCENT_LABEL)
     percent = None if share is None else float(share)
     tag = pages.cost_tag(usd, measure, percent)
-    page = pages.settled_page(usd, rows, sorted({part.pool_id for part in parts}))
-    its = figures(usd, measure, percent, is_final=True)
-    api.write(COST_KEY, "markdown", page, f"{pages.usd(usd)} · by the ledger", tag=tag, figures=its)
+    if not (is_final(written) and abs(float(written[COST_LABEL]) - usd) < MICRO_USD):
+        page = pages.settled_page(usd, rows, sorted({part.pool_id for part in parts}))
+        its = figures(usd, measure, percent, is_final=True)
+        api.write(COST_KEY, "markdown", page, f"{pages.usd(usd)} · by the ledger", tag=tag, figures=its)
     api.tag(tag)
     _emit_bills(api, run, parts, usd)
-    api.label({COST_LABEL: usd, FINAL_LABEL: True})  # last
+    used = {} if percent is None else {MEASURE_LABEL: measure, PERCENT_LABEL: percent}
+    api.label({**used, COST_LABEL: usd, FINAL_LABEL: True})  # last
     return True
 
 

@@ -263,9 +263,10 @@ def test_the_end_of_a_process_does_not_wait_long_for_the_pages_of_other_runs(
     """The next run of the flow writes them too."""
     begun, answers = threading.Event(), threading.Event()
 
-    def settle(_: UUID, __: UUID) -> None:
+    def settle(_: UUID, __: UUID) -> int:
         begun.set()
         assert answers.wait(60)
+        return 0
 
     monkeypatch.setattr(run_report, "settle_earlier_runs", settle)
     monkeypatch.setattr(run_report, "OTHERS_SECONDS", 0.05)

@@ -214,7 +214,7 @@ def test_the_card_has_the_bill_of_a_run_whose_labels_a_busy_server_has_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The next run writes the labels; the cost artifact has their figures."""
-    ids: list[tuple[str, str]] = []
+    ids: list[str] = []
 
     def refuse(*_: object) -> None:
         request = httpx.Request("PATCH", "http://prefect")
@@ -222,17 +222,23 @@ def test_the_card_has_the_bill_of_a_run_whose_labels_a_busy_server_has_refused(
 
     @flow(name="refused", task_runner=SkywardTaskRunner(provider=sky.Local(price_per_hour=PRICE)))
     def refused() -> None:
-        ids.append((current_run.id, current_run.get_flow_name()))
+        ids.append(current_run.id)
         assert double.submit(1).result() == 2
 
-    monkeypatch.setattr(RunApi, "label", refuse)
-    refused()
-    usd = sum(sky.cost_of(sky.Work(system="prefect", run=ids[0][0])).values())
+    with monkeypatch.context() as busy:
+        busy.setattr(RunApi, "label", refuse)
+        refused()
+    usd = sum(sky.cost_of(sky.Work(system="prefect", run=ids[0])).values())
     (card,) = wait_until(
         lambda: asked("/artifacts/latest/filter", {"artifacts": {"key": {"any_": ["skyward-flow-refused"]}}})
     )
     assert card["description"].split(" · ")[0] == f"last run {pages.usd(usd)}"
     assert "≥" not in card["data"]
+    refused()
+    labels = wait_until(lambda: asked("/flow_runs/filter", {"flow_runs": {"id": {"any_": [ids[0]]}}})[0]["labels"])
+    assert (labels["skyward.is_final"], labels["skyward.cost_usd"]) == (True, pytest.approx(usd, abs=1e-6))
+    (page,) = [one for one in artifacts(ids[0]) if one["key"] == "skyward-cost"]
+    assert "by the ledger" not in page["description"], "its process has written the page"
 
 
 def test_a_run_whose_process_could_not_write_its_bill_gets_it_by_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
