@@ -8,8 +8,8 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # The number of test processes (pytest-xdist), each with separate hosts, servers and folders. Most tests wait more than they compute.
 AT_ONCE ?= 5
-PARALLEL := -q -n $(AT_ONCE) --dist loadfile --no-loadscope-reorder
-TESTS := $(RUN) pytest $(PARALLEL)
+PARALLEL = -q -n $(AT_ONCE) --dist loadfile --no-loadscope-reorder
+TESTS = $(RUN) pytest $(PARALLEL)
 
 # Most of the 18,000 modules of the frameworks are never imported: Python compiles the others when it imports them first.
 IN_FRAMEWORKS := UV_PROJECT_ENVIRONMENT=.frameworks/venv UV_COMPILE_BYTECODE=0 $(UV) run --locked --no-default-groups --group frameworks
@@ -32,9 +32,11 @@ system: .venv/ready ## run the other tests of the gate; those that fail run once
 nightly: .venv/ready ## run what is too long for the gate, one recipe after the other: long, kill, versions, frameworks, demo
 	.ci/nightly
 
+# Servers of three orchestrators run at once: with five processes of tests they do not answer in time.
+long: AT_ONCE := 3
 long: .venv/ready ## run the tests of tests/nightly, and all cases of the tests that generate cases
-	$(TESTS) -m "not frameworks" --durations=25 tests/nightly
-	EXAMPLES=all $(TESTS) -m "nightly or generated" tests/unit tests/system
+	$(TESTS) -m "not frameworks" --durations=25 tests/nightly; code=$$?; \
+	EXAMPLES=all $(TESTS) -m "nightly or generated" tests/unit tests/system && exit $$code
 
 frameworks: .uv-ready ## distributed training with PyTorch, JAX, TensorFlow and Keras themselves, in a separate environment (7 GB)
 	$(IN_FRAMEWORKS) pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m frameworks --durations=5 tests/nightly/distributed tests/nightly/serialization/test_tensors.py tests/nightly/test_example_programs.py
