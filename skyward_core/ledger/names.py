@@ -232,14 +232,14 @@ class Names:
 
     def is_last(self, name: str, client_id: str) -> bool:
         """Return whether no other client uses the pool of a name. It may change at once."""
-        with self._database.write() as connection:
-            facts = self._facts(connection, name)
+        with self._database.read() as connection:
+            facts = self._facts(connection, name, is_locked=False)
             return facts is None or is_last(facts, client_id)
 
     def in_doubt(self, name: str, client_id: str) -> frozenset[Silent]:
         """Return the other clients of a pool of which it is in doubt whether they live (`NameFacts.in_doubt`)."""
-        with self._database.write() as connection:
-            facts = self._facts(connection, name)
+        with self._database.read() as connection:
+            facts = self._facts(connection, name, is_locked=False)
             silent = frozenset[Silent]() if facts is None else facts.in_doubt()
             return frozenset(one for one in silent if one[0] != client_id)
 
@@ -247,8 +247,8 @@ class Names:
         """Return whether no other client uses the pool of a name, but one may renew its row again: the ledger was out
         of reach of this client, and so perhaps of all, for so many seconds until now.
         """
-        with self._database.write() as connection:
-            facts = self._facts(connection, name)
+        with self._database.read() as connection:
+            facts = self._facts(connection, name, is_locked=False)
             return facts is not None and may_come_back(facts, client_id, silent_seconds)
 
     def leave(
@@ -367,11 +367,18 @@ class Names:
 
     # ── parts of a transaction ───────────────────────────────────────────────────────────────────────────────────────
 
-    def _facts(self, connection: Connection, name: str) -> NameFacts | None:
-        """Lock the row of a name, which is made if there is none; return what is known of it. None: it has no pool."""
-        _insert_name(connection, name)
-        row = connection.execute(select(NAMES).where(NAMES.c.name == name).with_for_update()).mappings().one()
-        if not row["pool_id"]:
+    def _facts(self, connection: Connection, name: str, *, is_locked: bool = True) -> NameFacts | None:
+        """Return what is known of a name; None: it has no pool.
+
+        `is_locked`: lock the row of the name, which is made if there is none. Without it, nothing is written, and what
+        is known may change at once: a hundred processes that leave a pool do not wait for each other to ask.
+        """
+        wanted = select(NAMES).where(NAMES.c.name == name)
+        if is_locked:
+            _insert_name(connection, name)
+            wanted = wanted.with_for_update()
+        row = connection.execute(wanted).mappings().first()
+        if row is None or not row["pool_id"]:
             return None
         clock = self._clock()
         named = name_seen(row, clock)
