@@ -36,11 +36,13 @@ type Page = str | float | Sequence[Mapping[str, Any]]
 """Markdown, percent, or the rows of a table."""
 TAG, BETWEEN = "skyward.cost_tag", " | "
 """An artifact names the tags that were written here, so that no other one is replaced, whatever it says."""
-ASK_SECONDS, AGAIN_SECONDS, AWAY_SECONDS = 10.0, 0.05, 1.0
-"""How long a request is tried; how often while the server is busy, and while it does not answer. Prefect's client would
-wait 2, 4, 8, 16 and 32 seconds, and nothing else would be written meanwhile. On SQLite Prefect's server (3.7.7) is busy
-for moments only: if another request writes between what it reads and what it writes in one transaction, the answer is
-"database is locked" (503) at once.
+ASK_SECONDS, AGAIN_SECONDS, AWAY_SECONDS, LONGER = 10.0, 0.05, 1.0, 1.5
+"""How long a request is tried; the first pause if the server is busy, and the longest one, also if it does not answer;
+how much longer each pause is than the one before.
+
+Prefect's client would wait 2, 4, 8, 16 and 32 seconds, and nothing else would be written meanwhile. On SQLite Prefect's
+server (3.7.7) is busy for moments only: if another request writes between what it reads and what it writes in one
+transaction, the answer is "database is locked" (503) at once.
 """
 LABEL_SECONDS = 1.0
 """How long labels are tried that the next write repeats."""
@@ -49,16 +51,17 @@ BUSY = frozenset({codes.REQUEST_TIMEOUT, codes.TOO_MANY_REQUESTS, codes.BAD_GATE
 
 def asked[T](ask: Callable[[SyncPrefectClient], T], seconds: float = ASK_SECONDS) -> T:
     """Return what Prefect's API answers; ask for so many seconds if it is busy or away. Raises httpx.HTTPError."""
-    until = time.monotonic() + seconds
+    until, pause = time.monotonic() + seconds, AGAIN_SECONDS
     with _no_retries(), SyncClientContext.get_or_create() as context:
         while True:
             try:
                 return ask(context.client)
             except (HTTPStatusError, TransportError) as error:
-                wait = _seconds_before_next(error)
+                wait = _seconds_before_next(error, pause)
                 if wait is None or time.monotonic() + wait > until:
                     raise
             time.sleep(wait)
+            pause = min(LONGER * pause, AWAY_SECONDS)
 
 
 def _no_retries() -> SettingsContext:
@@ -70,8 +73,10 @@ def _no_retries() -> SettingsContext:
     return SettingsContext(profile=context.profile, settings=context.settings.model_copy(update={"client": client}))
 
 
-def _seconds_before_next(error: HTTPStatusError | TransportError) -> float | None:
-    """Return how long to wait before a request is sent again; None: the next answer would be the same."""
+def _seconds_before_next(error: HTTPStatusError | TransportError, pause: float) -> float | None:
+    """Return how long to wait before a request is sent again; None: the next answer would be the same. `pause`: while
+    the server is busy, and does not say how long.
+    """
     if isinstance(error, TransportError):
         return AWAY_SECONDS
     answer = error.response
@@ -82,7 +87,7 @@ def _seconds_before_next(error: HTTPStatusError | TransportError) -> float | Non
     try:
         return float(answer.headers["Retry-After"])
     except (KeyError, ValueError):
-        return AGAIN_SECONDS
+        return pause
 
 
 class RunApi:

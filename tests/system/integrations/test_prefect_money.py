@@ -290,7 +290,10 @@ def test_a_run_whose_process_could_not_write_its_bill_gets_it_by_the_ledger(monk
 
 
 def test_labels_of_the_flow_run_have_the_cost_and_the_pool(run: SimpleNamespace) -> None:
-    (found,) = asked("/flow_runs/filter", {"flow_runs": {"id": {"any_": [str(run.id)]}}})
+    def seen() -> dict[str, Any]:
+        return asked("/flow_runs/filter", {"flow_runs": {"id": {"any_": [str(run.id)]}}})[0]
+
+    found = wait_until(lambda: its if (its := seen())["labels"].get("skyward.is_final") else None, "its last labels")
     labels = found["labels"]
     use = (
         f" · processor {labels['skyward.utilisation_percent']:.0f} %" if "skyward.utilisation_percent" in labels else ""

@@ -640,7 +640,7 @@ def test_requests_of_a_busy_server_are_tried_again_at_once(busy_api: BusyApi, wr
     """Prefect's client would wait 2, 4 and 8 seconds."""
     write(RunApi(UUID(int=1)))
     assert busy_api.retries == [0] * 4
-    assert busy_api.slept == [0.05] * 3
+    assert busy_api.slept == pytest.approx([0.05, 0.075, 0.1125])
 
 
 @pytest.mark.parametrize(
@@ -659,7 +659,7 @@ def test_a_request_is_tried_for_ten_seconds_at_most(
     busy_api.answer, busy_api.refusals = answer, 1_000
     with pytest.raises(httpx.HTTPStatusError):
         RunApi(UUID(int=1)).tag("$5")
-    assert sum(busy_api.slept) == pytest.approx(slept, abs=0.06)
+    assert slept - 1 < sum(busy_api.slept) <= slept
 
 
 def test_a_token_that_has_expired_is_no_failure(busy_api: BusyApi) -> None:
