@@ -154,10 +154,11 @@ class WriterQueue:
         return None
 
     def _wait(self, descriptor: int, mine: int) -> None:
-        """Look at the first place and the last one before `mine` only: of a hundred writers each looks ten times a
-        second, and the kernel goes through all locks for each look.
+        """Wait, and look at two places before `mine` only: the first one and the last one. A hundred writers look ten
+        times a second each, and the kernel goes through all locks for each look.
 
-        If the last one is free and the first one is not, that one has been passed, or has gone: it arranges nothing.
+        If the last place is free and the first one is not, the writer of the last one did not wait for the first one,
+        or it was killed. Then this one does not wait either.
         """
         before = sorted(_taken(descriptor, mine))
         moved_at = self._clock()

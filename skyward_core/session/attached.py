@@ -123,6 +123,7 @@ class Attached:
         self._follower = Follower(
             lambda: self.lease, self._reach_new, self._use, partial(find_lease, has_key=key is not None)
         )
+        # one thread for each: a scheduler or a ledger that does not answer must not delay a sign of life to the nodes
         beat_seconds = min(MOST_BEAT_SECONDS, lease_seconds / 6)
         self._beats = [
             PeriodicThread(name, seconds, step, self._on_trouble)
@@ -143,8 +144,6 @@ class Attached:
             self._payments = payments = LeasePayments(lease.pool_id, lease_seconds, self.emit)
             self.paid_seconds = payments.paid_seconds
             self._beats.append(PeriodicThread("skyward-money", payments.beat_seconds, payments.renew, self._on_trouble))
-        """One thread for each: a scheduler or a ledger that does not answer must not delay a sign of life to the nodes.
-        """
 
     def emit(self, event: SkywardEvent) -> int:
         """Queue an event for the callbacks; return its number in `events`."""

@@ -1,8 +1,9 @@
 """One artifact for each flow: what its last runs have cost, and how they used their machines.
 
 Prefect's page Artifacts has one card for each key, with the description of the newest artifact. So the card of a flow
-says what its last run has cost. Each run that ends writes the artifact anew from the labels of the runs: if two end at
-the same time, or one cannot write it, the next one's is right again.
+says what its last run has cost. Each run that ends writes the artifact anew, from the labels of the runs, or from the
+metadata of their cost artifacts where the server has refused labels. If two end at the same time, or one cannot write
+it, the next one's is right again.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ def write_trend(flow_id: UUID) -> None:
         write_of_no_run(key_of(flow.name, flow_id), trend_page(runs), trend_summary(runs))
 
 
-def figures(usd: float, measure: str, percent: float | None, *, is_final: bool) -> dict[str, str]:
-    """Return what the trend reads of a run, as its cost artifact has it."""
+def metadata_of(usd: float, measure: str, percent: float | None, *, is_final: bool) -> dict[str, str]:
+    """Return the figures of a run as the metadata of its cost artifact, which are texts."""
     used = {} if percent is None else {MEASURE_LABEL: measure, PERCENT_LABEL: f"{percent:.1f}"}
     return {COST_LABEL: f"{usd:.8f}", FINAL_LABEL: str(is_final).lower(), **used}
 

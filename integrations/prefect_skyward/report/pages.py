@@ -260,8 +260,8 @@ def settled_page(whole_usd: float, tasks: Sequence[Mapping[str, Any]], pool_ids:
     rows += [["other tasks, opening, idle time, the end", usd(others)]]
     rows += [["**Total**", f"**{usd(whole_usd)}**"]]
     words = (
-        "This run uses no machines now, and its process has not written its bill: it was killed, or Prefect's API did"
-        " not answer it. These figures are the ledger's."
+        "This run uses no machines now, and its process has not written its bill: it was killed, Prefect's API did not"
+        " answer it, or machines were not confirmed gone at its end. These figures are the ledger's."
     )
     return f"{words}\n\n{table(['task', 'USD'], rows)}\n\n{_receipt_words(pool_ids)}"
 

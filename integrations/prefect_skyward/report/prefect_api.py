@@ -1,4 +1,4 @@
-"""The requests to Prefect's API, for one flow run: artifacts, labels and events. `asked` bounds their time.
+"""The requests to Prefect's API, for one flow run: artifacts, labels and events.
 
 Updates go past `update_artifact`, and artifacts of task runs past `create_artifact`: these emit an event each time, and
 the graph of a run shows fifty events.
@@ -50,7 +50,9 @@ BUSY = frozenset({codes.REQUEST_TIMEOUT, codes.TOO_MANY_REQUESTS, codes.BAD_GATE
 
 
 def asked[T](ask: Callable[[SyncPrefectClient], T], seconds: float = ASK_SECONDS) -> T:
-    """Return what Prefect's API answers; ask for so many seconds if it is busy or away. Raises httpx.HTTPError."""
+    """Return what Prefect's API answers; ask again for so many seconds if it is busy or away. A request without an
+    answer ends by the timeout of Prefect's client. Raises httpx.HTTPError.
+    """
     until, pause = time.monotonic() + seconds, AGAIN_SECONDS
     with _no_retries(), SyncClientContext.get_or_create() as context:
         while True:
@@ -65,8 +67,8 @@ def asked[T](ask: Callable[[SyncPrefectClient], T], seconds: float = ASK_SECONDS
 
 
 def _no_retries() -> SettingsContext:
-    """Return settings without retries of Prefect's client. `temporary_settings` would validate all settings, and holds
-    the interpreter for a quarter of a second.
+    """Return settings without retries of Prefect's client. `temporary_settings` would validate all settings, in 75 ms
+    for each request.
     """
     context = get_settings_context()
     client = context.settings.client.model_copy(update={"max_retries": 0})
@@ -74,8 +76,8 @@ def _no_retries() -> SettingsContext:
 
 
 def _seconds_before_next(error: HTTPStatusError | TransportError, pause: float) -> float | None:
-    """Return how long to wait before a request is sent again; None: the next answer would be the same. `pause`: while
-    the server is busy, and does not say how long.
+    """Return how long to wait before a request is sent again; None: the next answer would be the same. `pause`: at
+    least, if the server is busy.
     """
     if isinstance(error, TransportError):
         return AWAY_SECONDS
@@ -85,7 +87,7 @@ def _seconds_before_next(error: HTTPStatusError | TransportError, pause: float) 
     if answer.status_code not in BUSY:
         return None
     try:
-        return float(answer.headers["Retry-After"])
+        return max(pause, float(answer.headers["Retry-After"]))
     except (KeyError, ValueError):
         return pause
 

@@ -26,7 +26,7 @@ from prefect_skyward.report.flow_trend import (
     FINAL_LABEL,
     MEASURE_LABEL,
     PERCENT_LABEL,
-    figures,
+    metadata_of,
     write_trend,
 )
 from prefect_skyward.report.notices import Notice, RunWarning, Sieve, exceeded, notice_of, share_final
@@ -98,6 +98,8 @@ class RunReport:
         self._uses: dict[str, tuple[sky.PoolUse, int]] = {}
         """By id: uses whose cost has changed since it was asked last, and how many of their calls have ended."""
         self._is_changed = self._has_warned = self._is_closed = False
+        self._is_bill_final = True
+        """Whether the ledger adds nothing to the last figures: machines may be left that are not confirmed gone."""
         self._due_at = math.inf
         """When the pages are to be written because of an event."""
         self._has_written = threading.Event()
@@ -347,7 +349,9 @@ class RunReport:
 
         Other processes of the run, such as those of its task runner, may have pools too.
         """
+        self._is_bill_final = False  # nor if the ledger does not answer
         parts = sky.cost_parts(self._own_work)
+        self._is_bill_final = all(part.is_final for part in parts)
         pools, own = {pool.pool_id for pool in self._state.pools}, self._state.tasks.runs
         others: dict[str, float] = {}
         for part in parts:
@@ -368,7 +372,8 @@ class RunReport:
     def _write_cost(self) -> None:
         page = pages.cost_page(self._state, time.monotonic())
         measure, percent = self._state.utilisation or ("", None)
-        its = figures(self._state.usd, measure, percent, is_final=self._state.is_final)
+        is_final = self._state.is_final and self._is_bill_final
+        its = metadata_of(self._state.usd, measure, percent, is_final=is_final)
         self._api.write(COST_KEY, "markdown", page, pages.summary(self._state), tag=self._tag, figures=its)
 
     def _write_tag(self) -> None:
@@ -424,9 +429,9 @@ class RunReport:
 
     def _write_last_labels(self) -> None:
         with suppress(HTTPStatusError):  # the next run of the flow writes them
-            self._write_labels(is_final=True)
+            self._write_labels(is_last=True)
 
-    def _write_labels(self, *, is_final: bool = False) -> None:
+    def _write_labels(self, *, is_last: bool = False) -> None:
         pools = self._state.pools
         machines = [machine for pool in pools for machine in pool.machines.values()]
         use = self._state.utilisation
@@ -438,9 +443,9 @@ class RunReport:
                 "skyward.provider": ",".join(sorted({machine.provider for machine in machines})),
                 "skyward.hardware": self._state.hardware,
                 "skyward.nodes": len(machines),
-                FINAL_LABEL: is_final,
+                FINAL_LABEL: is_last and self._is_bill_final,
             },
-            LAST_LABEL_SECONDS if is_final else LABEL_SECONDS,
+            LAST_LABEL_SECONDS if is_last else LABEL_SECONDS,
         )
 
 

@@ -36,8 +36,8 @@ from prefect_skyward.report.flow_trend import (
     FINAL_LABEL,
     MEASURE_LABEL,
     PERCENT_LABEL,
-    figures,
     is_final,
+    metadata_of,
     write_trend,
 )
 from prefect_skyward.report.notices import FINAL
@@ -150,7 +150,7 @@ def _settle(run: FlowRun) -> bool:
     tag = pages.cost_tag(usd, measure, percent)
     if not (is_final(written) and abs(float(written[COST_LABEL]) - usd) < MICRO_USD):
         page = pages.settled_page(usd, rows, sorted({part.pool_id for part in parts}))
-        its = figures(usd, measure, percent, is_final=True)
+        its = metadata_of(usd, measure, percent, is_final=True)
         api.write(COST_KEY, "markdown", page, f"{pages.usd(usd)} · by the ledger", tag=tag, figures=its)
     api.tag(tag)
     _emit_bills(api, run, parts, usd)

@@ -6,6 +6,7 @@ Automations are in nightly/integrations/test_prefect_automations.py: written on 
 import json
 import re
 import time
+from dataclasses import replace
 from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any
@@ -243,6 +244,32 @@ def test_the_card_has_the_bill_of_a_run_whose_labels_a_busy_server_has_refused(
     assert labels()["skyward.cost_usd"] == pytest.approx(usd, abs=1e-6)
     (page,) = [one for one in artifacts(ids[0]) if one["key"] == "skyward-cost"]
     assert "by the ledger" not in page["description"], "its process has written the page"
+
+
+def test_a_bill_that_still_grows_is_not_called_final(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine may be left that is not confirmed gone. Whoever asks next, once it is gone, makes the bill final."""
+    ids: list[str] = []
+    parts = sky.cost_parts
+
+    def growing(*which: Any, **more: Any) -> list[sky.CostPart]:
+        return [replace(part, is_final=False) for part in parts(*which, **more)]
+
+    @flow(name="growing", task_runner=SkywardTaskRunner(provider=sky.Local(price_per_hour=PRICE)))
+    def grows() -> None:
+        ids.append(current_run.id)
+        assert double.submit(1).result() == 2
+
+    def is_final() -> bool:
+        (found,) = asked("/flow_runs/filter", {"flow_runs": {"id": {"any_": ids}}})
+        return found["labels"]["skyward.is_final"]
+
+    with monkeypatch.context() as early:
+        early.setattr(sky, "cost_parts", growing)
+        grows()
+        wait_for_late_reports()
+    assert not is_final()
+    assert settle_flow_runs() >= 1
+    assert is_final()
 
 
 def test_a_run_whose_process_could_not_write_its_bill_gets_it_by_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
