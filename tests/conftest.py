@@ -26,7 +26,7 @@ import pytest
 import uvloop
 
 import skyward_core as sky
-from skyward_core.worker import watchdog
+from skyward_core.worker import node_clocks
 from tests.waiting import pauses
 
 SETTLE_SECONDS = 30.0
@@ -389,7 +389,7 @@ def examples(many: int) -> int:
 
 def signal_members(instance_id: str, number: int) -> None:
     """Send a signal to each process of a local instance; one that has ended since it was listed needs none."""
-    for pid in watchdog.members(instance_id):
+    for pid in node_clocks.members(instance_id):
         with suppress(ProcessLookupError):
             os.kill(pid, number)
 

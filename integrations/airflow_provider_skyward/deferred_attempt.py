@@ -85,7 +85,7 @@ class DeferredAttempt(DurableAttempt):
         if generation is not None and len(cursors) == len(generation.cursors):
             self._remember(replace(generation, cursors=tuple(cursors)))
 
-    def give_up(self) -> None:
+    def end_unfollowed(self) -> None:
         """End the pool of a task that is not followed any more, such as after its deferral has timed out."""
         generation = self._generation = self._stored()
         if generation is not None:

@@ -352,7 +352,7 @@ class SkywardOperator(BaseOperator):
             attempt = DeferredAttempt(self.log, context, None)
             with ledger_of(self.skyward_conn_id):
                 attempt.credentials = self._credentials()
-                attempt.give_up()
+                attempt.end_unfollowed()
         return super().resume_execution(next_method, next_kwargs, context)
 
     def _credentials(self) -> sky.Provider | None:

@@ -17,8 +17,8 @@ from skyward_core.serialization import exceptions, pickling, sources
 from skyward_core.wire import log_records
 from skyward_core.wire import messages as call_metrics
 from skyward_core.wire.log_records import keep_levels
+from skyward_core.worker.node_clocks import die_with_parent
 from skyward_core.worker.runner import completed
-from skyward_core.worker.watchdog import die_with_parent
 
 _OWN_FOLDER = os.path.dirname(__file__)
 

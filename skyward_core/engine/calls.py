@@ -66,7 +66,7 @@ class Calls(State):
         if error is not None:
             self._fail(self.queue.withdraw(), error)
 
-    def _give_up_at(self, names: Iterable[str], error: SkywardError) -> None:
+    def _fail_at(self, names: Iterable[str], error: SkywardError) -> None:
         """Make the calls that wait for one of these workers raise this."""
         ids = [call_id for name in names for call_id in self.queue.pinned_to(name)]
         self.queue.drop(set(ids))

@@ -55,7 +55,7 @@ class Cluster:
 
     States: new -> open -> closed. While it is open the scheduler may become unreachable (`Watcher.cut`). Then nothing
     is sent and no call is lost. The pool calls `resume` if the same scheduler answers again, `restart` if there is
-    another one, or `give_up`.
+    another one, or `fail_calls`.
 
     `delivered` returns the number of the last event that callbacks and displays have taken. `work` is that of this
     client.
@@ -288,11 +288,11 @@ class Cluster:
         self._ranks.leave_out(rank)
         self.owner.run(lambda: self.dispatcher.remove_node(rank))
 
-    def give_up(self, error: SkywardError, rank: int | None = None) -> None:
+    def fail_calls(self, error: SkywardError, rank: int | None = None) -> None:
         """Wait no longer for a node that is not replaced, or (None) for any: calls that need it raise the error."""
         if rank is None:
             self.owner.lost = self.owner.lost or error
-        self.owner.post(lambda: self.dispatcher.give_up(error, rank))
+        self.owner.post(lambda: self.dispatcher.fail_calls(error, rank))
 
     def _connect(self, address: str, timeout_seconds: float, deadline: float) -> None:
         """Connect, and wait for the scheduler's answer until the deadline: a frozen scheduler accepts connections and

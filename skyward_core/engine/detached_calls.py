@@ -76,7 +76,7 @@ class DetachedCalls:
             OWNER: wanted.owner,
             WORK: wanted.work.labels(),
         }
-        return self._hand_over(wanted.call_id, {"batch": batch, "annotations": annotations})
+        return self._start_detached(wanted.call_id, {"batch": batch, "annotations": annotations})
 
     def all(self) -> list[Mapping[str, Any]]:
         """Return the records of all detached calls that are not forgotten, in the order in which they came."""
@@ -115,7 +115,7 @@ class DetachedCalls:
             parcel = self._transport_of(parcel).take(parcel, keep=True)
         return value_of(outcome._replace(parcel=parcel), node)
 
-    def _hand_over(self, call_id: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _start_detached(self, call_id: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """Ask the scheduler to take a detached call in; return its record. Ask again on each connection to the same
         scheduler.
 

@@ -85,7 +85,7 @@ class Dispatcher(Losses):
                 self.queue.returned(call_ids)
         self._begin_no_calls(error)
 
-    def give_up(self, error: SkywardError, rank: int | None = None) -> None:
+    def fail_calls(self, error: SkywardError, rank: int | None = None) -> None:
         """Wait no longer for a node that is not replaced: calls that need it raise this.
 
         None: all calls raise it, now and later.
@@ -94,7 +94,7 @@ class Dispatcher(Losses):
             self._clear()
             self._end(error)
         else:
-            self._give_up_at(self.members.names_at(rank), error)
+            self._fail_at(self.members.names_at(rank), error)
 
     def close(self, error: SkywardError) -> None:
         """End: all calls that have not ended raise this."""

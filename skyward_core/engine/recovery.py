@@ -105,7 +105,7 @@ class ClusterControl(Protocol):
     def resume(self, address: str, timeout_seconds: float) -> None: ...
     def restart(self, lease: Lease, address: str, timeout_seconds: float) -> None: ...
     def update_nodes(self, lease: Lease) -> None: ...
-    def give_up(self, error: SkywardError, rank: int | None = None) -> None: ...
+    def fail_calls(self, error: SkywardError, rank: int | None = None) -> None: ...
 
 
 class ThreadLauncher(Protocol):
@@ -300,7 +300,7 @@ class Recovery:
             case EmitMembershipEvent(event):
                 self._emit(event)
             case GiveUp(error, rank):
-                self._cluster.give_up(error, rank)
+                self._cluster.fail_calls(error, rank)
             case Resume():
                 self._resume()
             case Restart(before):

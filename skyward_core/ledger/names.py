@@ -6,7 +6,7 @@ SQLite.
 
 A named pool has one steward: the client that replaces nodes and keeps the money.
 
-    no steward ──`take`──▶ client a, epoch n ──`resign`, or `Names.leave`──▶ no steward
+    no steward ──`take`──▶ client a, epoch n ──`release`, or `Names.leave`──▶ no steward
                              ├──`close`──▶ a ends the pool: a process that comes waits
                              └──a is dead, or does not renew its row: `take` of another client──▶ client b, epoch n + 1
 
@@ -296,7 +296,7 @@ class Names:
         with self._database.write() as connection:
             self._end_client(connection, client_id, used)
 
-    def let_go(self, name: str, client_id: str, used: Usage = NOTHING_USED) -> None:
+    def leave_unfinished(self, name: str, client_id: str, used: Usage = NOTHING_USED) -> None:
         """Record that a client does not use the pool any more, although it could not leave it. Idempotent. If it was
         the steward, the pool has none from now on: the next process that opens it does not wait until the client's
         lease expires.
@@ -307,7 +307,7 @@ class Names:
             )
             self._end_client(connection, client_id, used)
 
-    def give_up(self, name: str, pool_id: str, client_id: str) -> bool:
+    def report_unreachable(self, name: str, pool_id: str, client_id: str) -> bool:
         """Record that a client could not reach the pool; return whether the pool is condemned (`may_be_condemned`).
 
         A name that has got another pool meanwhile counts as condemned: claim it again.
@@ -508,7 +508,7 @@ class Stewards:
             if connection.execute(ending).rowcount == 0:
                 raise NotSteward(f"another process keeps the pool {name!r} now, and decides about its end")
 
-    def resign(self, name: str, client_id: str, epoch: int) -> None:
+    def release(self, name: str, client_id: str, epoch: int) -> None:
         """Let another client become the steward. Changes nothing if this one is not the steward of this epoch."""
         is_its = (NAMES.c.name == name) & (NAMES.c.steward == client_id) & (NAMES.c.epoch == epoch)
         with self._database.write() as connection:

@@ -162,10 +162,10 @@ class CurrentSession:
         if isinstance(opened, Attached):
             self._calls = _call_ledger(opened, self.own_id)
             use.succession = _successor(opened, use, prepared, secrets)
-            opened.on_given_up = use.let_go  # a pool that it cannot reach must not be kept for it
+            opened.on_given_up = use.leave_unfinished  # a pool that it cannot reach must not be kept for it
         else:
             use.on_lost = opened.step_down
-            if opened.guard.is_lost:  # since the pool was opened; its renewal has not reported that to any object yet
+            if opened.term.is_lost:  # since the pool was opened; its renewal has not reported that to any object yet
                 opened.step_down()
         if self._finalizer is not None:
             self._finalizer.detach()

@@ -60,7 +60,7 @@ def open_named(use: NamedUse, open_own: Open, attach: Attach, timeout_seconds: f
             return attach(*find_lease(row.pool_id, ledger=use.ledger))
         except (NodeLost, LeaseLost, Unreachable) as error:
             words = "the pool %r (%s) is not there any more, and is opened anew: %s"
-            if not use.give_up(row.pool_id):
+            if not use.report_unreachable(row.pool_id):
                 if time.monotonic() + pause > deadline:
                     raise
                 words = "the pool %r (%s), which other processes use, does not answer; it is tried again: %s"
@@ -91,14 +91,14 @@ def leave_named(opened: NamedSession | Attached, use: NamedUse) -> None:
     """
     use.settle_the_dead()
     try:
-        if use.is_let_go:
+        if use.has_failed_to_leave:
             _leave_again(opened, use)
         elif isinstance(opened, Attached):
             _leave_attached(opened, use)
         else:
             _leave_own(opened, use)
     except BaseException as error:
-        words = _let_go(opened, use, error)
+        words = _leave_unfinished(opened, use, error)
         if type(error) is LedgerError:
             raise LedgerError(f"{error} {words}") from error
         error.add_note(words)
@@ -107,7 +107,7 @@ def leave_named(opened: NamedSession | Attached, use: NamedUse) -> None:
     _adopt_no_more(use)
 
 
-def _let_go(opened: NamedSession | Attached, use: NamedUse, error: BaseException) -> str:
+def _leave_unfinished(opened: NamedSession | Attached, use: NamedUse, error: BaseException) -> str:
     """Keep neither the machines nor the row of this process; return what that means for the pool, as a sentence."""
     until = datetime.now(UTC) + timedelta(seconds=use.longest_seconds)
     reason = "the pool was left"
@@ -115,8 +115,8 @@ def _let_go(opened: NamedSession | Attached, use: NamedUse, error: BaseException
         _adopt_no_more(use)
         opened.stop(reason)
     else:
-        opened.let_go(reason)
-    use.let_go(error)
+        opened.leave_to_lease(reason)
+    use.leave_unfinished(error)
     _adopt_no_more(use)
     return (
         f"This process uses the pool {use.name!r} no more, and renews nothing of it. What is left of it ends by itself"
@@ -158,7 +158,7 @@ def _leave_own(session: NamedSession, use: NamedUse) -> None:
             _end(session)
         else:
             use.log(logging.WARNING, "the pool %r was left without a last renewal of its leases: %s", use.name, error)
-            session.let_go("the pool was left")
+            session.leave_to_lease("the pool was left")
     else:
         warm_seconds = math.inf
         if is_last and lease.expires_at is not None:
@@ -178,7 +178,7 @@ def _leave_as_client(session: NamedSession, use: NamedUse) -> None:
     _ = use.is_last  # after an outage of the ledger this waits, and the session renews the nodes
     _adopt_no_more(use)
     _mark(session, use)
-    session.let_go("the pool was left")
+    session.leave_to_lease("the pool was left")
     _end_if_last(use, session.pool_id, is_extended=False)
 
 
@@ -268,7 +268,7 @@ def _extend(use: NamedUse, pool_id: str) -> None:
             return
         except BudgetExceeded as error:
             use.log(logging.WARNING, "the pool %r is not kept warm, and is ended: %s", use.name, error)
-            if use.give_up(pool_id):
+            if use.report_unreachable(pool_id):
                 use.end_pool(pool_id)
             return
         except SkywardError as error:

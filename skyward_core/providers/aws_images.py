@@ -144,7 +144,7 @@ def keep(
     try:
         _await_snapshot(account, region, _root_volume(machine), image_hash)
     except BaseException:
-        _give_up(account, region, name)
+        _delete_failed(account, region, name)
         raise
     return image_id or name
 
@@ -205,7 +205,7 @@ def _await_snapshot(account: AwsAccount, region: str, volume_id: str, image_hash
         time.sleep(LOOK_SECONDS)
 
 
-def _give_up(account: AwsAccount, region: str, name: str) -> None:
+def _delete_failed(account: AwsAccount, region: str, name: str) -> None:
     """Delete the image of a creating call that has failed: a later snapshot could contain private data."""
     try:
         for image in _ours(account, region, {"name": [name]}):

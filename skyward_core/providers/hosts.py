@@ -40,8 +40,8 @@ from skyward_core.providers.host_connections import (
 )
 from skyward_core.providers.tagging import TAGS_VARIABLE, from_word, of_machine, price_in, rank_in, to_word
 from skyward_core.providers.termination_shell import PROOFS, UNPARTITION_SECONDS
-from skyward_core.worker.watchdog import INSTANCE_TAG
-from skyward_core.worker.watchdog import POOL_TAG as POOL_VARIABLE
+from skyward_core.worker.node_clocks import INSTANCE_TAG
+from skyward_core.worker.node_clocks import POOL_TAG as POOL_VARIABLE
 
 GB = 1e9
 STRAGGLER_SECONDS = 3.0

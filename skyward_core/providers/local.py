@@ -1,9 +1,9 @@
 """This machine as a provider: an instance is a set of processes in its own session, with a directory and a log.
 
 It is the default, used by the quick start and most tests. Its state is the process table. An instance is every process
-that was started with its tag in the environment (`worker.watchdog`), and all processes below one of these. Any process
-of the same user finds it, without a file. Two mechanisms keep processes visible that have removed the tag: the keeper,
-above all of them (`worker.keeper`), and where the host allows it a control group (`control_groups`).
+that was started with its tag in the environment (`worker.node_clocks`), and all processes below one of these. Any
+process of the same user finds it, without a file. Two mechanisms keep processes visible that have removed the tag: the
+keeper, above all of them (`worker.keeper`), and where the host allows it a control group (`control_groups`).
 docs/decisions/0011 has the states.
 """
 
@@ -46,8 +46,8 @@ from skyward_core.wire.private_folders import NotPrivate, is_private
 from skyward_core.wire.settings import memory_directory, this_process
 from skyward_core.worker import call_groups, keeper
 from skyward_core.worker.metrics import VISIBLE, gpus_here
-from skyward_core.worker.watchdog import INSTANCE_TAG, kill_instance, members, tagged_processes, uptime
-from skyward_core.worker.watchdog import POOL_TAG as POOL_VARIABLE
+from skyward_core.worker.node_clocks import INSTANCE_TAG, kill_instance, members, tagged_processes, uptime
+from skyward_core.worker.node_clocks import POOL_TAG as POOL_VARIABLE
 
 NODES, ENDS = "nodes", "ended"
 MOST_ENDS = 2000

@@ -524,7 +524,7 @@ def start_and_keep(
     first, rest = node_script_in_two(spec)
     node.start(first, timeout_seconds, spec.image.files)
     try:
-        can_be_kept = _hand_over_environment(node, spec)
+        can_be_kept = _write_environment(node, spec)
         while node.phase != KEEP_PHASE:
             if is_over.wait(CAPTURE_LOOK_SECONDS):
                 raise PoolClosed("the pool is not going to open")
@@ -538,7 +538,7 @@ def start_and_keep(
         raise node.failure(f"it does not answer any more: {error}") from error
 
 
-def _hand_over_environment(node: Preparation, spec: PoolSpec) -> bool:
+def _write_environment(node: Preparation, spec: PoolSpec) -> bool:
     """Write the image's `env` to the machine. Return False if it is not in memory, so that a captured disk would have
     it.
     """

@@ -54,7 +54,7 @@ from skyward_core.provisioning.selection import Selection
 from skyward_core.spec import PoolSpec
 from skyward_core.transport.transport import LocalTransport, Transport, Transports
 from skyward_core.wire.info import Notice
-from skyward_core.worker.watchdog import DETACHED, LEASE, uptime, write_lease
+from skyward_core.worker.node_clocks import DETACHED, LEASE, uptime, write_lease
 
 if TYPE_CHECKING:
     from skyward_core.engine.certificates import PoolCertificate

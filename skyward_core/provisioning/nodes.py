@@ -33,7 +33,7 @@ from skyward_core.transport.transport import LocalTransport, Transport
 from skyward_core.wire.info import Notice
 from skyward_core.wire.masking import Mask
 from skyward_core.wire.settings import NodeSettings
-from skyward_core.worker.watchdog import MISSED
+from skyward_core.worker.node_clocks import MISSED
 
 if TYPE_CHECKING:
     from skyward_core.engine.certificates import PoolCertificate

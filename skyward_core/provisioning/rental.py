@@ -276,15 +276,15 @@ class Rental:
     def end_in_thread(self, node: Preparation) -> Termination:
         """Terminate a lost machine in a separate thread, because one that does not answer takes long."""
         return self._terminations.end_in_thread(
-            node.instance.id, self._provider, f"skyward-end-{node.rank}", lambda: self._let_go(node)
+            node.instance.id, self._provider, f"skyward-end-{node.rank}", lambda: self._note_end(node)
         )
 
     def end(self, node: Preparation) -> None:
         """Terminate a lost machine. A failed request is repeated; the teardown of the pool is the last one."""
-        self._let_go(node)
+        self._note_end(node)
         self._terminations.end(node.instance.id, self._provider)
 
-    def _let_go(self, node: Preparation) -> None:
+    def _note_end(self, node: Preparation) -> None:
         self._lost_at[node.instance.id] = time.monotonic()
         self.transports.forget(node.instance)
         self._emit(InstanceStopping(node.instance.id))

@@ -27,7 +27,7 @@ from skyward_core.ledger.metering import Meter
 from skyward_core.ledger.rows import SECONDS_PER_HOUR, ResourceKind
 from skyward_core.ledger.shared_limits import RunLimit, StewardAccounts, StewardLimit
 from skyward_core.providers.base import Provider
-from skyward_core.session.steward_guard import StewardGuard
+from skyward_core.session.steward_term import StewardTerm
 from skyward_core.spec import PoolSpec
 from skyward_core.work import Work
 
@@ -78,13 +78,13 @@ class Bookkeeping:
         provider: Provider,
         emit: Callable[[SkywardEvent], object],
         work: Work,
-        guard: StewardGuard | None = None,
+        term: StewardTerm | None = None,
     ) -> tuple[str, Journal, StewardLimit]:
         """Connect to the ledger; return its URL, and the pool's journal and spending limit. Nothing is written yet.
 
-        With a guard, what only the steward of a named pool may write is refused when another process is the steward.
+        With a term, what only the steward of a named pool may write is refused when another process is the steward.
         """
-        epoch, keeps = (None, lambda: True) if guard is None else (guard.epoch, lambda: guard.is_certain)
+        epoch, keeps = (None, lambda: True) if term is None else (term.epoch, lambda: term.is_certain)
         self.epoch = epoch
         ledger_module = importlib.import_module("skyward_core.ledger.ledger")
         url = ledger_module.default_url(must_last=spec.budget is not None)

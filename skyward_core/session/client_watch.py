@@ -195,7 +195,7 @@ class ClientWatcher:
         self._search.look()
         for rank, since in list(self._away.items()):
             if (cluster := self._cluster()) is not None and time.monotonic() - since > REPLACED_SECONDS:
-                cluster.give_up(NodeLost(f"node {rank} is lost, and no process has put one in its place"), rank)
+                cluster.fail_calls(NodeLost(f"node {rank} is lost, and no process has put one in its place"), rank)
 
     def _is_cut_off(self) -> bool:
         cluster = self._cluster()
@@ -208,7 +208,7 @@ class ClientWatcher:
         )
         lost.__cause__ = error
         if (cluster := self._cluster()) is not None:
-            cluster.give_up(lost)
+            cluster.fail_calls(lost)
         self._on_given_up(lost)
 
 
@@ -251,7 +251,7 @@ class Follower:
             lease = self._lease()
             gone = [node for node in lease.nodes if node.rank == rank]
             self._use(_with_nodes(lease, [node for node in lease.nodes if node.rank != rank]), gone)
-            cluster.give_up(NodeLost(f"node {rank} has left the pool, because the pool has shrunk"), rank)
+            cluster.fail_calls(NodeLost(f"node {rank} has left the pool, because the pool has shrunk"), rank)
             cluster.remove_node(rank)
 
     def _learn(self, cluster: Cluster, wanted: dict[int, str]) -> None:

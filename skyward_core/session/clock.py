@@ -177,12 +177,12 @@ class OpeningLimits:
         self,
         spending_limit: SpendingLimit,
         renewal: Renewal,
-        give_up: Callable[[SkywardError], None],
+        fail: Callable[[SkywardError], None],
         log: Callable[..., object],
     ) -> None:
         self._spending_limit = spending_limit
         self._renewal = renewal
-        self._give_up = give_up
+        self._fail = fail
         self._log = log
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="skyward-opening", daemon=True)
@@ -208,9 +208,9 @@ class OpeningLimits:
                 )
                 continue
             if self._renewal.lost is not None:
-                self._give_up(self._renewal.lost)
+                self._fail(self._renewal.lost)
             elif fill >= Fill.USED_UP:
-                self._give_up(
+                self._fail(
                     BudgetExceeded(f"{reason} before the pool was open: its machines end", self._spending_limit.account)
                 )
             else:

@@ -1,7 +1,7 @@
 """How the process of a session leaves its machines to others, without ending any: to their lease, or to the reaper.
 
     open ──live_by_lease──▶ shared ──detach, leave──▶ detached: the pool lives by its lease
-                               └──let_go────────────▶ the same, without a message to nodes and ledger
+                               └──leave_to_lease────▶ the same, without a message to nodes and ledger
     stopped ──hand_over──▶ the reaper ends the machines that are not confirmed gone
 
 `state.Claims` decides which thread does it. docs/decisions/0008 and 0028 have what a kill between two steps leaves.
@@ -148,7 +148,7 @@ class Departure:
                 self._shared.share(machines.lease)
                 self._claims.begin_to_leave()
                 self._bookkeeping.journal.live_by_lease(paid_seconds)
-        self._claims.let_go()
+        self._claims.detached()
         return now + timedelta(seconds=paid_seconds)
 
     def leave(self, machines: PoolMachines, expires_at: datetime) -> Lease:
@@ -171,7 +171,7 @@ class Departure:
             self._emitter.queue.close()
         return lease
 
-    def let_go(self, machines: PoolMachines, reason: str, error: SkywardError | None = None) -> None:
+    def leave_to_lease(self, machines: PoolMachines, reason: str, error: SkywardError | None = None) -> None:
         """Stop using and renewing a shared pool, after `Claims.claim_stop`. Sends nothing to ledger and machines.
 
         Calls that have not ended raise `error`, or PoolClosed with the reason.

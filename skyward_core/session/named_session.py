@@ -2,7 +2,7 @@
 
     keeps the pool ──this process was silent, and another has taken it──▶ goes on as a client ──▶ left
 
-Each step that rents, pays or ends something asks the guard first (`steward_guard`).
+Each step that rents, pays or ends something asks the `StewardTerm` first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from skyward_core.session.sealed_lease import KeysInMemory, PoolKeys, find_lease
 from skyward_core.session.session import Session
 from skyward_core.session.session_engine import PoolSize
 from skyward_core.session.state import SessionState
-from skyward_core.session.steward_guard import Keeper
+from skyward_core.session.steward_term import StewardUse
 from skyward_core.spec import PoolSpec
 from skyward_core.work import Work
 
@@ -47,12 +47,12 @@ class NamedSession(Session):
         work: Work,
         secrets: SecretValues | None,
         pool_id: str,
-        use: Keeper,
+        use: StewardUse,
         belongs_to: Work,
     ) -> None:
-        super().__init__(spec, providers, on_event, work, secrets, pool_id, use.guard, belongs_to=belongs_to)
+        super().__init__(spec, providers, on_event, work, secrets, pool_id, use.term, belongs_to=belongs_to)
         self._use = use
-        self.guard = use.guard
+        self.term = use.term
         """Whether this session keeps the pool. Once lost, it stays lost: its records are old then."""
         self._watcher: ClientWatcher | None = None
         """Set when another process keeps the pool."""
@@ -72,7 +72,7 @@ class NamedSession(Session):
     def is_steward(self) -> bool:
         """Whether this process still keeps the pool. If that is not certain, asks the ledger. Raises LedgerError."""
         try:
-            self.guard.check()
+            self.term.check()
         except NotSteward:
             self.step_down()
             return False
@@ -80,12 +80,12 @@ class NamedSession(Session):
 
     @override
     def _may_act(self) -> None:
-        self.guard.check()
+        self.term.check()
 
     @override
     def _stop_at_limit(self, reason: str, error: SkywardError | None) -> None:
         try:
-            self.guard.check()
+            self.term.check()
             self._use.begin_to_end()
         except SkywardError as refusal:
             self.events.log(logging.WARNING, "%s is not ended here (%s): %s", self.pool_id, reason, refusal)
@@ -95,29 +95,29 @@ class NamedSession(Session):
         finally:
             # otherwise this process is leaving the pool, and `NamedUse.leave` decides whether the pool ends
             if self._claims.state is SessionState.STOPPED:
-                self._use.resign()  # if machines are left, the next process that opens the name ends them
+                self._use.release_stewardship()  # if machines are left, the next process that opens the name ends them
 
     @override
     def _new_clock(self, often: list[Step], seldom: list[Step]) -> Clock:
         def if_kept(step: Step) -> Step:
-            return lambda: step() if self.guard.is_certain else None
+            return lambda: step() if self.term.is_certain else None
 
         return super()._new_clock([*often, self._look_as_client], [if_kept(step) for step in seldom])
 
     @override
     def _share_current(self) -> None:
-        if self.guard.is_certain:
+        if self.term.is_certain:
             super()._share_current()
 
     @override
     def note_cost(self) -> None:
-        if self.guard.is_certain:
+        if self.term.is_certain:
             super().note_cost()
 
     @override
-    def let_go(self, reason: str, error: SkywardError | None = None) -> None:
+    def leave_to_lease(self, reason: str, error: SkywardError | None = None) -> None:
         try:
-            super().let_go(reason, error)
+            super().leave_to_lease(reason, error)
         finally:
             self._in_memory.close()
 

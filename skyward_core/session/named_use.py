@@ -1,7 +1,7 @@
 """One process's use of a pool with a name: its row in the ledger, from the claim of the name until it leaves.
 
     claimed ──▶ opening (this process rents) ──▶ using ──▶ left, or closing (this process ends the pool) ──▶ left
-            └─▶ joined (another one has rented) ──▶ using ...      └──┴─ that failed ──▶ let go ── tried again ──▶ left
+            └─▶ joined (another one has rented) ──▶ using ...      └──┴─ that failed ── leaves again ──▶ left
 
 `docs/decisions/0028` has the states of the name, and what a kill between two of these lines leaves. The thread
 "skyward-client" renews the row; "skyward-clear" ends what a dead pool of the name has left.
@@ -44,7 +44,7 @@ from skyward_core.ledger.names_policy import (
 from skyward_core.machines.owner import Owner
 from skyward_core.providers.base import Provider
 from skyward_core.session.pool_uses import slot_prices, use_count
-from skyward_core.session.steward_guard import LedgerContact, StewardGuard
+from skyward_core.session.steward_term import LedgerContact, StewardTerm
 from skyward_core.session.warm_pools import what_stays
 from skyward_core.spec import PoolSpec
 from skyward_core.wire.protocol import ENDING_SECONDS
@@ -105,13 +105,13 @@ class NamedUse:
         """Whether this process ends the pool at a limit, or has done it. Then it no longer keeps the pool."""
         self.still_running = ""
         """What this process has left running, in words; "" before it has left, and if nothing is left."""
-        self.is_let_go = False
+        self.has_failed_to_leave = False
         """Whether this process failed to leave. Then it renews nothing any more."""
         self._may_settle = False
         """Whether this process has not looked yet at pools of this computer that have ended themselves. One that rents
         does it when it writes its pool into the ledger.
         """
-        self.guard = StewardGuard(spec.lease_seconds, self.renew)
+        self.term = StewardTerm(spec.lease_seconds, self.renew)
         """Whether this process is the steward of the pool."""
         self.on_vacant: Callable[[], object] = lambda: None
         """Called by the renewal when the pool has no living steward. Must not wait."""
@@ -142,7 +142,7 @@ class NamedUse:
         doubts: dict[Silent, float] = {}
         for pause in POLLS.pauses():
             self._client_id = uuid.uuid4().hex
-            since = self.guard.now()
+            since = self.term.now()
             dead = [silent for silent, seen in doubts.items() if time.monotonic() - seen >= RENEWAL_SECONDS]
             claim = self._ledger.names.claim(
                 self.name,
@@ -161,7 +161,7 @@ class NamedUse:
                 doubts = {silent: doubts.get(silent, time.monotonic()) for silent in (*claim.silent, *dead)}
             elif not isinstance(claim, Wait):
                 if isinstance(claim, Rent):
-                    self.guard.begin(claim.epoch, since)
+                    self.term.begin(claim.epoch, since)
                     self._clear(claim)
                 self._contact.answered(since)
                 self._renewal = self._new_renewal()
@@ -215,8 +215,8 @@ class NamedUse:
         the nodes say. Raises nothing: the end of the pool settles them too, by what they had noted. A ledger that has
         not answered lately is not waited for.
         """
-        is_away = self._contact.gap(self.guard.now()) is not None
-        if self.guard.is_held and self._cluster is not None and not is_away:
+        is_away = self._contact.gap(self.term.now()) is not None
+        if self.term.is_held and self._cluster is not None and not is_away:
             try:
                 self._end_others(self._cluster, RENEWAL_WAIT_SECONDS)
             except LedgerError as error:
@@ -253,23 +253,23 @@ class NamedUse:
 
     def opened(self) -> None:
         """Let other processes use the pool. Raises LeaseLost if another process has the name now, and LedgerError."""
-        assert self.guard.epoch is not None
-        self._ledger.names.opened(self.name, self.guard.epoch)
+        assert self.term.epoch is not None
+        self._ledger.names.opened(self.name, self.term.epoch)
 
     # ── the steward ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def take_stewardship(self) -> bool:
         """Become the steward, if the pool has none that lives; return whether this process is it.
 
-        A lost guard stays lost: the stewardship that used it does not act again. Raises LedgerError.
+        A lost term stays lost: the stewardship that used it does not act again. Raises LedgerError.
         """
-        since = self.guard.now()
+        since = self.term.now()
         self._ledger.names.renew(self._client_id, self.spec.lease_seconds, self._count())
         epoch = self._ledger.stewards.take(self.name, self._client_id)
         if epoch is not None:
-            guard = StewardGuard(self.spec.lease_seconds, self.renew) if self.guard.is_lost else self.guard
-            guard.begin(epoch, since)
-            self.guard = guard
+            term = StewardTerm(self.spec.lease_seconds, self.renew) if self.term.is_lost else self.term
+            term.begin(epoch, since)
+            self.term = term
         return epoch is not None
 
     def steward(self) -> Owner | None:
@@ -279,15 +279,15 @@ class NamedUse:
             return None
         return next((one.owner for one in self._ledger.names.clients(row.pool_id) if one.id == row.steward), None)
 
-    def resign(self) -> None:
+    def release_stewardship(self) -> None:
         """Let another process become the steward.
 
         If the ledger does not answer, it still names this process. Then a later renewal takes the pool again.
         """
-        epoch = self.guard.epoch
-        if self.guard.lose() and epoch is not None:
+        epoch = self.term.epoch
+        if self.term.lose() and epoch is not None:
             try:
-                self._ledger.stewards.resign(self.name, self._client_id, epoch)
+                self._ledger.stewards.release(self.name, self._client_id, epoch)
             except LedgerError as error:
                 self.log(logging.WARNING, "the ledger does not know yet that %r has no steward: %s", self.name, error)
 
@@ -295,19 +295,19 @@ class NamedUse:
         """Record that this process, the steward, ends the pool at one of its limits. A process that opens the name
         waits.
 
-        `resign` comes next. Raises NotSteward if another process keeps the pool, and LedgerError if that is not certain
-        and the ledger does not answer. If this process is certainly the steward, it ends the pool without the ledger
-        too.
+        `release_stewardship` comes next. Raises NotSteward if another process keeps the pool, and LedgerError if that
+        is not certain and the ledger does not answer. If this process is certainly the steward, it ends the pool
+        without the ledger too.
         """
-        self.guard.check()
-        epoch = self.guard.epoch
+        self.term.check()
+        epoch = self.term.epoch
         assert epoch is not None
         try:
             self._ledger.stewards.close(self.name, self._client_id, epoch)
         except NotSteward:
             raise
         except LedgerError as error:
-            self.guard.check()
+            self.term.check()
             words = "the ledger does not know that the pool %r ends: a process may still attach to it: %s"
             self.log(logging.WARNING, words, self.name, error)
         self._is_ending = True
@@ -331,7 +331,7 @@ class NamedUse:
         """
         self._let_those_in_doubt_renew()
         for pause in POLLS.pauses():
-            now = self.guard.now()
+            now = self.term.now()
             gap = self._contact.gap(now)
             if gap is None or not self._ledger.names.may_come_back(self.name, self._client_id, now - gap.began):
                 return
@@ -384,16 +384,16 @@ class NamedUse:
         """End the machines, after CLOSING. Raises what `cleanup.release.release` raises."""
         self._release(self._ledger, pool_id, "the last process that used it has left")
 
-    def let_go(self, error: BaseException) -> None:
+    def leave_unfinished(self, error: BaseException) -> None:
         """Stop renewing this process's row, because leaving has failed with this error. Raises nothing. If the ledger
         answers, the row is removed at once; otherwise its lease expires.
         """
-        self.is_let_go = True
-        self.guard.lose()
+        self.has_failed_to_leave = True
+        self.term.lose()
         self._renewal.end()
         if not isinstance(error, LedgerError):
             try:
-                self._ledger.names.let_go(self.name, self._client_id, self._count())
+                self._ledger.names.leave_unfinished(self.name, self._client_id, self._count())
             except LedgerError as trouble:
                 self.log(logging.WARNING, "the ledger does not know yet that %r was left: %s", self.name, trouble)
 
@@ -401,10 +401,10 @@ class NamedUse:
         """Let the pool live for so many seconds in the ledger. Raises LeaseLost and LedgerError."""
         self._ledger.renew(pool_id, self._ledger.names.now() + timedelta(seconds=seconds))
 
-    def give_up(self, pool_id: str) -> bool:
+    def report_unreachable(self, pool_id: str) -> bool:
         """Record that the pool could not be reached; return whether the name may be claimed again."""
         self._renewal.end()
-        return self._ledger.names.give_up(self.name, pool_id, self._client_id)
+        return self._ledger.names.report_unreachable(self.name, pool_id, self._client_id)
 
     def say_what_stays(self, pool_id: str) -> None:
         """Log what this process leaves running, until when, and its price. Raises nothing."""
@@ -420,7 +420,7 @@ class NamedUse:
 
         If the ledger does not answer, the lease of the client expires there.
         """
-        self.guard.lose()
+        self.term.lose()
         self._renewal.end()
         self._settle_others()
         try:
@@ -464,11 +464,11 @@ class NamedUse:
     def renew(self) -> None:
         """Renew this process's row, and look who is the steward; the renewal's thread does it every few seconds.
 
-        The ledger may name this process without its knowledge: then the answer to `resign` or to taking the stewardship
-        was lost. No other process can become the steward, so this one tries again: to take the pool, or to resign if it
-        has ended the pool.
+        The ledger may name this process without its knowledge: then an answer to `release_stewardship` or to
+        `take_stewardship` was lost. No other process can become the steward, so this one tries again: to take the pool,
+        or to release it if it has ended the pool.
         """
-        since = self.guard.now()
+        since = self.term.now()
         try:
             self._ledger.names.renew(self._client_id, self.spec.lease_seconds, self._count())
         except LeaseLost:
@@ -476,17 +476,17 @@ class NamedUse:
             raise
         self._contact.answered(since)
         self._settle_others()
-        if self.guard.is_held and self._cluster is not None:
+        if self.term.is_held and self._cluster is not None:
             self._end_others(self._cluster, RENEWAL_WAIT_SECONDS)
         found, epoch = self._ledger.stewards.look(self.name, self._client_id)
-        if found is Standing.HELD and epoch == self.guard.epoch and self.guard.is_held:
-            self.guard.confirm(since)
+        if found is Standing.HELD and epoch == self.term.epoch and self.term.is_held:
+            self.term.confirm(since)
         elif self._is_ending:
-            if found is Standing.HELD:  # the answer of `resign` was lost
-                self._ledger.stewards.resign(self.name, self._client_id, epoch)
-        elif found is not Standing.HELD and self.guard.lose():
+            if found is Standing.HELD:  # the answer of `release_stewardship` was lost
+                self._ledger.stewards.release(self.name, self._client_id, epoch)
+        elif found is not Standing.HELD and self.term.lose():
             self.on_lost()  # first, even if the other process has already left: the records of this one are old
-        elif found is Standing.VACANT or (found is Standing.HELD and not self.guard.is_held):
+        elif found is Standing.VACANT or (found is Standing.HELD and not self.term.is_held):
             self.on_vacant()
 
     def _on_trouble(self, error: Exception) -> None:
@@ -566,7 +566,7 @@ class Successor:
         if self.stewardship is not None:
             self.stewardship.leave()
             self.stewardship = None
-        self._use.resign()
+        self._use.release_stewardship()
 
     def _in_thread(self, work: Callable[[], None], *, may_be_dropped: bool) -> None:
         with self._changing:
@@ -597,12 +597,12 @@ class Successor:
             stewardship = self._new()
             stewardship.start()
             self._failures = 0
-            if self._use.guard.is_lost:  # meanwhile
+            if self._use.term.is_lost:  # meanwhile
                 stewardship.lose()
             else:
                 self.stewardship = stewardship
         except Exception as error:  # after any error another process must get its turn
-            self._use.resign()
+            self._use.release_stewardship()
             self._failures += 1
             self._try_at = time.monotonic() + PAUSES.seconds(self._failures)
             self._log(

@@ -51,7 +51,7 @@ from skyward_core.session.event_emitter import EventEmitter
 from skyward_core.session.sealed_lease import SharedLease
 from skyward_core.session.session_engine import PoolSize, SessionEngine
 from skyward_core.session.state import Claims, SessionState
-from skyward_core.session.steward_guard import StewardGuard
+from skyward_core.session.steward_term import StewardTerm
 from skyward_core.spec import PoolSpec
 from skyward_core.work import NO_WORK, Work
 
@@ -90,7 +90,7 @@ class Session:
         work: Work = NO_WORK,
         secrets: SecretValues | None = None,
         pool_id: str = "",
-        guard: StewardGuard | None = None,
+        term: StewardTerm | None = None,
         run_limit_usd: Decimal | None = None,
         belongs_to: Work | None = None,
     ) -> None:
@@ -105,7 +105,7 @@ class Session:
         self.events = self._emitter.queue
         self.meter = self._emitter.meter
         self._engine = SessionEngine(self.pool_id, spec, self._emitter, secrets, work)
-        self._guard = guard
+        self._term = term
         """With a name: whether this process keeps the pool."""
         self._claims = Claims()
         self._bookkeeping = Bookkeeping(self.pool_id, self.meter, self.events.log, run_limit_usd)
@@ -268,7 +268,7 @@ class Session:
         machine.
         """
         url, journal, spending_limit = self._bookkeeping.open_ledger(
-            undo, self.spec, self.providers[0], self.emit, self._belongs_to, self._guard
+            undo, self.spec, self.providers[0], self.emit, self._belongs_to, self._term
         )
         # after the journal is closed: if killed in between, the reaper finds that the pool has ended
         undo.callback(self._leave_reaper_or_hang_up)
@@ -304,13 +304,13 @@ class Session:
     ) -> OpeningLimits:
         """Renew the lease, and the reservation, while the machines start; return the object that does the latter."""
 
-        def give_up(error: SkywardError) -> None:
+        def fail(error: SkywardError) -> None:
             self._claims.why_ended = error
             machines.stop()  # no thread waits for a machine any more, and the undo terminates all of them
 
         undo.callback(self._renewal.end)
         self._renewal.begin("skyward-lease", partial(self._renewal.renew, journal))
-        opening = OpeningLimits(spending_limit, self._renewal, give_up, self.events.log)
+        opening = OpeningLimits(spending_limit, self._renewal, fail, self.events.log)
         opening.start()
         undo.callback(opening.end)
         return opening
@@ -440,7 +440,7 @@ class Session:
 
     @property
     def is_left_to_lease(self) -> bool:
-        """Whether the machines were left to their lease, by `detach` or `let_go`."""
+        """Whether the machines were left to their lease, by `detach` or `leave_to_lease`."""
         return self._departure.is_left_to_lease
 
     def live_by_lease(self) -> None:
@@ -479,14 +479,14 @@ class Session:
         atexit.unregister(self._at_exit)
         return self._departure.leave(self.machines, expires_at)
 
-    def let_go(self, reason: str, error: SkywardError | None = None) -> None:
+    def leave_to_lease(self, reason: str, error: SkywardError | None = None) -> None:
         """Stop using and renewing a shared pool that could not be detached. Nodes that no other process keeps end with
         their leases. Sends nothing to ledger and machines. `error` is what has ended the pool.
         """
         if not self.is_fork and self._claims.claim_stop(reason, error):
             assert self.machines is not None
             atexit.unregister(self._at_exit)
-            self._departure.let_go(self.machines, reason, error)
+            self._departure.leave_to_lease(self.machines, reason, error)
 
 
 def _interrupted(pool_id: str, interrupt: BaseException) -> Error:

@@ -3,7 +3,7 @@
     vacant ──taken (ledger)──▶ adopting ──▶ keeping ──the process leaves──▶ left: another client may take it
                                  │             ├──another process has taken it──▶ lost: goes on as a client
                                  │             └──a limit is reached──▶ the pool is ended
-                                 └──an error──▶ resigned (ledger); a later beat of any client tries again
+                                 └──an error──▶ released (ledger); a later beat of any client tries again
 
 The steward uses the connection and the transports of its `Attached`, so that its calls wait for new nodes and are
 drained at a limit. From the ledger it takes over the earlier steward's newest lease, reservations, and entries of
@@ -40,7 +40,7 @@ from skyward_core.session.detached_call import note_all
 from skyward_core.session.event_emitter import EventEmitter
 from skyward_core.session.sealed_lease import SharedLease, find_lease
 from skyward_core.session.session_engine import PoolSize, free_all, policy_of, ranks_of
-from skyward_core.session.steward_guard import Keeper
+from skyward_core.session.steward_term import StewardUse
 from skyward_core.spec import PoolSpec
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Stewardship:
         spec: PoolSpec,
         providers: Sequence[Provider],
         secrets: SecretValues | None,
-        use: Keeper,
+        use: StewardUse,
         ledger: Ledger,
         on_end: Callable[[str, SkywardError | None], object] = lambda *_: None,
     ) -> None:
@@ -73,7 +73,7 @@ class Stewardship:
         self._providers = providers
         self._secrets = secrets
         self._use = use
-        self._guard = use.guard
+        self._term = use.term
         self._ledger = ledger
         self._on_end = on_end
         """Called with the reason and the error when this process ends the pool at a limit, before its machines."""
@@ -111,7 +111,7 @@ class Stewardship:
     def _adopt(self, undo: ExitStack, entry: PoolEntry, lease: Lease) -> Limits:
         provider, emit, meter = _provider_of(entry, self._providers), self._emitter.emit, self._emitter.meter
         _, journal, spending_limit = self._bookkeeping.open_ledger(
-            undo, self._spec, provider, emit, entry.work, self._guard
+            undo, self._spec, provider, emit, entry.work, self._term
         )
         slots = self._spec.concurrency * self._spec.workers_per_node
         journal.adopt(self._ledger.intents(pool_id=self._pool_id), entry.provider_account, slots)
@@ -128,12 +128,12 @@ class Stewardship:
             journal=journal,
             spending_limit=spending_limit,
             transports=self._attached.transports,
-            may_act=self._guard.check,
+            may_act=self._term.check,
         )
         undo.callback(machines.stop)
         undo.callback(machines.leave)
         self._adopt_money(spending_limit, provider, open_still)
-        self._guard.check()  # the steps above may have taken long
+        self._term.check()  # the steps above may have taken long
         unanswered = any(intent.cloud_id is None for intent in open_still)
         machines.adopt(lease, listed, is_launch_unsure=unanswered)
         self._shared.adopt(lease)
@@ -192,13 +192,13 @@ class Stewardship:
         self.size = PoolSize(self._spec, self._cluster, self._recovery, lambda: limits.is_busy)
         often = [
             self._know_lease,
-            lambda: self._guard.is_certain and self._shared.keep_current(self._attached.lease),
+            lambda: self._term.is_certain and self._shared.keep_current(self._attached.lease),
             limits.check_money,
             limits.check_work,
             self.size.look,
         ]
         seldom = [
-            lambda: self._guard.is_certain and journal.note(),
+            lambda: self._term.is_certain and journal.note(),
             lambda: self._emitter.emit(self._emitter.meter.update()),
         ]
         clock = Clock(self._pool_id, often, seldom, self.stop, self._log, time.monotonic())
@@ -228,7 +228,7 @@ class Stewardship:
 
     def note_cost(self) -> None:
         """Record the cost so far in the ledger, without waiting for the clock."""
-        if self._guard.is_certain:
+        if self._term.is_certain:
             self._bookkeeping.note_cost(self._ended)
 
     def leave(self) -> None:
@@ -298,7 +298,7 @@ class Stewardship:
                 try:
                     self._attached.end(reason, error, self._end_machines)
                 finally:
-                    self._use.resign()  # if machines are left, the next process that comes ends them
+                    self._use.release_stewardship()  # if machines are left, the next process that comes ends them
 
     def _end_machines(self) -> None:
         assert self._machines is not None

@@ -2,11 +2,11 @@
 
 States of an `SSHTransport`, and what changes them:
 
-    new ──start / join──▶ connected ──keepalive──▶ silent ──keeper thread──▶ connected
+    new ──start / join──▶ connected ──keepalive──▶ silent ──lease thread───▶ connected
      └───────────────────────┴──────── close ────────┴──────────────────────▶ closed
 
-It has two threads once it is connected. The keeper renews the lease, and connects again after a loss. The follower
-reads the node's log. `close` ends both and leaves the node alone, which ends when its lease expires.
+It has two threads once it is connected. The lease thread renews the lease, and connects again after a loss. The
+log thread reads the node's log. `close` ends both and leaves the node alone, which ends when its lease expires.
 
 Time limits: while the pool opens, a request may take as long as the opening, because a machine that installs packages
 is slow. After `opened` it may take COMMAND_SECONDS. A request waits for a lost connection for PATIENCE_SECONDS, or
@@ -74,10 +74,10 @@ old=0
 """
 """Renews the lease for $2 seconds from now, by the node's clock. Never shortens it.
 
-Clients take turns, as in `watchdog.write_lease`. A client that gets no turn writes without it: the node must live.
+Clients take turns, as in `node_clocks.write_lease`. A client that gets no turn writes without it: the node must live.
 With $3 it reports that the pool has calls to run. $4 is the number of seconds from now for which the node is paid;
-it may be less than before. $5 is the mark of a client that is about to leave (`watchdog.LEAVING`); "leaving" renews for
-a client that has left its mark; without it the client uses the node, and all marks end.
+it may be less than before. $5 is the mark of a client that is about to leave (`node_clocks.LEAVING`); "leaving" renews
+for a client that has left its mark; without it the client uses the node, and all marks end.
 """
 
 KEEP_WARM = """\
@@ -99,7 +99,7 @@ fi
 echo "$now" >"busy.$$" && mv -f "busy.$$" busy
 [ -z "$4" ] || { echo "$((${now%.*} + $4))" >"paid.$$" && mv -f "paid.$$" paid; }
 """
-"""Lets the node end $2 seconds from now, if it has the mark $3: `watchdog.write_warm` as a script, for a node over SSH.
+"""Lets a node over SSH end $2 seconds from now, if it has the mark $3: `node_clocks.write_warm` as a script.
 
 Unlike a renewal it needs its turn: a client may be coming. Prints "used" if one has come.
 """
@@ -366,7 +366,7 @@ class SSHTransport:
         )
 
     def _again[T](self, step: Callable[[], T], deadline: float) -> T:
-        """Do something idempotent; repeat it if the connection is lost, once the keeper has made a new one."""
+        """Do something idempotent; repeat it if the connection is lost, once the lease thread has made a new one."""
         while True:
             try:
                 return step()
@@ -497,7 +497,7 @@ class SSHTransport:
         return "" if paid is None else str(math.floor(paid))
 
     def _keep(self) -> None:
-        """The keeper: renews the lease, and connects again when the connection is lost."""
+        """The lease thread: renews the lease, and connects again when the connection is lost."""
         interval = min(self._lease_seconds / 6, LONGEST_RENEWAL_SECONDS)
         silent_since: float | None = None
         is_logged = False
@@ -529,7 +529,7 @@ class SSHTransport:
                 self._wake.clear()
 
     def _follow(self) -> None:
-        """The follower: reads the node's log, from the last line that it has read before a loss."""
+        """The log thread: reads the node's log, from the last line that it has read before a loss."""
         while not self._closed.is_set():
             words = [self._directory, self._guard, str(self._lines_read + 1), str(POLL_SECONDS)]
             with contextlib.suppress(SkywardError):

@@ -21,7 +21,7 @@ from skyward_core.machines.instances import Instance
 from skyward_core.wire.messages import Parcel
 from skyward_core.wire.private_folders import is_private
 from skyward_core.wire.settings import memory_directory, write_atomically
-from skyward_core.worker.watchdog import uptime, write_busy, write_lease, write_leaving, write_paid, write_warm
+from skyward_core.worker.node_clocks import uptime, write_busy, write_lease, write_leaving, write_paid, write_warm
 
 SSH_MODULE = "skyward_core.transport.ssh_transport"
 """The module of `SSHTransport`. It is imported for the first node over SSH: importing asyncssh takes 0.25 s."""

@@ -42,7 +42,7 @@ class NodeSettings:
 
     `timeout_seconds` is how long the node lives without a running call, `max_lifetime_seconds` how long at most (None:
     no end), `lease_seconds` how long after its start without a sign of life from a client, unless one lengthens it
-    (`watchdog.write_lease`). `is_guarded` says that a guard runs beside the supervisor, which ends the node then by
+    (`node_clocks.write_lease`). `is_guarded` says that a guard runs beside the supervisor, which ends the node then by
     writing the file `ended`. `scheduler_port` and `worker_ports`, one for each worker, are where to listen; 0 and
     empty: the kernel chooses. If a client writes settings with another `generation`, the node starts again with
     them. `secret_names` are the secret variables of calls; their values are never in this file

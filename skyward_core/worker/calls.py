@@ -270,7 +270,7 @@ class CallMemory(SchedulerPlugin):
                 del self._keys[client]
         self._scheduler.client_releases_keys(keys=keys, client=client, **rest)
 
-    def _let_go(self, client: str, keys: Iterable[str]) -> None:
+    def _release_keys(self, client: str, keys: Iterable[str]) -> None:
         kept = self._keys.get(client, set())
         if ours := [key for key in keys if key in kept]:
             kept.difference_update(ours)
@@ -291,7 +291,7 @@ class CallMemory(SchedulerPlugin):
         # otherwise running calls would keep their slots, and no client could stop them
         stop = {"op": CANCEL, "calls": topics}
         self._scheduler.send_all({}, {worker: [stop] for worker in self._scheduler.workers})
-        self._let_go(client, list(self._keys.get(client, ())))
+        self._release_keys(client, list(self._keys.get(client, ())))
 
     def _cancel(self, client: str, calls: Collection[str]) -> None:
         self.detached.stop(calls)

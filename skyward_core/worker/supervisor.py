@@ -3,8 +3,8 @@
 It imports Dask once and forks all other processes: the scheduler (on the head), the workers, the runners in which calls
 run, and on spot machines the poller of preemption notices. So a node starts with one import for all processes, and a
 crashed runner is replaced within milliseconds. It has one thread, because only then forking is safe. It runs no code of
-the user, except the import of installed modules that the image names. It reaps dead processes, and it is
-the node's watchdog: it ends the node when its owner is gone, or when one of its clocks has run out.
+the user, except the import of installed modules that the image names. It reaps dead processes. It ends the node when
+its owner is gone, or when one of its clocks has run out.
 
 Files of DIRECTORY: the client writes `settings.json`, and writes it again to restart the node in another place. Clients
 write `lease` to renew it. `partitions`, if it exists, is written by the bootstrap script and names the GPU of each
@@ -45,10 +45,7 @@ from skyward_core.wire.settings import NodeOwner, NodeSettings, with_partitions,
 from skyward_core.worker import node  # the only costly import: all forked processes have it already
 from skyward_core.worker.call_groups import CallGroups, MemoryAllowance, call_groups, enter
 from skyward_core.worker.keeper import ENDED, KEEPER, adopt_orphans, name_of
-from skyward_core.worker.preemption_notice import FILE_ENV, NOTICE_FILE, listen
-from skyward_core.worker.runner import RunnerChannels, run_calls
-from skyward_core.worker.runner_process import REQUEST_BYTES, Forked, Reassigned, RunnerExit
-from skyward_core.worker.watchdog import (
+from skyward_core.worker.node_clocks import (
     DETACHED,
     MISSED,
     BusyFlag,
@@ -62,6 +59,9 @@ from skyward_core.worker.watchdog import (
     reap_all,
     uptime,
 )
+from skyward_core.worker.preemption_notice import FILE_ENV, NOTICE_FILE, listen
+from skyward_core.worker.runner import RunnerChannels, run_calls
+from skyward_core.worker.runner_process import REQUEST_BYTES, Forked, Reassigned, RunnerExit
 
 WATCH_SECONDS = 0.2
 SETTINGS_DEADLINE_SECONDS = 120.0

@@ -173,7 +173,7 @@ class Scheduler:
             if what[0] in self.owners:
                 self.topics[what[0]].acknowledge(what[1])
         elif kind == "release":
-            self._let_go(client, what)
+            self._release_keys(client, what)
         else:  # "cancel", "tell kept" and "release kept" go to all workers
             for worker in self.workers.values():
                 worker.down.send(message)
@@ -237,12 +237,12 @@ class Scheduler:
                 self.abandoned[topic] = self.abandoned.get(topic, 0) + 1
                 for worker in self.workers.values():
                     worker.down.send(("cancel", [topic]))
-                self._let_go(owner, sorted(self.keys.get(owner, ())))
+                self._release_keys(owner, sorted(self.keys.get(owner, ())))
         for worker in self.workers.values():  # the workers have long done this when the client comes back
             while worker.down.queue:
                 worker.receive(worker.down.queue.popleft())
 
-    def _let_go(self, client: Connection, keys: Sequence[str]) -> None:
+    def _release_keys(self, client: Connection, keys: Sequence[str]) -> None:
         kept = self.keys.get(client, set())
         for key in keys:
             if key in kept:

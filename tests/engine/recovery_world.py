@@ -313,7 +313,7 @@ class FakeCluster:
     def update_nodes(self, lease: Lease) -> None:
         self.known = lease
 
-    def give_up(self, error: SkywardError, rank: int | None = None) -> None:
+    def fail_calls(self, error: SkywardError, rank: int | None = None) -> None:
         self.given_up.append((rank, error))
 
     def _connect(self, address: str) -> None:

@@ -65,7 +65,7 @@ class Ending:
         if not world.scheduler.is_alive:
             return
         for rank in sorted(world.given_up):
-            world.post("give_up", NodeLost("given up"), rank)
+            world.post("fail_calls", NodeLost("given up"), rank)
         for _ in range(world.ranks):
             if any(
                 rank not in world.given_up and (rank not in world.nodes or not world.cluster.machine(rank).is_alive)

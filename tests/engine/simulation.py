@@ -124,7 +124,7 @@ class World:
             (self.cluster.hold, 1, 0.3),
             (self.drain, 1, 0.15),
             (self.undrain, 2, 0.5),
-            (self.give_up_rank, 1, 0.2),
+            (self.fail_calls_of_rank, 1, 0.2),
             (self.cluster.abandon, 1, 0.2),
             (self.jump, 1, 0.2),
             (self.duplicate, 4, 0.5),
@@ -133,7 +133,7 @@ class World:
             if rng.random() < share:
                 self.menu += [fault] * weight
         self.has_own_faults = rng.random() < 0.1
-        self.last_step = rng.choice((None, None, None, None, None, None, None, self.close, self.give_up_all))
+        self.last_step = rng.choice((None, None, None, None, None, None, None, self.close, self.fail_all_calls))
 
     def _draw_kinds(self, rng: Random) -> None:
         """Draw how many calls stream and use scattered values: none in half of the histories."""
@@ -240,7 +240,7 @@ class World:
             getattr(dispatcher, name)(*args, **more)
         if name == "drain":
             self.is_drained = args[0] is not None
-        elif name == "close" or (name == "give_up" and len(args) == 1):
+        elif name == "close" or (name == "fail_calls" and len(args) == 1):
             self.is_over = True
         if name == "resumed" and dispatcher.is_live:
             self.resumed_at = self.now
@@ -302,17 +302,17 @@ class World:
         self.say("close")
         self.post("close", PoolClosed("it is closed"))
 
-    def give_up_all(self) -> None:
+    def fail_all_calls(self) -> None:
         """Recovery has found no head."""
-        self.post("give_up", NodeLost("given up"))
+        self.post("fail_calls", NodeLost("given up"))
 
-    def give_up_rank(self) -> None:
+    def fail_calls_of_rank(self) -> None:
         """Recovery has found no machine for a vacant rank."""
         if vacant := [
             rank for rank in range(self.ranks) if rank not in self.nodes or not self.cluster.machine(rank).is_alive
         ]:
             rank = self.rng.choice(vacant)
-            self.post("give_up", NodeLost("given up"), rank)
+            self.post("fail_calls", NodeLost("given up"), rank)
             if self.rng.random() < 0.5:
                 self.given_up.add(rank)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from skyward_core.worker.watchdog import tagged_processes
+from skyward_core.worker.node_clocks import tagged_processes
 
 ROOT = Path(__file__).parents[2]
 HEAD = """

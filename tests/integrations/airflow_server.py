@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 
 import skyward_core as sky
-from skyward_core.worker.watchdog import POOL_TAG, tagged_processes
+from skyward_core.worker.node_clocks import POOL_TAG, tagged_processes
 from tests.integrations.airflow_host import micro
 from tests.ports import free_ports
 from tests.waiting import wait_until

@@ -14,7 +14,7 @@ from typing import Any
 
 from dagster_skyward.metadata import COST_USD, OTHER_COST_USD
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.worker.watchdog import INSTANCE_TAG, POOL_TAG, tagged_processes
+from skyward_core.worker.node_clocks import INSTANCE_TAG, POOL_TAG, tagged_processes
 from tests.ports import free_port
 from tests.waiting import wait_until
 

@@ -53,7 +53,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings  # noqa: E402
 import skyward_core as sky  # noqa: E402
 from prefect_skyward import SkywardTaskRunner  # noqa: E402
 from prefect_skyward.report import run_report  # noqa: E402
-from skyward_core.worker.watchdog import POOL_TAG, tagged_processes  # noqa: E402
+from skyward_core.worker.node_clocks import POOL_TAG, tagged_processes  # noqa: E402
 
 
 def _close_forgotten_clients() -> None:

@@ -403,7 +403,9 @@ class _Cluster:
 
     def _ignore(self, *_: object) -> None: ...
 
-    start = watch = close = leave = drain = give_up = update_nodes = resume = restart = remove_node = end_use = _ignore
+    start = watch = close = leave = drain = fail_calls = update_nodes = resume = restart = remove_node = end_use = (
+        _ignore
+    )
 
     def user_client(self, address: object) -> Any:
         return SimpleNamespace(close=lambda: None)

@@ -147,7 +147,7 @@ class Stage:
 
     def let_leases_end(self) -> set[str]:
         """End the machines whose lease is over by the present clock, as their guards do; return those that are left."""
-        from skyward_core.worker.watchdog import read_lease, uptime
+        from skyward_core.worker.node_clocks import read_lease, uptime
 
         now = uptime() + self.service.clock.offset_seconds
         for machine in self.service.look().machines:

@@ -18,7 +18,7 @@ import skyward_core as sky
 from skyward_core.ledger import budgets
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.names_policy import NamedPool
-from skyward_core.worker.watchdog import INSTANCE_TAG, kill_instance, members
+from skyward_core.worker.node_clocks import INSTANCE_TAG, kill_instance, members
 from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[2]

@@ -266,7 +266,7 @@ def test_a_result_that_cannot_be_fetched_raises(
     if end == "lost":
         cluster.owner.run(cluster.dispatcher.members.clear)
     elif end == "given up":
-        cluster.give_up(sky.NodeLost("no node is left"))
+        cluster.fail_calls(sky.NodeLost("no node is left"))
     elif end == "closed":
         far.close()
     with pytest.raises(sky.PoolClosed if end == "closed" else sky.NodeLost):

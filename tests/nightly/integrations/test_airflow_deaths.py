@@ -22,7 +22,7 @@ import pytest
 if importlib.util.find_spec("airflow") is None:
     pytest.skip("Airflow is not installed", allow_module_level=True)
 
-from skyward_core.worker.watchdog import INSTANCE_TAG, POOL_TAG, kill_instance, tagged_processes
+from skyward_core.worker.node_clocks import INSTANCE_TAG, POOL_TAG, kill_instance, tagged_processes
 from tests.integrations.airflow_host import micro
 from tests.integrations.airflow_server import DAGS, FINAL, AirflowServer, Job, parent_of
 from tests.ledger.fixtures import postgresql_server, run_on  # noqa: F401 - a fixture

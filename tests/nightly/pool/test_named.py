@@ -27,7 +27,7 @@ from skyward_core.ledger.rows import Account, Bucket, CostBy, Period
 from skyward_core.ledger.users import users_of
 from skyward_core.provisioning.lifecycle import PoolMachines
 from skyward_core.session import bookkeeping, clock, named_use
-from skyward_core.worker.watchdog import read_lease, read_paid, uptime
+from skyward_core.worker.node_clocks import read_lease, read_paid, uptime
 from tests.conftest import signal_members
 from tests.pool.named import (  # noqa: F401 - fixtures
     Start,
@@ -151,7 +151,7 @@ def test_a_process_that_cannot_adopt_leaves_it_to_others(
     monkeypatch.setattr(sky.Local, "instances", failing)
     first.close()
     wait_until(lambda: "this one cannot" in caplog.text, "an adoption that fails")
-    wait_until(lambda: row_of(name).steward == "", "the steward to resign")
+    wait_until(lambda: row_of(name).steward == "", "the steward to release the pool")
     assert double(5) >> second == 10
     monkeypatch.undo()
     second.close()

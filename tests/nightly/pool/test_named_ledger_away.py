@@ -7,7 +7,7 @@ import pytest
 import skyward_core as sky
 from skyward_core.ledger import sql_engine
 from skyward_core.session import bookkeeping, named_use
-from skyward_core.worker.watchdog import read_lease
+from skyward_core.worker.node_clocks import read_lease
 from tests.pool.named import Start, double, is_gone, machines_of, name, pool_of, program, rentals  # noqa: F401 - fixtures
 from tests.system.ledger.test_answers import Proxy, proxy, url  # noqa: F401 - fixtures
 from tests.unit.ledger.test_ledger import postgresql_server, postgresql_url  # noqa: F401 - fixtures

@@ -25,8 +25,8 @@ from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.rows import Account, Bucket, CostBy, Period
 from skyward_core.provisioning.lifecycle import PoolMachines
 from skyward_core.session import session
+from skyward_core.worker.node_clocks import DETACHED, read_lease, read_paid, uptime
 from skyward_core.worker.slot import TERM_SECONDS
-from skyward_core.worker.watchdog import DETACHED, read_lease, read_paid, uptime
 from tests.conftest import RecordedEvents
 from tests.fakes import NoCapacityProvider
 from tests.pool.local import _crashing, block, crash, crashing, double, one_node, pid_of, runs  # noqa: F401 - fixtures
@@ -162,8 +162,8 @@ def test_a_pool_that_must_end_at_the_end_of_its_opening_does_not_open(monkeypatc
     """The money is used up between the last machine and the last line of `start`. Else it would end a second later."""
     used_up = sky.BudgetExceeded("the money is used up", "team")
 
-    def limits(_limit: object, _renewal: object, give_up: Any, _log: object) -> Any:
-        return SimpleNamespace(start=lambda: None, end=lambda: give_up(used_up))
+    def limits(_limit: object, _renewal: object, fail: Any, _log: object) -> Any:
+        return SimpleNamespace(start=lambda: None, end=lambda: fail(used_up))
 
     monkeypatch.setattr(session, "OpeningLimits", limits)
     recorded = RecordedEvents()

@@ -9,7 +9,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.paths import existing, state_places
-from skyward_core.worker import watchdog
+from skyward_core.worker import node_clocks
 from tests.system.providers.test_local import (  # noqa: F401 - fixtures
     client,
     folder_of,
@@ -22,7 +22,7 @@ from tests.waiting import wait_until
 
 def kill_keepers(instance_id: str) -> None:
     """Kill the keepers of an instance, so that only the tags connect its processes."""
-    for pid in sorted(pid for pid, is_keeper in watchdog.members(instance_id).items() if is_keeper):
+    for pid in sorted(pid for pid, is_keeper in node_clocks.members(instance_id).items() if is_keeper):
         os.kill(pid, signal.SIGSTOP)  # so that the second keeper does not end all processes when the first is gone
         os.kill(pid, signal.SIGKILL)
 

@@ -16,7 +16,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.machines.instances import Lease
-from skyward_core.worker.watchdog import kill_instance, members
+from skyward_core.worker.node_clocks import kill_instance, members
 from tests.system.session.test_attached import doubled, living, rank, rented_pool, runs_until  # noqa: F401 - a fixture
 from tests.testbed import Fleet
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import skyward_core as sky
-from skyward_core.worker import keeper, watchdog
+from skyward_core.worker import keeper, node_clocks
 from tests.system.worker.test_keeper import (  # noqa: F401 - fixtures
     EMPTY_GROUP,
     EMPTY_TREE,
@@ -153,4 +153,4 @@ def reapers_of(pool_id: str) -> list[int]:
 
 
 def pids_named(name: str, instance_id: str) -> list[int]:
-    return [pid for pid, is_keeper in watchdog.members(instance_id).items() if is_keeper == (name == keeper.KEEPER)]
+    return [pid for pid, is_keeper in node_clocks.members(instance_id).items() if is_keeper == (name == keeper.KEEPER)]

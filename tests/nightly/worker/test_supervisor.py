@@ -10,7 +10,7 @@ from pathlib import Path
 
 from skyward_core.wire.messages import OutcomeKind
 from skyward_core.wire.protocol import WorkerFree
-from skyward_core.worker.watchdog import uptime, write_lease
+from skyward_core.worker.node_clocks import uptime, write_lease
 from tests.system.worker.test_supervisor import (  # noqa: F401 - fixtures
     DRIVER,
     HOUR,

@@ -19,7 +19,7 @@ import skyward_core as sky
 from skyward_core.distributed.group import Group, decorator, members_of
 from skyward_core.distributed.group import places as places_of_call
 from skyward_core.distributed.member import UNPROVED_BYTES, Hub, HubServer, Member, Place, find_hub, open_hub
-from skyward_core.worker.watchdog import kill_instance
+from skyward_core.worker.node_clocks import kill_instance
 from tests.conftest import RecordedEvents
 from tests.waiting import wait_until
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from skyward_core.worker.watchdog import tagged_processes
+from skyward_core.worker.node_clocks import tagged_processes
 from tests.waiting import WAIT_SECONDS, wait_until
 
 dg = pytest.importorskip("dagster")

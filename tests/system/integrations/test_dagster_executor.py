@@ -21,7 +21,7 @@ from dagster_skyward.lifecycle import spec_of_run  # noqa: E402
 from dagster_skyward.run_steps import KEEP_TAG, WILL_RETRY_TAG  # noqa: E402
 from dagster_skyward.upkeep import release_after  # noqa: E402
 from skyward_core.ledger.ledger import Ledger, default_url  # noqa: E402
-from skyward_core.worker.watchdog import tagged_processes  # noqa: E402
+from skyward_core.worker.node_clocks import tagged_processes  # noqa: E402
 from tests.waiting import wait_until  # noqa: E402
 
 # Dagster's own: it uses its deprecated names for nested resources; and a policy of backfills is beta

@@ -11,7 +11,7 @@ from pathlib import Path
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.machines.owner import Owner, OwnerState
 from skyward_core.wire.settings import NodeSettings
-from skyward_core.worker.watchdog import Watch, write_lease
+from skyward_core.worker.node_clocks import Watch, write_lease
 from tests.ledger.fixtures import NOON, Clock, open_pool
 from tests.unit.engine.test_recovery import World
 

@@ -178,18 +178,18 @@ def test_a_pool_that_no_client_can_reach_is_condemned(ledger: Ledger, clock: Clo
     """By its only client, or when its lease has run out: a process that can reach the pool renews the lease."""
     opened(ledger, keep_warm_seconds=600.0)
     claim(ledger, "b")
-    assert not ledger.names.give_up("nightly", "sky-a", "b")
+    assert not ledger.names.report_unreachable("nightly", "sky-a", "b")
     ledger.names.leave("nightly", "a")
     claim(ledger, "c")
     ledger.names.leave("nightly", "b")
-    assert ledger.names.give_up("nightly", "sky-a", "c")
+    assert ledger.names.report_unreachable("nightly", "sky-a", "c")
     assert isinstance(claim(ledger, "d"), Rent)
     begin(ledger, "sky-d")
     ledger.names.opened("nightly", 2)
     clock.go(420)
     ledger.names.renew("d", LEASE_SECONDS)
     assert isinstance(claim(ledger, "e"), Join)
-    assert ledger.names.give_up("nightly", "sky-d", "e")
+    assert ledger.names.report_unreachable("nightly", "sky-d", "e")
     assert isinstance(claim(ledger, "f"), Rent)
 
 
@@ -236,14 +236,14 @@ def test_a_client_takes_over_when_the_steward_has_left_or_is_silent(ledger: Ledg
     assert ledger.stewards.look("nightly", "a") == (Standing.HELD, epoch + 2)
 
 
-def test_a_steward_that_resigns_is_followed_by_any_client(ledger: Ledger) -> None:
-    """Only the one of this epoch can resign."""
+def test_a_steward_that_releases_the_pool_is_followed_by_any_client(ledger: Ledger) -> None:
+    """Only the one of this epoch can release it."""
     epoch = opened(ledger)
     claim(ledger, "b")
-    ledger.stewards.resign("nightly", "a", epoch - 1)
-    ledger.stewards.resign("nightly", "b", epoch)
+    ledger.stewards.release("nightly", "a", epoch - 1)
+    ledger.stewards.release("nightly", "b", epoch)
     assert ledger.stewards.look("nightly", "a") == (Standing.HELD, epoch)
-    ledger.stewards.resign("nightly", "a", epoch)
+    ledger.stewards.release("nightly", "a", epoch)
     assert ledger.stewards.look("nightly", "a") == (Standing.VACANT, epoch)
     assert ledger.stewards.take("nightly", "b") == epoch + 1
 
@@ -257,7 +257,7 @@ def test_a_process_that_comes_waits_while_the_steward_ends_the_pool(ledger: Ledg
     assert ledger.stewards.look("nightly", "b") == (Standing.OTHER, epoch)
     assert ledger.names.leave("nightly", "b") is NameState.IN_USE
     assert isinstance(claim(ledger, "c"), Wait)
-    ledger.stewards.resign("nightly", "a", epoch)
+    ledger.stewards.release("nightly", "a", epoch)
     assert claim(ledger, "c") == Rent(epoch + 1, "sky-a", "the process that closed it has given up")
     begin(ledger, "sky-c")
     ledger.names.opened("nightly", epoch + 1)

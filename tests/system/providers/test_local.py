@@ -17,7 +17,7 @@ import pytest
 import skyward_core as sky
 from skyward_core.providers import base
 from skyward_core.wire.settings import memory_directory
-from skyward_core.worker import watchdog
+from skyward_core.worker import node_clocks
 from tests.conftest import processes_by_tag
 from tests.waiting import wait_until
 
@@ -153,8 +153,8 @@ def test_without_a_pool_the_instances_of_all_pools_are_listed(pool_id: str) -> N
 def test_a_process_that_cannot_be_seen_for_a_moment_is_not_gone(pool_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """During execve(2) a process has no visible environment, so one search without a result proves nothing."""
     (instance,) = launch(pool_id, script="touch started; exec sleep 300")
-    look, looks = watchdog.tagged_processes, iter([False])
-    monkeypatch.setattr(watchdog, "tagged_processes", lambda: look() if next(looks, True) else iter(()))
+    look, looks = node_clocks.tagged_processes, iter([False])
+    monkeypatch.setattr(node_clocks, "tagged_processes", lambda: look() if next(looks, True) else iter(()))
     sky.Local().terminate([instance.id])
     assert processes_of(instance.id) == []
     assert not folder_of(instance).exists()

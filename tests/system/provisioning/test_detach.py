@@ -10,7 +10,7 @@ from skyward_core import Instance, InstanceState, Unreachable
 from skyward_core.errors import CommandFailed
 from skyward_core.provisioning.lifecycle import detached_nodes
 from skyward_core.transport.transport import LocalTransport
-from skyward_core.worker.watchdog import DETACHED, read_lease, uptime, write_lease
+from skyward_core.worker.node_clocks import DETACHED, read_lease, uptime, write_lease
 
 
 class SSHTransport:

@@ -16,7 +16,7 @@ import pytest
 
 from skyward_core.machines.instances import NodeEnd, node_end
 from skyward_core.provisioning.bootstrap import guard_script
-from skyward_core.worker.watchdog import read_lease, write_paid
+from skyward_core.worker.node_clocks import read_lease, write_paid
 from tests.conftest import processes_by_tag
 from tests.waiting import wait_until
 

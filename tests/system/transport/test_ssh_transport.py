@@ -28,7 +28,7 @@ from skyward_core.transport.code_upload import shipped_archive
 from skyward_core.transport.ssh_transport import SSHConnections, SSHTransport
 from skyward_core.transport.transport import LocalTransport
 from skyward_core.wire.messages import Parcel
-from skyward_core.worker.watchdog import uptime, write_lease
+from skyward_core.worker.node_clocks import uptime, write_lease
 from tests.conftest import RecordedEvents
 from tests.testbed import Fleet, Host
 from tests.testbed.fixtures import fleet  # noqa: F401 - a fixture
@@ -212,7 +212,7 @@ def test_several_clients_at_once_do_not_shorten_a_lease(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("interpreter", ["dash", "bash"])
 def test_the_scripts_of_a_client_that_leaves_do_as_those_of_this_machine(interpreter: str, tmp_path: Path) -> None:
-    """`watchdog` has the same rules. A client that comes ends the warm time, and is told of by "used"."""
+    """`node_clocks` has the same rules. A client that comes ends the warm time, and is told of by "used"."""
 
     def run(script: str, *words: str) -> str:
         command = [interpreter, "-c", script, "skyward", str(tmp_path), *words]

@@ -15,7 +15,7 @@ import pytest
 import skyward_core as sky
 from skyward_core.providers import local as control_groups
 from skyward_core.providers.termination_shell import PROOFS
-from skyward_core.worker import keeper, watchdog
+from skyward_core.worker import keeper, node_clocks
 from tests.waiting import wait_until
 
 RUNAWAY = "sh -c 'env -i setsid /bin/sleep {seconds} </dev/null >/dev/null 2>&1 &';"
@@ -61,7 +61,7 @@ def launched(script: str, pool_id: str = "") -> sky.Instance:
 
 def keepers_of(instance: sky.Instance) -> list[int]:
     """The pids of its keepers, in order."""
-    pids = [pid for pid, is_keeper in watchdog.members(instance.id).items() if is_keeper]
+    pids = [pid for pid, is_keeper in node_clocks.members(instance.id).items() if is_keeper]
     return sorted(pids, key=lambda pid: keeper.parent_of(pid) in pids)
 
 
@@ -159,8 +159,8 @@ def test_a_frozen_keeper_keeps_its_children(mark: str, no_groups: None) -> None:
     keepers = keepers_of(instance)
     for pid in keepers:
         os.kill(pid, signal.SIGSTOP)
-    watchdog.kill_instance(instance.id)  # once: processes above the others are spared while those exist
-    wait_until(lambda: set(watchdog.members(instance.id)) == set(keepers), "all but the keepers to be dead")
+    node_clocks.kill_instance(instance.id)  # once: processes above the others are spared while those exist
+    wait_until(lambda: set(node_clocks.members(instance.id)) == set(keepers), "all but the keepers to be dead")
     assert sky.Local().terminate([instance.id]) == {instance.id: EMPTY_TREE}
     assert running(mark) == []
     assert listed(instance) == []
@@ -217,8 +217,8 @@ def test_a_control_group_holds_processes_that_have_lost_their_keepers(mark: str)
     pool_id = f"sky-test-{uuid.uuid4().hex[:8]}"
     instance = launched(f"{RUNAWAY.format(seconds=mark)} touch started; sleep 300", pool_id)
     wait_until(lambda: running(mark), "the runaway")
-    kill_at_once([pid for pid in watchdog.members(instance.id) if pid not in running(mark)])
-    wait_until(lambda: not watchdog.members(instance.id), "nothing with a tag to be left")
+    kill_at_once([pid for pid in node_clocks.members(instance.id) if pid not in running(mark)])
+    wait_until(lambda: not node_clocks.members(instance.id), "nothing with a tag to be left")
     asked = "import sys, skyward_core as sky; print([(i.id, i.pool_id, i.rank) for i in sky.Local().instances(sys.argv[1])])"
     output = subprocess.run([sys.executable, "-c", asked, pool_id], capture_output=True, text=True, check=True).stdout
     assert output == f"{[(instance.id, pool_id, 0)]}\n"

@@ -29,7 +29,7 @@ from skyward_core.wire.private_folders import NotPrivate
 from skyward_core.wire.protocol import POOL_TOPIC, RUN_BATCH, WorkerKept, release, repeat_reports
 from skyward_core.wire.settings import NodeOwner, NodeSettings, memory_directory, this_process, write_atomically
 from skyward_core.worker import supervisor
-from skyward_core.worker.watchdog import write_lease
+from skyward_core.worker.node_clocks import write_lease
 from tests.conftest import members, processes_by_tag
 from tests.waiting import wait_until
 

@@ -279,12 +279,12 @@ def test_all_calls_end_when_the_pool_closes() -> None:
     assert (pool.take(do.Send), pool.progress()[:2]) == ([], (7, 7))
 
 
-@pytest.mark.parametrize("ends", ["give_up", "close", "drain"])
+@pytest.mark.parametrize("ends", ["fail_calls", "close", "drain"])
 def test_calls_that_come_after_the_end_raise_the_first_error(ends: str) -> None:
     pool = Pool()
     getattr(pool.dispatcher, ends)(PoolClosed("first"))
     if ends != "drain":
-        pool.dispatcher.give_up(PoolClosed("second"))
+        pool.dispatcher.fail_calls(PoolClosed("second"))
     assert pool.submit(entry("a"), entry("b")) == []
     assert {call_id: str(error) for call_id, error in pool.errors().items()} == {"a": "first", "b": "first"}
 
@@ -292,7 +292,7 @@ def test_calls_that_come_after_the_end_raise_the_first_error(ends: str) -> None:
 def test_calls_for_an_abandoned_node_raise() -> None:
     pool = Pool(workers=["0-0"])
     pool.submit(entry("pinned", worker="1-0"), entry("waits", worker="0-0"))
-    pool.dispatcher.give_up(NodeLost("not replaced"), 1)
+    pool.dispatcher.fail_calls(NodeLost("not replaced"), 1)
     assert {call_id: str(error) for call_id, error in pool.errors().items()} == {"pinned": "not replaced"}
 
 
@@ -430,7 +430,7 @@ def test_a_fetch_under_way_outlives_a_pool_that_is_given_up(arrives: bool) -> No
     pool.submit(entry("a"))
     pool.report(value("a", RESULT))
     assert pool.dispatcher.fetches_by_instance[machine_id(0)] == 1, "the pool is not idle"
-    pool.dispatcher.give_up(NodeLost("no head"))
+    pool.dispatcher.fail_calls(NodeLost("no head"))
     assert pool.errors() == {}
     if arrives:
         pool.dispatcher.fetched("a", Parcel(b"value"), RESULT)

@@ -842,7 +842,7 @@ def test_the_bill_of_a_try_that_begins_again_leaves_out_the_earlier_ones(world: 
 
 def test_a_task_that_is_not_followed_any_more_ends_its_pool_and_pushes_its_bill(world: World) -> None:
     """The deferral has timed out, or the trigger has failed."""
-    world.attempt().give_up()
+    world.attempt().end_unfollowed()
     assert world.done == ["release sky-old"]
     assert world.pushed["skyward_cost"]["is_final"]
     assert world.states[STATE_KEY]["phase"] == Phase.ENDED

@@ -293,7 +293,7 @@ def test_an_interval_is_paid_once_although_the_steward_was_stopped_before_it_wro
     def total() -> Decimal:
         bill = Meter.total(meter)
         if is_stopped and (row := ledger.names.named("nightly")) and row.steward == "a":
-            ledger.stewards.resign("nightly", "a", epoch)
+            ledger.stewards.release("nightly", "a", epoch)
             new = ledger.stewards.take("nightly", "b")
             ledger.roll(TEAM, "sky-a", bill, Decimal(0), epoch=new)
         return bill

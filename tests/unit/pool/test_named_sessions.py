@@ -38,12 +38,12 @@ class Use:
         self.steps.append("claim")
         return Rent(2) if self.is_condemned else Join(ROW)
 
-    def give_up(self, pool_id: str) -> bool:
-        self.steps.append("give up")
+    def report_unreachable(self, pool_id: str) -> bool:
+        self.steps.append("unreachable")
         self.is_condemned = not self.is_used
         return self.is_condemned
 
-    is_let_go = False
+    has_failed_to_leave = False
     succession = None
     keep_warm = 600.0
     ledger = None
@@ -111,7 +111,7 @@ def test_a_pool_that_others_use_and_that_does_not_answer_is_tried_again(
         return "attached"
 
     assert open_it(use, attach) == "attached"
-    assert use.steps == ["claim", "give up", "claim", "give up", "claim"]
+    assert use.steps == ["claim", "unreachable", "claim", "unreachable", "claim"]
     assert len(seconds) == 2
     trouble += [kind(f"no answer {number}") for number in range(1000)]
     seconds.clear()
@@ -128,7 +128,7 @@ def test_a_pool_that_nobody_uses_is_opened_anew_at_once(seconds: list[float]) ->
         raise NodeLost("its nodes have ended")
 
     open_it(use, attach)
-    assert use.steps == ["claim", "give up", "claim", "share", "opened"]
+    assert use.steps == ["claim", "unreachable", "claim", "share", "opened"]
     assert seconds == []
 
 
@@ -173,7 +173,7 @@ NOT_PAID = BudgetExceeded("the account is empty", "team", Decimal(0))
         ([], False, [EXTENDED], 0),
         ([LedgerError("no answer"), UNREACHABLE], False, [EXTENDED] * 3, 2),
         ([ENDED], False, [EXTENDED], 0),
-        ([NOT_PAID], False, [EXTENDED, "give up", "end sky-1"], 0),
+        ([NOT_PAID], False, [EXTENDED, "unreachable", "end sky-1"], 0),
         ([NOT_PAID], True, [EXTENDED], 0),
     ],
     ids=["extended", "tried again", "it has ended", "not paid for", "not paid for, but used again"],
@@ -191,7 +191,7 @@ def test_a_process_that_became_the_last_one_while_it_left_extends_the_leases(
     use, trouble = extending
     trouble += failures
     if is_used_again:
-        monkeypatch.setattr(use, "give_up", lambda _: False)
+        monkeypatch.setattr(use, "report_unreachable", lambda _: False)
     leave_named(Left(use), use)  # type: ignore[arg-type]
     assert use.steps == ["mark a", "stop", "leave", *steps, *IN_TIME, "left"]
     assert len(seconds) == pauses
@@ -211,7 +211,7 @@ def test_leases_that_cannot_be_extended_end_the_nodes(
 
 def test_a_process_that_has_given_the_pool_up_still_ends_its_attachment() -> None:
     use = Use(is_used=True)
-    use.is_let_go = True
+    use.has_failed_to_leave = True
     leave_named(Left(use), use)  # type: ignore[arg-type]
     assert use.steps == ["stop", "leave", "say", "left"]
 
@@ -220,7 +220,7 @@ class Replaced(NamedSession):
     """The session of an opener that is the steward when it looks, and is not when it leaves its machines."""
 
     def __init__(self, use: Use) -> None:
-        keeper: Any = SimpleNamespace(guard=None)
+        keeper: Any = SimpleNamespace(term=None)
         super().__init__(PoolSpec(name="nightly"), [Local()], None, NO_WORK, None, "sky-1", keeper, NO_WORK)
         self._by = use
 
@@ -234,8 +234,8 @@ class Replaced(NamedSession):
     def detach(self, lease_seconds: float) -> Lease:
         raise NotSteward("another process keeps the pool now")
 
-    def let_go(self, reason: str, error: Exception | None = None) -> None:
-        self._by.steps.append("let go")
+    def leave_to_lease(self, reason: str, error: Exception | None = None) -> None:
+        self._by.steps.append("leave to lease")
 
 
 @pytest.mark.parametrize("is_last", [True, False])
@@ -250,4 +250,4 @@ def test_an_opener_that_is_replaced_while_it_leaves_leaves_as_a_client(
         monkeypatch.setattr(use, "leave", lambda **_: use.steps.append("leave") or NameState.IN_USE)
     leave_named(Replaced(use), use)  # type: ignore[arg-type]
     stays = [EXTENDED, *IN_TIME] if is_last else ["say"]
-    assert use.steps == ["look", "look", "let go", "leave", *stays, "left"]
+    assert use.steps == ["look", "look", "leave to lease", "leave", *stays, "left"]

@@ -16,7 +16,7 @@ from skyward_core.machines.owner import Owner
 from skyward_core.providers import local as node_folders
 from skyward_core.providers.local import make_folders
 from skyward_core.wire import settings
-from skyward_core.worker.watchdog import uptime
+from skyward_core.worker.node_clocks import uptime
 
 HERE = Owner.here()
 DEAD = replace(HERE, started="1")

@@ -27,7 +27,7 @@ from skyward_core.provisioning import rental as rental_module
 from skyward_core.provisioning.bootstrap import Preparation, guard_script
 from skyward_core.provisioning.lifecycle import PoolMachines
 from skyward_core.provisioning.rental import GUARD_GRACE_SECONDS, Rental
-from skyward_core.worker.watchdog import read_paid, uptime
+from skyward_core.worker.node_clocks import read_paid, uptime
 from tests.conftest import RecordedEvents
 from tests.fakes import BlindProvider, FakeProvider
 from tests.offers import offer

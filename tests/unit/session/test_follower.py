@@ -53,7 +53,7 @@ class Pool:
     def strange_nodes(self) -> dict[int, str]:
         return self.strange
 
-    def give_up(self, error: Exception, rank: int) -> None:
+    def fail_calls(self, error: Exception, rank: int) -> None:
         self.steps.append(f"give up {rank}")
 
     def remove_node(self, rank: int) -> None:

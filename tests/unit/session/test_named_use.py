@@ -19,7 +19,7 @@ from skyward_core.ledger.names_policy import Join, NameState, NotSteward, Rent, 
 from skyward_core.machines.owner import Owner
 from skyward_core.session import named_use
 from skyward_core.session.named_use import NamedUse
-from skyward_core.session.steward_guard import RENEW_SECONDS, Gap, LedgerContact
+from skyward_core.session.steward_term import RENEW_SECONDS, Gap, LedgerContact
 from skyward_core.spec import PoolSpec
 from skyward_core.wire.protocol import ENDING_SECONDS
 from skyward_core.work import NO_WORK
@@ -52,7 +52,7 @@ class Clock:
         self.began = datetime.now(UTC)
         self.seconds = 0.0
         self.passes: Callable[[], object] = lambda: None
-        monkeypatch.setattr(use.guard, "_clock", lambda: self.seconds)
+        monkeypatch.setattr(use.term, "_clock", lambda: self.seconds)
         monkeypatch.setattr(use.ledger.names._database, "clock", lambda: self.began + timedelta(seconds=self.seconds))
         awake = time.monotonic()
         monkeypatch.setattr(use.ledger.names._database, "_awake", lambda: awake + self.seconds)
@@ -127,25 +127,25 @@ def test_the_calls_of_a_dead_client_end_with_a_renewal_that_does_not_wait_for_th
     assert [record.message.count("it is dead") for record in caplog.records] == ([1] if answer == "free" else [1, 0])
 
 
-@pytest.mark.parametrize("lost", ["resign", "take"])
+@pytest.mark.parametrize("lost", ["release", "take"])
 def test_a_process_whose_answer_was_lost_takes_the_pool_again(
     lost: str, use: NamedUse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of its resignation, or of its taking the pool. No other process can: the ledger names it, and it lives."""
+    """Of its release, or of its taking the pool. No other process can: the ledger names it, and it lives."""
     found = vacancies(use)
-    if lost == "resign":
+    if lost == "release":
         assert use.take_stewardship()
     lost_answer(monkeypatch, use.ledger.stewards, lost, is_done=lost == "take")
     if lost == "take":
         with pytest.raises(LedgerError, match="being restarted"):
             use.take_stewardship()
-    use.resign()
-    assert not use.guard.is_certain
+    use.release_stewardship()
+    assert not use.term.is_certain
     use.renew()
     assert found == [1]
     assert use.take_stewardship()
     use.renew()
-    assert (use.guard.is_certain, found) == (True, [1])
+    assert (use.term.is_certain, found) == (True, [1])
 
 
 @pytest.mark.parametrize("is_renewed", [True, False])
@@ -187,11 +187,11 @@ def state_of(use: NamedUse) -> tuple[NameState, str]:
     return row.state, row.steward
 
 
-@pytest.mark.parametrize("is_lost", [False, True], ids=["it resigns", "its resignation is lost"])
+@pytest.mark.parametrize("is_lost", [False, True], ids=["it releases the pool", "its release is lost"])
 def test_a_steward_that_ends_the_pool_at_a_limit_says_so_first(
     is_lost: bool, use: NamedUse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its renewals go on until the end. Then it keeps the pool no more, does not take it again, and resigns until the
+    """Its renewals go on until the end. Then it keeps the pool no more, does not take it again, and releases it until the
     ledger knows: else the next process would wait as long as this one lives.
     """
     lost: list[int] = []
@@ -199,10 +199,10 @@ def test_a_steward_that_ends_the_pool_at_a_limit_says_so_first(
     assert use.take_stewardship()
     use.begin_to_end()
     use.renew()
-    assert (state_of(use)[0], use.guard.is_certain) == (NameState.CLOSING, True)
+    assert (state_of(use)[0], use.term.is_certain) == (NameState.CLOSING, True)
     if is_lost:
-        lost_answer(monkeypatch, use.ledger.stewards, "resign", is_done=False)
-    use.resign()
+        lost_answer(monkeypatch, use.ledger.stewards, "release", is_done=False)
+    use.release_stewardship()
     use.renew()
     assert state_of(use) == (NameState.CLOSING, "")
     use.ledger.end_pool("sky-a")
@@ -228,8 +228,8 @@ def test_a_process_that_is_not_the_steward_any_more_ends_no_pool(use: NamedUse) 
     """It is certain still, because its renewal has not looked yet."""
     assert use.take_stewardship()
     joined(use)
-    assert use.guard.epoch is not None
-    use.ledger.stewards.resign("nightly", state_of(use)[1], use.guard.epoch)
+    assert use.term.epoch is not None
+    use.ledger.stewards.release("nightly", state_of(use)[1], use.term.epoch)
     use.ledger.stewards.take("nightly", "c")
     with pytest.raises(NotSteward):
         use.begin_to_end()
@@ -241,10 +241,10 @@ def test_a_steward_that_was_replaced_by_one_that_has_left_loses_the_pool_first(u
     lost: list[int] = []
     found, use.on_lost = vacancies(use), lambda: lost.append(1)
     assert use.take_stewardship()
-    guard = use.guard
-    assert guard.epoch is not None
+    term = use.term
+    assert term.epoch is not None
     joined(use)
-    use.ledger.stewards.resign("nightly", state_of(use)[1], guard.epoch)
+    use.ledger.stewards.release("nightly", state_of(use)[1], term.epoch)
     use.ledger.stewards.take("nightly", "c")
     use.ledger.names.leave("nightly", "c")
     use.renew()
@@ -252,7 +252,7 @@ def test_a_steward_that_was_replaced_by_one_that_has_left_loses_the_pool_first(u
     use.renew()
     assert (lost, found) == ([1], [1])
     assert use.take_stewardship()
-    assert (guard.is_certain, use.guard.is_certain, use.guard.epoch) == (False, True, guard.epoch + 2)
+    assert (term.is_certain, use.term.is_certain, use.term.epoch) == (False, True, term.epoch + 2)
 
 
 def contact(*answers: float) -> LedgerContact:
@@ -299,13 +299,13 @@ def test_warnings_are_logged_as_those_of_any_pool(
     """
     quiet = NamedUse(use.spec.with_(display=display), [sky.Local()], NO_WORK)
     monkeypatch.setattr(quiet, "_client_id", "gone")
-    for name in ("closed", "let_go"):
+    for name in ("closed", "leave_unfinished"):
         monkeypatch.setattr(quiet.ledger.names, name, _no_answer)
     quiet.left()
     assert ("the ledger does not know yet that 'nightly' was left" in capfd.readouterr().err) == is_printed
     heard = logging.handlers.BufferingHandler(100)
     unconfigured.addHandler(heard)
-    quiet.let_go(sky.NodeLost("it is gone"))
+    quiet.leave_unfinished(sky.NodeLost("it is gone"))
     assert [record.name for record in heard.buffer] == ["skyward"]
 
 

@@ -142,7 +142,7 @@ def test_a_search_that_no_thread_could_begin_begins_later(world: World) -> None:
 def test_an_attached_client_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a lost node is not replaced, broadcasts to it raise. They wait for a node that is back or has just left."""
     given_up = list[int]()
-    cluster: Any = SimpleNamespace(is_connected=True, give_up=lambda _, rank: given_up.append(rank))
+    cluster: Any = SimpleNamespace(is_connected=True, fail_calls=lambda _, rank: given_up.append(rank))
     watcher = ClientWatcher(lambda: cluster, lambda _: True, 60.0, threading.Event(), lambda *_: None)
     for rank in (1, 2):
         watcher.left(rank)

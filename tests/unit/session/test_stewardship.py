@@ -16,7 +16,7 @@ from skyward_core.session.named_session import NamedSession
 from skyward_core.session.named_use import Successor
 from skyward_core.session.session_engine import PoolSize
 from skyward_core.session.state import Claims, SessionState
-from skyward_core.session.steward_guard import StewardGuard
+from skyward_core.session.steward_term import StewardTerm
 from skyward_core.session.stewardship import Stewardship
 from tests.session.threads import Threads
 
@@ -30,38 +30,38 @@ class Rows:
         self.seconds = 100.0
         self.renewals = 0
         self.answer = "steward"
-        self.guard = StewardGuard(LEASE_SECONDS, self.renew, lambda: self.seconds)
+        self.term = StewardTerm(LEASE_SECONDS, self.renew, lambda: self.seconds)
 
     def renew(self) -> None:
-        since = self.guard.now()
+        since = self.term.now()
         self.renewals += 1
         if self.answer == "away":
             raise LedgerError("the server is being restarted")
         if self.answer == "steward":
-            self.guard.confirm(since)
+            self.term.confirm(since)
         else:
-            self.guard.lose()
+            self.term.lose()
 
 
 @pytest.fixture
 def rows() -> Rows:
     """A steward since 100 s."""
     rows = Rows()
-    rows.guard.begin(3, rows.seconds)
+    rows.term.begin(3, rows.seconds)
     return rows
 
 
 def test_a_steward_is_certain_as_long_as_its_lease_runs(rows: Rows) -> None:
     """It counts from the time before a renewal. In this time no other process can take the pool over. Then it asks."""
-    rows.guard.confirm(105.0)
-    rows.guard.confirm(101.0)  # an older answer that arrives late
+    rows.term.confirm(105.0)
+    rows.term.confirm(101.0)  # an older answer that arrives late
     rows.seconds = 114.9
-    rows.guard.check()
-    assert (rows.guard.is_certain, rows.renewals, rows.guard.epoch) == (True, 0, 3)
+    rows.term.check()
+    assert (rows.term.is_certain, rows.renewals, rows.term.epoch) == (True, 0, 3)
     rows.seconds = 115.0
-    assert not rows.guard.is_certain
-    rows.guard.check()
-    assert (rows.renewals, rows.guard.is_certain) == (1, True)
+    assert not rows.term.is_certain
+    rows.term.check()
+    assert (rows.renewals, rows.term.is_certain) == (1, True)
 
 
 def test_a_steward_that_was_replaced_may_not_act_until_it_begins_anew(rows: Rows) -> None:
@@ -69,20 +69,20 @@ def test_a_steward_that_was_replaced_may_not_act_until_it_begins_anew(rows: Rows
     rows.answer = "another"
     for _ in range(2):
         with pytest.raises(NotSteward):
-            rows.guard.check()
-        rows.guard.confirm(rows.seconds)
-        assert (rows.guard.is_certain, rows.guard.is_lost, rows.renewals) == (False, True, 1)
-    assert not rows.guard.lose()
-    rows.guard.begin(4, rows.seconds)
-    assert (rows.guard.is_certain, rows.guard.is_lost, rows.guard.epoch) == (True, False, 4)
+            rows.term.check()
+        rows.term.confirm(rows.seconds)
+        assert (rows.term.is_certain, rows.term.is_lost, rows.renewals) == (False, True, 1)
+    assert not rows.term.lose()
+    rows.term.begin(4, rows.seconds)
+    assert (rows.term.is_certain, rows.term.is_lost, rows.term.epoch) == (True, False, 4)
 
 
 def test_a_process_that_never_was_the_steward_may_not_act() -> None:
     """It does not ask, either."""
     rows = Rows()
     with pytest.raises(NotSteward):
-        rows.guard.check()
-    assert (rows.renewals, rows.guard.is_certain, rows.guard.is_lost) == (0, False, False)
+        rows.term.check()
+    assert (rows.renewals, rows.term.is_certain, rows.term.is_lost) == (0, False, False)
 
 
 def test_a_steward_that_cannot_ask_does_not_act(rows: Rows) -> None:
@@ -90,10 +90,10 @@ def test_a_steward_that_cannot_ask_does_not_act(rows: Rows) -> None:
     rows.seconds += 1000
     rows.answer = "away"
     with pytest.raises(LedgerError, match="being restarted"):
-        rows.guard.check()
+        rows.term.check()
     rows.answer = "steward"
-    rows.guard.check()
-    assert rows.guard.is_certain
+    rows.term.check()
+    assert rows.term.is_certain
 
 
 class Client:
@@ -105,7 +105,7 @@ class Client:
         self.steps: list[str] = []
         self.can_take = True
         self.trouble: Exception | None = None
-        self.guard = SimpleNamespace(is_lost=False)
+        self.term = SimpleNamespace(is_lost=False)
         self.on_vacant: Any = None
         self.on_lost: Any = None
         self.logged: list[str] = []
@@ -120,8 +120,8 @@ class Client:
         self.steps.append("take")
         return self.can_take
 
-    def resign(self) -> None:
-        self.steps.append("resign")
+    def release_stewardship(self) -> None:
+        self.steps.append("release")
 
     def start(self) -> None:
         self.steps.append("start")
@@ -152,28 +152,28 @@ def test_a_vacant_pool_is_adopted_once_and_left_at_the_end(client: Client, can_t
     client.successor.close()
     client.on_vacant()
     client.threads.run()
-    assert client.steps == ["take", *["start", "leave"] * can_take, "resign"]
+    assert client.steps == ["take", *["start", "leave"] * can_take, "release"]
 
 
-def test_a_process_that_cannot_adopt_resigns_and_leaves_it_to_others_for_a_while(client: Client) -> None:
+def test_a_process_that_cannot_adopt_releases_the_pool_and_leaves_it_to_others_for_a_while(client: Client) -> None:
     client.trouble = NodeLost("no node answers")
     for seconds in (1000.0, 1004.0):
         client.seconds = seconds
         client.on_vacant()
         client.threads.run()
-        assert client.steps == ["take", "start", "resign"]
+        assert client.steps == ["take", "start", "release"]
     assert client.logged[0].startswith("WARNING: the pool 'nightly' has no process that replaces its nodes")
     assert client.logged[0].endswith("no node answers")
     client.trouble, client.seconds = None, 1005.0
     client.on_vacant()
     client.threads.run()
-    assert client.steps == ["take", "start", "resign", "take", "start"]
+    assert client.steps == ["take", "start", "release", "take", "start"]
 
 
 @pytest.mark.parametrize("when", ["later", "during the adoption", "before the adoption has ended"])
 def test_a_pool_that_another_process_keeps_now_is_kept_no_more(client: Client, when: str) -> None:
     """The renewal reports a loss once."""
-    client.guard.is_lost = when == "before the adoption has ended"
+    client.term.is_lost = when == "before the adoption has ended"
     client.on_vacant()
     if when == "later":
         client.threads.run()
@@ -182,7 +182,7 @@ def test_a_pool_that_another_process_keeps_now_is_kept_no_more(client: Client, w
     client.threads.run()
     assert client.steps == ["take", "start", "lose"]
     client.successor.close()
-    assert client.steps == ["take", "start", "lose", "resign"]
+    assert client.steps == ["take", "start", "lose", "release"]
 
 
 class Keeping(Stewardship):
@@ -194,7 +194,7 @@ class Keeping(Stewardship):
         self._emitter: Any = SimpleNamespace(emit=lambda _: None)
         self._recovery: Any = SimpleNamespace(stop=lambda: None)
         self._use: Any = SimpleNamespace(
-            begin_to_end=lambda: steps.append("closing"), resign=lambda: steps.append("resign")
+            begin_to_end=lambda: steps.append("closing"), release_stewardship=lambda: steps.append("release")
         )
         self._attached: Any = SimpleNamespace(cluster=object(), end=lambda *_: steps.append("end the machines"))
         self._on_end = lambda *_: steps.append("let the session go")
@@ -205,7 +205,7 @@ def test_the_session_learns_of_a_limit_before_the_machines_end(monkeypatch: pyte
     monkeypatch.setattr(stewardship_module, "note_all", lambda *_: None)
     steps: list[str] = []
     Keeping(steps).stop("the money is used up")
-    assert steps == ["closing", "let the session go", "end the machines", "resign"]
+    assert steps == ["closing", "let the session go", "end the machines", "release"]
 
 
 class Opener(NamedSession):
@@ -215,9 +215,9 @@ class Opener(NamedSession):
         self._claims = Claims()
         self._claims.state = state
         self._steps = steps
-        self.guard: Any = SimpleNamespace(check=lambda: None)
+        self.term: Any = SimpleNamespace(check=lambda: None)
         self._use: Any = SimpleNamespace(
-            begin_to_end=lambda: steps.append("closing"), resign=lambda: steps.append("resign")
+            begin_to_end=lambda: steps.append("closing"), release_stewardship=lambda: steps.append("release")
         )
 
     @override
@@ -234,7 +234,7 @@ def test_a_session_that_leaves_at_its_limit_stays_the_steward_until_it_has_left(
     """Its leave, in another thread, decides whether the pool goes on: `closing` without a steward would end it."""
     steps: list[str] = []
     Opener(steps, state)._stop_at_limit("the money is used up", None)
-    assert steps == ["closing", f"ours: {is_ours}", *["resign"] * is_ours]
+    assert steps == ["closing", f"ours: {is_ours}", *["release"] * is_ours]
 
 
 SPEC = sky.PoolSpec.of(provider=sky.Local(), nodes=(1, 3))

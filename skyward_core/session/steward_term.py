@@ -28,13 +28,13 @@ from typing import Protocol
 from skyward_core.ledger.names_policy import NotSteward
 
 
-class Keeper(Protocol):
+class StewardUse(Protocol):
     """The part of `named_use.NamedUse` that the process which keeps the pool needs."""
 
-    guard: StewardGuard
+    term: StewardTerm
 
     def begin_to_end(self) -> None: ...
-    def resign(self) -> None: ...
+    def release_stewardship(self) -> None: ...
 
 
 def boot_clock() -> float:
@@ -42,8 +42,8 @@ def boot_clock() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-class StewardGuard:
-    """The stewardship of this process, as far as it is known."""
+class StewardTerm:
+    """A term in which this process is the steward, as far as it is known."""
 
     def __init__(
         self, lease_seconds: float, renew: Callable[[], object], clock: Callable[[], float] = boot_clock
@@ -59,7 +59,7 @@ class StewardGuard:
         """Whether another process has become the steward after this one."""
 
     def now(self) -> float:
-        """Return the time on the guard's clock: read it before a renewal, for `confirm`."""
+        """Return the time on the term's clock: read it before a renewal, for `confirm`."""
         return self._clock()
 
     def begin(self, epoch: int, since: float) -> None:
@@ -97,7 +97,7 @@ class StewardGuard:
         if not self.is_certain and self._confirmed is not None:
             self._renew()
         if not self.is_certain:
-            raise NotSteward("another process keeps the pool now: this one did not renew in time, or has resigned")
+            raise NotSteward("another process keeps the pool now: this one did not renew in time, or has released it")
 
 
 RENEW_SECONDS = 30.0

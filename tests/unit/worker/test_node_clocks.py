@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyward_core.wire.settings import NodeOwner, NodeSettings, this_process
-from skyward_core.worker.supervisor import CrashHistory
-from skyward_core.worker.watchdog import (
+from skyward_core.worker.node_clocks import (
     LEAVING,
     WARM,
     BusyFlag,
@@ -25,6 +24,7 @@ from skyward_core.worker.watchdog import (
     write_paid,
     write_warm,
 )
+from skyward_core.worker.supervisor import CrashHistory
 
 HOUR = 3600.0
 NO_UPTIME = [math.inf, math.nan, -1.0]

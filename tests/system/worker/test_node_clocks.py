@@ -7,7 +7,7 @@ import textwrap
 import threading
 from pathlib import Path
 
-from skyward_core.worker.watchdog import read_lease, write_lease
+from skyward_core.worker.node_clocks import read_lease, write_lease
 
 
 def test_many_clients_may_extend_a_lease_at_once(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_spared_processes_are_not_killed() -> None:
 
 def alone(script: str) -> None:
     """Run a script in a separate process, without this one's threads and children."""
-    imports = "import os, subprocess\nfrom skyward_core.worker.keeper import adopt_orphans\nfrom skyward_core.worker.watchdog import *\n"
+    imports = "import os, subprocess\nfrom skyward_core.worker.keeper import adopt_orphans\nfrom skyward_core.worker.node_clocks import *\n"
     done = subprocess.run(
         [sys.executable, "-c", imports + textwrap.dedent(script)], capture_output=True, text=True, check=False
     )
