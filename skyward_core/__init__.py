@@ -165,8 +165,8 @@ if TYPE_CHECKING:
     from skyward_core.sklearn.pool import ScikitLearnPool as ScikitLearnPool
     from skyward_core.sklearn.pool import joblib_backend as joblib_backend
     from skyward_core.sklearn.pool import sklearn_backend as sklearn_backend
+    from skyward_core.spec import PoolKeywords as PoolKeywords
     from skyward_core.spec import PoolSpec as PoolSpec
-    from skyward_core.spec import Wishes as Wishes
     from skyward_core.wire.info import InstanceInfo as InstanceInfo
     from skyward_core.wire.info import current_accelerator as current_accelerator
     from skyward_core.wire.info import instance_info as instance_info
@@ -232,7 +232,7 @@ _HOMES = {
     "providers.base": "Provider select_instance",
     "provisioning.quote": "Plan PlannedTask Quote",
     "secret": "Secret",
-    "spec": "PoolSpec Wishes",
+    "spec": "PoolSpec PoolKeywords",
     "machines.signing": "check_secret_key",
     "machines.spot": "Spot SpotLike",
     "work": "RunContext Work run_context running_for",

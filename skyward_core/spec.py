@@ -98,7 +98,7 @@ UNREPEATED = frozenset({"env", "secrets"})
 """Fields with values that no message repeats."""
 
 
-class Wishes(TypedDict, total=False):
+class PoolKeywords(TypedDict, total=False):
     """The keywords of `ComputePool`, for editors and type checkers: the types that each field of `PoolSpec` accepts.
     `PoolSpec` has their defaults and meanings; `pip` adds to the packages of the image.
     """
@@ -267,7 +267,7 @@ class PoolSpec(BaseModel):
     )
 
     @classmethod
-    def of(cls, **keywords: Unpack[Wishes]) -> Self:
+    def of(cls, **keywords: Unpack[PoolKeywords]) -> Self:
         """Build a spec from keywords; raises BadRequest, which says what to do.
 
         Strings and numbers may stand for values: `accelerator="A100"`, `spot=0.8`.
@@ -282,7 +282,7 @@ class PoolSpec(BaseModel):
         except ValidationError as error:
             raise BadRequest(explained(error, fields, unshown=UNREPEATED)) from error
 
-    def with_(self, **changes: Unpack[Wishes]) -> Self:
+    def with_(self, **changes: Unpack[PoolKeywords]) -> Self:
         """Return a spec with these fields changed, validated again."""
         fields: dict[str, Any] = {name: getattr(self, name) for name in self.model_fields_set}
         fields.update(cast("dict[str, Any]", changes))
@@ -461,7 +461,7 @@ class PoolSpec(BaseModel):
 
 
 def signature(*own: inspect.Parameter) -> inspect.Signature:
-    """Return the signature of a callable that has its own parameters and the keywords of `Wishes`."""
+    """Return the signature of a callable that has its own parameters and the keywords of `PoolKeywords`."""
     fields = PoolSpec.model_fields
     keywords = [
         inspect.Parameter(
@@ -470,7 +470,7 @@ def signature(*own: inspect.Parameter) -> inspect.Signature:
             default=fields[name].get_default(call_default_factory=True) if name in fields else (),
             annotation=hint,
         )
-        for name, hint in get_type_hints(Wishes).items()
+        for name, hint in get_type_hints(PoolKeywords).items()
     ]
     return inspect.Signature([*own, *keywords])
 

@@ -31,7 +31,7 @@ class FakeProvider(Provider):
     """
 
     name: ClassVar[str] = "fake"
-    is_here: ClassVar[bool] = True
+    is_local: ClassVar[bool] = True
     folder: str
     price_per_hour: float = 36.0
     spot_is_sold: bool = False

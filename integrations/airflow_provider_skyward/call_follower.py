@@ -68,7 +68,7 @@ class CallFollower:
         self.last_warning = ""
         """Why the money of the pool ends just now; "" while it does not."""
         self._narrator = sky.Narrator()
-        self._said: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        self._records: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         """What the pool says of calls that wait, with levels, from its own thread."""
         self._following: dict[int, sky.DetachedCall[object]] = {}
         """The calls that have not ended, by their number; only `look` uses it."""
@@ -95,8 +95,8 @@ class CallFollower:
                 if news.has_ended:
                     self._ended.add(number)
                     del self._following[number]
-            while not self._said.empty():
-                lines.append(self._said.get())
+            while not self._records.empty():
+                lines.append(self._records.get())
             self._heard_at = self._clock()
         except _Gone as gone:
             raise gone.error from gone.error.__cause__
@@ -179,4 +179,4 @@ class CallFollower:
         if isinstance(event, sky.BudgetWarning):
             self.last_warning = event.reason
         elif isinstance(event, sky.CallsWaiting) and (record := self._narrator.tell(event)):
-            self._said.put(record)
+            self._records.put(record)

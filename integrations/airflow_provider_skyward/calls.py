@@ -100,7 +100,7 @@ def without_date(name: str) -> str:
     )
 
 
-def said_of_template(error: TemplateError) -> str:
+def reason_of(error: TemplateError) -> str:
     """Return what is wrong with a template, and what to do."""
     if not isinstance(error, UndefinedError):
         return f"{error}. Write {{{{ name }}}}, or {{% raw %}} and {{% endraw %}} around text that has braces itself"

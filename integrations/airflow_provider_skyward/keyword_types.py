@@ -82,7 +82,7 @@ class AirflowKeywords(TypedDict, total=False):
 
 
 class PoolKeywords(AirflowKeywords, total=False):
-    """Those of `ComputePool`, with the names that they have in a task: `sky.Wishes` has the same for a pool."""
+    """Those of `ComputePool`, with the names that they have in a task: `sky.PoolKeywords` has the same for a pool."""
 
     provider: ProviderLike | Sequence[ProviderLike] | Later | None
     image: sky.Image | Mapping[str, Any] | Later

@@ -21,7 +21,7 @@ from jinja2 import TemplateError
 
 import skyward_core as sky
 from airflow_provider_skyward.asset_events import names_of, write_events
-from airflow_provider_skyward.calls import calls_of, refuse_callable, said_of_template, takes_outlet_events
+from airflow_provider_skyward.calls import calls_of, reason_of, refuse_callable, takes_outlet_events
 from airflow_provider_skyward.connections import credentials_of, ledger_of
 from airflow_provider_skyward.deferred_attempt import DeferredAttempt
 from airflow_provider_skyward.durable_attempt import DurableAttempt, can_store
@@ -261,9 +261,7 @@ class SkywardOperator(BaseOperator):
             try:
                 super()._do_render_template_fields(parent, (name,), *more, **named)
             except TemplateError as error:
-                why = (
-                    f"the template in {name} of the task {self.task_id!r} cannot be rendered: {said_of_template(error)}"
-                )
+                why = f"the template in {name} of the task {self.task_id!r} cannot be rendered: {reason_of(error)}"
                 raise AirflowFailException(why) from error
 
     def execute(self, context: Context) -> Any:
@@ -277,7 +275,7 @@ class SkywardOperator(BaseOperator):
 
     def _run(self, context: Context) -> Any:
         self._attempt = attempt = self._attempt_of(context)
-        self._know(attempt)
+        self._take_links(attempt)
         attempt.is_broadcast = self.broadcast
 
         def run() -> list[Any]:
@@ -291,7 +289,7 @@ class SkywardOperator(BaseOperator):
 
         return self._finished(attempt, run, context)
 
-    def _know(self, attempt: TaskAttempt) -> None:
+    def _take_links(self, attempt: TaskAttempt) -> None:
         self.links, attempt.progress.on_warning = attempt.links, self.on_budget_warning
 
     def _calls(self, context: Context) -> list[sky.PendingCompute[Any]]:
@@ -377,7 +375,7 @@ class SkywardOperator(BaseOperator):
     def _start_and_defer(self, context: Context) -> list[Any]:
         began = time.monotonic()
         self._attempt = attempt = DeferredAttempt(self.log, context, None)
-        self._know(attempt)
+        self._take_links(attempt)
         try:
             calls = self._calls(context)
             if not calls:

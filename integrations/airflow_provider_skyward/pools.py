@@ -85,7 +85,7 @@ class SkywardCreatePool(SkywardOperator):
 
     def _open(self, context: Context) -> dict[str, str]:
         self._attempt = attempt = SetupAttempt(self.log, context)
-        self._know(attempt)
+        self._take_links(attempt)
         try:
             attempt.credentials = self._credentials()
             return attempt.open_and_leave(self.pool_spec)

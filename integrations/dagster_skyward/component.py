@@ -21,12 +21,12 @@ SHORT_FIELDS = ("provider", "accelerator", "nodes", "spot", "max_cost", "max_hou
 """Fields of a pool that are fields of the component too."""
 
 
-def _said(description: str, *examples: Any) -> dg.Resolver:
+def _field(description: str, *examples: Any) -> dg.Resolver:
     return dg.Resolver.default(description=description, examples=list(examples) or None)
 
 
 def _of_pool(name: str, *examples: Any) -> dg.Resolver:
-    return _said(FIELDS[name][1].description, *examples)
+    return _field(FIELDS[name][1].description, *examples)
 
 
 SCRIPT = '''"""Runs on a node of the pool. What it prints is in the step's log."""
@@ -57,24 +57,24 @@ class SkywardComponent(dg.Component, dg.Model, dg.Resolvable):
     asset: dg.ResolvedAssetSpec
     function: Annotated[
         str | None,
-        _said(
+        _field(
             'The function that runs on a node, as "package.module:name". What it returns is the asset\'s value.',
             "my_project.training:train",
         ),
     ] = None
     script: Annotated[
         str | None,
-        _said(
+        _field(
             "A Python file that runs on a node instead, beside this YAML file. It may use Dagster Pipes.", "train.py"
         ),
     ] = None
-    args: Annotated[list[Any], _said("Arguments of the function or the script.")] = Field(default_factory=list[Any])
-    kwargs: Annotated[dict[str, Any], _said("Keyword arguments of the function.", {"learning_rate": 0.001})] = Field(
+    args: Annotated[list[Any], _field("Arguments of the function or the script.")] = Field(default_factory=list[Any])
+    kwargs: Annotated[dict[str, Any], _field("Keyword arguments of the function.", {"learning_rate": 0.001})] = Field(
         default_factory=dict[str, Any]
     )
     partition: Annotated[
         str | None,
-        _said(
+        _field(
             "Name of the function's keyword, or of the script's environment variable, that gets the partition's key.",
             "day",
         ),
@@ -88,7 +88,7 @@ class SkywardComponent(dg.Component, dg.Model, dg.Resolvable):
     budget: Annotated[str | None, _of_pool("budget", "team")] = None
     compute: Annotated[
         dict[str, Any],
-        _said(
+        _field(
             "Other settings of the pool (image, env, secrets, timeout, name, ...) and of its resource (sharing,"
             " lifecycle).",
             {"image": {"pip": ["torch"]}, "sharing": "run"},
@@ -96,13 +96,13 @@ class SkywardComponent(dg.Component, dg.Model, dg.Resolvable):
     ] = Field(default_factory=dict[str, Any])
     resource: Annotated[
         str | None,
-        _said(
+        _field(
             "Key of a SkywardResource of the project that the asset uses, with these settings for its step. Without"
             " it, the asset has its own resource.",
             "compute",
         ),
     ] = None
-    op_tags: Annotated[dict[str, Any], _said("Tags of the step.")] = Field(default_factory=dict[str, Any])
+    op_tags: Annotated[dict[str, Any], _field("Tags of the step.")] = Field(default_factory=dict[str, Any])
 
     @model_validator(mode="after")
     def _has_one_payload(self) -> "SkywardComponent":

@@ -166,7 +166,7 @@ class StepCalls(StepHandler):
         note_open(instance, run_id)
         is_seen_by_nodes = not isinstance(instance.compute_log_manager, LocalComputeLogManager)
         providers = self._spec.providers
-        self._has_output = is_seen_by_nodes or (bool(providers) and all(provider.is_here for provider in providers))
+        self._has_output = is_seen_by_nodes or (bool(providers) and all(provider.is_local for provider in providers))
 
     def launch_step(self, step_handler_context: StepHandlerContext) -> Iterator[DagsterEvent]:
         """Start the call of one step, and return at once."""

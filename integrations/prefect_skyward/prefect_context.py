@@ -85,7 +85,7 @@ def keys_of_prefect(spec: sky.PoolSpec) -> dict[str, str]:
 
 def refuse_without_prefect(spec: sky.PoolSpec) -> None:
     """Raise BadRequest if it can be known that the nodes have no Prefect."""
-    if (spec.image.is_bare and _is_here(spec)) or _installs_prefect(spec.image):
+    if (spec.image.is_bare and _is_local(spec)) or _installs_prefect(spec.image):
         return
     found = version("prefect")
     raise sky.BadRequest(
@@ -211,7 +211,7 @@ def _address(spec: sky.PoolSpec) -> str:
             "prefect_context=True outside of a flow: this process has no PREFECT_API_URL. Start a server (prefect"
             " server start) and set it"
         )
-    if not _is_here(spec) and _is_loopback(urlsplit(address).hostname or ""):
+    if not _is_local(spec) and _is_loopback(urlsplit(address).hostname or ""):
         raise sky.BadRequest(
             f"prefect_context=True: {address} is an address of this machine only, and the nodes are other machines. Set"
             " PREFECT_API_URL to one that they reach, for the nodes alone with env={'PREFECT_API_URL': ...}"
@@ -226,9 +226,9 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _is_here(spec: sky.PoolSpec) -> bool:
+def _is_local(spec: sky.PoolSpec) -> bool:
     """Whether all nodes are processes of this machine; without a provider they are."""
-    return all(provider.is_here for provider in spec.providers)
+    return all(provider.is_local for provider in spec.providers)
 
 
 def _installs_prefect(image: sky.Image) -> bool:

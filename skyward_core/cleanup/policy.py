@@ -138,7 +138,7 @@ def can_see(provider: Provider, owner: Owner, here: Owner) -> bool:
     any user can start a process that claims to be another's. After a reboot they are gone, so that a listing without
     them is correct.
     """
-    if not provider.is_here:
+    if not provider.is_local:
         return True
     has_rebooted = owner.boot != here.boot
     is_same_place = owner.host == here.host and (has_rebooted or owner.namespace == here.namespace)
@@ -163,7 +163,7 @@ def unsure_seconds(provider: Provider) -> float:
 
     The call may go on although its caller was killed.
     """
-    return max(provider.listing_lag_seconds, 0.0 if provider.is_here else IN_FLIGHT_SECONDS)
+    return max(provider.listing_lag_seconds, 0.0 if provider.is_local else IN_FLIGHT_SECONDS)
 
 
 def paid_until(provider: Provider, entry: PoolEntry, intent: Intent, now: datetime) -> datetime:
@@ -179,7 +179,7 @@ def paid_until(provider: Provider, entry: PoolEntry, intent: Intent, now: dateti
     was_up = any(
         intent.seconds.get(bucket) for bucket in (Bucket.BOOTSTRAPPING, Bucket.RUNNING_CALLS, Bucket.IDLE, Bucket.LOST)
     )
-    grace = timedelta(seconds=provider.ending_seconds + (0.0 if was_up or provider.is_here else BOOT_SECONDS))
+    grace = timedelta(seconds=provider.ending_seconds + (0.0 if was_up or provider.is_local else BOOT_SECONDS))
     end = max(entry.lease_expires_at, intent.end_asked_at or intent.intended_at) + grace
     if EXPIRES_TAG in intent.tags:  # counted on the machine from when it was up
         end = min(end, intent.expires_at + timedelta(seconds=intent.seconds.get(Bucket.LAUNCHING, 0.0)) + grace)

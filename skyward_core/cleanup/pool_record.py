@@ -357,7 +357,7 @@ def _dead_here(
             break
         if not entry.trouble and entry.provider.get("name") == "local" and entry.why_dead(now, entry.owner.state()):
             provider = load(entry.provider)
-            if provider.is_here and can_see(provider, entry.owner, here):
+            if provider.is_local and can_see(provider, entry.owner, here):
                 found.append((entry, provider))
     return found
 

@@ -22,7 +22,7 @@ from skyward_core.machines.signing import key_file
 from skyward_core.machines.spot import KINDS
 from skyward_core.providers.base import BUILT_IN, Provider, kind_of
 from skyward_core.secret import looks_secret
-from skyward_core.spec import UNREPEATED, PoolSpec, Wishes
+from skyward_core.spec import UNREPEATED, PoolKeywords, PoolSpec
 from skyward_core.wire.masking import MASK
 
 LEDGER = "SKYWARD_LEDGER"
@@ -184,7 +184,7 @@ def settings_schema() -> Schema:
         _need(defined[strategy.__name__], {"kind": {"const": kind}})
     settings = {name: _without_null(one) for name, one in defined.pop(PoolSpec.__name__)["properties"].items()}
     settings["provider"] = {"description": settings["provider"]["description"], **_provider(kinds, defined)}
-    for name, hint in get_type_hints(Wishes).items():
+    for name, hint in get_type_hints(PoolKeywords).items():
         if name in settings and name != "provider":
             settings[name] = _with_short_forms(settings[name], hint, defined)
     without_name = {name: one for name, one in settings.items() if name != "name"}

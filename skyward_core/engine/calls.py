@@ -111,7 +111,7 @@ class Calls(State):
         elif outcome.items != entry.items:
             self._discard(outcome.parcel)
             self._fail([call_id], NodeLost("items of the call were lost with messages of the pool's scheduler"))
-        elif outcome.parcel.path is None or self.members.is_here:
+        elif outcome.parcel.path is None or self.members.is_local:
             self._finish(call_id, outcome, node, instance_id)
         else:
             self._fetch(entry, outcome, node, now)
@@ -140,7 +140,7 @@ class Calls(State):
         """Remove an outcome that has no caller any more."""
         if parcel.path is None:
             return
-        if self.members.is_here:
+        if self.members.is_local:
             self._do(do.Discard(parcel))
         elif (instance_id := self.members.instance_of(parcel)) is not None:
             self._do(do.Remove(instance_id, parcel))
@@ -235,7 +235,7 @@ class Calls(State):
             self._lose_items([call_id])
         else:
             entry.items += 1
-            if item.parcel.path is None or self.members.is_here:
+            if item.parcel.path is None or self.members.is_local:
                 self._do(do.DeliverItem(call_id, item.number, node, item.parcel))
             else:
                 self._do(do.FetchItem(call_id, item.number, node, self.members.instance_of(item.parcel), item.parcel))

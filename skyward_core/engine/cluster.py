@@ -73,8 +73,8 @@ class Cluster:
         delivered: Callable[[], int] = lambda: 0,
         work: Work = NO_WORK,
     ) -> None:
-        is_here = all(node.instance.endpoint is None for node in lease.nodes)
-        self.dispatcher = Dispatcher(lease.nodes, f"skyward-{uuid.uuid4().hex}", retries, is_here=is_here)
+        is_local = all(node.instance.endpoint is None for node in lease.nodes)
+        self.dispatcher = Dispatcher(lease.nodes, f"skyward-{uuid.uuid4().hex}", retries, is_local=is_local)
         self.owner = EngineThread(self.dispatcher, transports, emit, delivered, counts, secrets, work)
         self.owner.pool = lease.pool_id
         self._certificate = certificate
@@ -124,13 +124,13 @@ class Cluster:
         """Report workers that join and leave to this watcher from now on."""
         self.owner.watcher = watcher
 
-    def keep(self, counts: Counts | None, secrets: SecretValues | None, ranks: Iterable[int] | None) -> None:
+    def set_steward(self, counts: Counts | None, secrets: SecretValues | None, ranks: Iterable[int] | None) -> None:
         """Count the cost of calls, and let broadcasts use these ranks: this process keeps the pool from now on.
 
-        None: it does not any more (`NodeDraining.keep`).
+        None: it does not any more (`NodeDraining.set_steward`).
         """
-        self.owner.post(lambda: self.owner.keep(counts, secrets))
-        self.draining.keep(ranks)
+        self.owner.post(lambda: self.owner.count_for(counts, secrets))
+        self.draining.set_steward(ranks)
 
     @property
     def is_connected(self) -> bool:
@@ -388,7 +388,7 @@ class Cluster:
         if surroundings.use in self._ended_uses:
             raise PoolClosed("the use of the pool that would pay for the call has ended: open another one")
         with contextlib.ExitStack() as undo:
-            place = self._place if self.dispatcher.is_here else None
+            place = self._place if self.dispatcher.is_local else None
             pack = ArgumentPacker(replace_object, place, is_copied=not is_awaited, surroundings=surroundings)
             entries = packed_entries(calls, pack, job_id, ahead, undo)
             for entry in entries if places else ():

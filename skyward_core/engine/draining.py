@@ -77,7 +77,7 @@ class NodeDraining:
 
     # ── which process decides ────────────────────────────────────────────────────────────────────────────────────────
 
-    def keep(self, ranks: Iterable[int] | None) -> None:
+    def set_steward(self, ranks: Iterable[int] | None) -> None:
         """This process decides from now on which ranks stay: these, and it forgets the nodes of all others.
 
         None: another process decides. Broadcasts use the ranks that this one says.
@@ -88,14 +88,14 @@ class NodeDraining:
             return
         wanted = set(ranks)
 
-        def keep() -> None:
+        def apply() -> None:
             dispatcher.follow(is_following=False)
             self._ranks.set(wanted)
             for rank in dispatcher.members.nodes.keys() - wanted:
                 dispatcher.remove_node(rank)
 
         self._ranks.set(wanted)
-        self._owner.post(keep)
+        self._owner.post(apply)
 
     @property
     def size(self) -> int:

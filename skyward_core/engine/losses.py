@@ -172,7 +172,7 @@ class Losses(Shipments):
 
     def _set_nodes(self, nodes: Mapping[int, Node]) -> None:
         self.members.nodes = nodes
-        self._functions.keep(self.members.has_instance)
+        self._functions.forget_absent(self.members.has_instance)
         self._use_ranks()
         self._count_slots()
 

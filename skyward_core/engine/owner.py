@@ -224,7 +224,7 @@ class EngineThread:
             operation, lambda: self.connection is connection and time.monotonic() < deadline, arguments
         )
 
-    def keep(self, counts: Counts | None, secrets: SecretValues | None) -> None:
+    def count_for(self, counts: Counts | None, secrets: SecretValues | None) -> None:
         """Count the cost of calls from now on, and send these secrets with each later connection. In this thread."""
         self._counts, self._secrets = counts, secrets
 
@@ -574,7 +574,7 @@ class EngineThread:
             future.seconds = outcome.seconds
             future.cost = None if self._counts is None else outcome.seconds * (rate or 0.0)
         spent = [outcome.parcel, action.arguments]
-        if outcome.parcel.path is not None and self.dispatcher.is_here and future is not None:
+        if outcome.parcel.path is not None and self.dispatcher.is_local and future is not None:
             self._loading[action.call_id] = action.instance_id
         try:
             value = plain_value(outcome)

@@ -238,14 +238,14 @@ class Shipments(Calls):
         The scheduler chooses for all others.
         """
         batch = out.shipment.batch
-        is_here = self.members.is_here
+        is_local = self.members.is_local
         if out.worker:
             out.address = self.members.workers.get(out.worker)
         has_large_functions = any(function.nbytes > INLINE_BYTES for function in batch.functions.values())
         has_large_arguments = any(call.arguments.nbytes > INLINE_BYTES for call in batch.calls)
-        if is_here and has_large_functions:
+        if is_local and has_large_functions:
             self._upload(out, self.members.nodes[min(self.members.nodes)].instance.id)
-        elif is_here or not (has_large_functions or has_large_arguments):
+        elif is_local or not (has_large_functions or has_large_arguments):
             self._go_on(out, ())
         elif out.worker or self._is_load_known:
             self._choose(out, {})
@@ -288,10 +288,10 @@ class Shipments(Calls):
             out.phase = Phase.BLOCKED
             return
         absent = tuple((name, function) for name, function in functions.items() if files.find(name) is None)
-        is_here = self.members.is_here
+        is_local = self.members.is_local
         arguments = (
             ()
-            if is_here
+            if is_local
             else tuple((call.call_id, call.arguments) for call in batch.calls if call.arguments.nbytes > INLINE_BYTES)
         )
         out.phase = Phase.UPLOADING

@@ -107,11 +107,11 @@ class Members:
     """`nodes` by rank. `workers` maps the names of present workers to their addresses, `held` the addresses of held
     ones to how many of their slots are busy.
 
-    `is_here`: all nodes are processes of this machine, which see the same memory.
+    `is_local`: all nodes are processes of this machine, which see the same memory.
     """
 
     nodes: Mapping[int, Node]
-    is_here: bool = False
+    is_local: bool = False
     workers_per_node: int = 1
     workers: dict[str, str] = field(default_factory=dict[str, str])
     held: dict[str, int] = field(default_factory=dict[str, int])
@@ -121,10 +121,10 @@ class Members:
     """The ranks that are to stay in an elastic pool; None: all."""
 
     @staticmethod
-    def of(nodes: Iterable[Node], *, is_here: bool = False) -> Members:
+    def of(nodes: Iterable[Node], *, is_local: bool = False) -> Members:
         """Return the members of a new pool: all workers are away."""
         by_rank = {node.rank: node for node in nodes}
-        return Members(by_rank, is_here, max((node.workers for node in by_rank.values()), default=1))
+        return Members(by_rank, is_local, max((node.workers for node in by_rank.values()), default=1))
 
     def names_at(self, rank: int) -> list[str]:
         """Return the names of all workers of a node, also of those that are away."""
@@ -368,7 +368,7 @@ class FunctionsOnNodes:
             files.release(name)
             self.evict(instance_id)
 
-    def keep(self, is_known: Callable[[str], bool]) -> None:
+    def forget_absent(self, is_known: Callable[[str], bool]) -> None:
         """Forget the functions of instances that are not known any more."""
         self._by_instance = {
             instance_id: files for instance_id, files in self._by_instance.items() if is_known(instance_id)
@@ -553,9 +553,9 @@ class State:
     Only `Calls`, `Shipments`, `Losses` and `Dispatcher`, which build on it, change it.
     """
 
-    def __init__(self, nodes: Iterable[Node], topic: str, retries: int = 0, *, is_here: bool = False) -> None:
+    def __init__(self, nodes: Iterable[Node], topic: str, retries: int = 0, *, is_local: bool = False) -> None:
         self.topic = topic
-        self.members = Members.of(nodes, is_here=is_here)
+        self.members = Members.of(nodes, is_local=is_local)
         self._retries = retries
         self._actions: list[do.Action] = []
         self._do = self._actions.append
@@ -627,9 +627,9 @@ class State:
         self._count_slots()
 
     @property
-    def is_here(self) -> bool:
+    def is_local(self) -> bool:
         """Whether all nodes are processes of this machine, which see the same memory."""
-        return self.members.is_here
+        return self.members.is_local
 
     def _is_live_in(self, epoch: int) -> bool:
         """Return whether the present connection has this epoch and is live."""

@@ -203,7 +203,7 @@ class Journal:
                 continue
             launch = _launch_of(intent, at - (now - intent.intended_at).total_seconds())
             with self._lock:
-                self._know(launch)
+                self._note_requested(launch)
                 if intent.gone_at is None and intent.cloud_id is not None:
                     self._numbers[intent.cloud_id] = intent.id
                 elif intent.gone_at is None:
@@ -308,7 +308,7 @@ class Journal:
         intents = self._ledger.intend_all(self._pool_id, requests, epoch=self._epoch)
         launch = Launch(tags, intents, first_rank, self._meter.now(), price)
         with self._lock:
-            self._know(launch)
+            self._note_requested(launch)
             self._unbound |= dict.fromkeys(launch.by_rank.values(), launch)
         return launch
 
@@ -390,7 +390,7 @@ class Journal:
             self._meter.start(instance, self._meter.now() if first is None else launch.requested_at, launch.price)
         return launch
 
-    def _know(self, launch: Launch) -> None:
+    def _note_requested(self, launch: Launch) -> None:
         self._requested |= {(launch.tags[LAUNCH_TAG], rank): launch for rank in launch.by_rank}
 
     def _adopt(self, instance: Instance, launch: Launch) -> None:

@@ -34,7 +34,7 @@ from skyward_core.providers.local import Local
 from skyward_core.serialization import pickling
 from skyward_core.session.detached_call import DetachedCall
 from skyward_core.session.sealed_lease import PoolKeys, find_keys, find_lease
-from skyward_core.spec import LONGEST_SECONDS, PoolSpec, Wishes, signature
+from skyward_core.spec import LONGEST_SECONDS, PoolKeywords, PoolSpec, signature
 from skyward_core.wire.masking import SecretValues
 from skyward_core.work import NO_WORK, WORK_CHARACTERS, Work
 
@@ -151,7 +151,9 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
         inspect.Parameter("work", inspect.Parameter.KEYWORD_ONLY, default=NO_WORK, annotation=Work),
     )
 
-    def __init__(self, *, on_event: Callback | None = None, work: Work = NO_WORK, **keywords: Unpack[Wishes]) -> None:
+    def __init__(
+        self, *, on_event: Callback | None = None, work: Work = NO_WORK, **keywords: Unpack[PoolKeywords]
+    ) -> None:
         self._reset(prepare(PoolSpec.of(**keywords), on_event=on_event, work=work))
 
     @classmethod

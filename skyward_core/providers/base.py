@@ -120,7 +120,7 @@ class Provider(Frozen):
     Such a spec is refused before anything is launched.
     """
 
-    is_here: ClassVar[bool] = False
+    is_local: ClassVar[bool] = False
     """True if its instances are processes of this machine. They run the whole bootstrap as their startup script.
 
     All other instances are reached over SSH.

@@ -351,7 +351,7 @@ class Local(Provider):
         "mig": "it is this machine, whose GPUs are not partitioned; use Hosts with its address",
     }
 
-    is_here: ClassVar[bool] = True
+    is_local: ClassVar[bool] = True
     ending_seconds: ClassVar[float] = 1.0
 
     price_per_hour: float = Field(default=0.0, ge=0, le=MOST_USD_PER_HOUR)

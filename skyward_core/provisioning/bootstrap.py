@@ -192,7 +192,7 @@ def startup_script(spec: PoolSpec, provider: Provider, paid_seconds: float | Non
     `paid_seconds` is how long it may live by its own clock, before it gets the time up to which it is paid. On this
     machine it gets that before it is a node.
     """
-    if not provider.is_here:
+    if not provider.is_local:
         return guard_script(spec.lease_seconds, spec.max_lifetime, provider.end_command, paid_seconds)
     lines = ["#!/usr/bin/env bash", WATCHER]
     if spec.image.is_bare:
@@ -320,11 +320,11 @@ def settings_of(
         neuron_cores=spec.neuron_cores_of(accelerator),
         memory_limit_bytes=int(limit * 1e9) if limit is not None else None,
         metrics_interval_seconds=2.0 if spec.collect_metrics else None,
-        owner=this_process() if transport.is_here else None,
+        owner=this_process() if transport.is_local else None,
         timeout_seconds=spec.timeout,
         max_lifetime_seconds=max_lifetime_seconds,
         lease_seconds=spec.lease_seconds,
-        is_guarded=not transport.is_here,
+        is_guarded=not transport.is_local,
         scheduler_port=role.ports[0] if role.ports else 0,
         worker_ports=role.ports[1:],
         generation=role.generation,

@@ -130,7 +130,7 @@ class PoolMachines:
                 "%s cannot keep the disks of machines: the image's packages are installed as if it had no cache=True",
                 provider.name,
             )
-        self._nodes.head_port = _free_port() if provider.is_here else random.choice(PORTS)  # noqa: S311 - a port, no secret
+        self._nodes.head_port = _free_port() if provider.is_local else random.choice(PORTS)  # noqa: S311 - a port, no secret
         self._nodes.all = {instance.rank: self._nodes.preparation_of(instance, instance.rank) for instance in instances}
         self._startup.prepare(deadline)
         return self.lease
@@ -403,8 +403,8 @@ class Startup:
         a listing may take seconds.
         """
         silent = list(nodes)
-        is_here = self._rental.provider.is_here
-        if not is_here:
+        is_local = self._rental.provider.is_local
+        if not is_local:
             silent = [node for node in nodes if not node.transport.is_connected]
             self._silent = {node.instance.id: self._silent.get(node.instance.id, time.monotonic()) for node in silent}
             lease_over = {
@@ -419,12 +419,12 @@ class Startup:
         try:
             living = self._rental.living()
         except Exception:
-            if is_here:
+            if is_local:
                 raise
             return  # an outage proves nothing
         missing = {node.instance.id for node in silent} - living
         # a cloud may list a new machine some seconds late
-        gone, self._missed = missing if is_here else missing & self._missed, missing
+        gone, self._missed = missing if is_local else missing & self._missed, missing
         raise_if_gone(silent, gone)
 
     def _go_through_the_client(self, nodes: Sequence[Preparation], deadline: float) -> None:

@@ -144,7 +144,7 @@ class Nodes:
 
     def script(self) -> str:
         """Return the script that makes a node of a machine."""
-        return "" if self._rental.provider.is_here else node_script(self._rental.spec)
+        return "" if self._rental.provider.is_local else node_script(self._rental.spec)
 
     def settings(self, node: Preparation, rank: int, scheduler: str | None) -> NodeSettings:
         """Return the settings of a node; without a scheduler it is the head. Raises NodeLost as `head`."""
@@ -211,7 +211,7 @@ class Nodes:
         node = self.all.get(rank)
         if node is None or not node.transport.is_connected:
             return False
-        return not self._rental.provider.is_here or node.instance.id in self._rental.living()
+        return not self._rental.provider.is_local or node.instance.id in self._rental.living()
 
     def lives(self, ranks: Collection[int]) -> dict[int, bool]:
         """Ask these nodes, all at once, whether their supervisors live. Takes LIVES_SECONDS at most.
@@ -260,7 +260,7 @@ class Nodes:
 
         Over SSH the provider is queried only if the machine does not answer.
         """
-        if node.transport.is_connected and not self._rental.provider.is_here:
+        if node.transport.is_connected and not self._rental.provider.is_local:
             return
         try:
             is_gone = node.instance.id not in self._rental.living()

@@ -275,7 +275,7 @@ class HeadRestart:
         """
         provider = self._rental.provider
         deadline = time.monotonic() + self._spec.provision_timeout
-        if is_end_awaited and (provider.is_here or provider.terminate_confirms):  # then the machines are free
+        if is_end_awaited and (provider.is_local or provider.terminate_confirms):  # then the machines are free
             until = time.monotonic() + END_FIRST_SECONDS
             for termination in terminations.values():
                 termination.over.wait(max(0.0, until - time.monotonic()))
@@ -339,7 +339,7 @@ class HeadRestart:
         side_by_side(lambda ranked: self._send_or_drop(*ranked), others, "skyward-nodes", ALL_AT_ONCE)
 
     def _send_or_drop(self, rank: int, node: Preparation) -> None:
-        has_settings = not self._rental.provider.is_here or self._nodes.is_connected(rank)
+        has_settings = not self._rental.provider.is_local or self._nodes.is_connected(rank)
         try:
             if has_settings:
                 node.send_settings(self._nodes.settings(node, rank, self._nodes.scheduler))

@@ -116,12 +116,12 @@ def restored(buffer: Any, dtype: Any, device: str) -> Any:
     if view.readonly:  # a tensor is always writable
         view = memoryview(bytearray(view))
     data = torch.frombuffer(view, dtype=torch.uint8) if view.nbytes else torch.empty(0, dtype=torch.uint8)
-    if _is_here(device):
+    if _is_local(device):
         data = data.to(device)
     return torch.storage.TypedStorage(wrap_storage=data.untyped_storage(), dtype=dtype, _internal=True)
 
 
-def _is_here(device: str) -> bool:
+def _is_local(device: str) -> bool:
     import torch  # pyright: ignore[reportMissingImports]
 
     wanted = torch.device(device)

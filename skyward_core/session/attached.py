@@ -110,7 +110,7 @@ class Attached:
         """For how many seconds from now the nodes are paid; the steward sets it."""
         self.transports = Transports(lease_seconds, self.emit, lambda: self.paid_seconds())
         self.transports.lives_by_lease = True
-        self._is_kept_here = False
+        self._is_steward = False
         """Whether this process is the steward, which replaces lost nodes."""
         self.on_given_up: Callable[[SkywardError], object] = lambda _: None
         """Called with the error of its calls when the pool cannot be reached again; not when it is left."""
@@ -128,7 +128,7 @@ class Attached:
         self._beats = [
             PeriodicThread(name, seconds, step, self._on_trouble)
             for name, seconds, step in (
-                ("skyward-node-lease", beat_seconds, self.transports.keep_here),
+                ("skyward-node-lease", beat_seconds, self.transports.renew_local_leases),
                 ("skyward-clock", beat_seconds, self._look),
             )
         ]
@@ -177,7 +177,7 @@ class Attached:
                 ),
             )
             cluster.owner.pool = self.name
-            cluster.draining.keep(None)
+            cluster.draining.set_steward(None)
             patience = min(JOIN_SECONDS, self._lease_seconds / 2)
             with _busy_is_no_loss(self.transports.to(self.lease.nodes[0].instance)):
                 cluster.start(self._scheduler_from_here(), deadline, lambda: None, patience)
@@ -253,7 +253,7 @@ class Attached:
         ):
             if failure is not None:
                 self._go_on_without(node, str(failure))
-        self.transports.keep_here()
+        self.transports.renew_local_leases()
         return settings
 
     def _reach(self, node: Node, seconds: float) -> None:
@@ -354,7 +354,7 @@ class Attached:
 
     def _learn(self) -> None:
         """Follow the nodes of a pool that another process keeps."""
-        if self.cluster is not None and self.cluster.is_connected and not self._is_kept_here:
+        if self.cluster is not None and self.cluster.is_connected and not self._is_steward:
             self._follower.look(self.cluster)
 
     def _reach_new(self, lease: Lease, keys: PoolKeys) -> list[Node]:
@@ -372,7 +372,7 @@ class Attached:
 
     def _use(self, lease: Lease, gone: list[Node]) -> None:
         """Go on with these nodes, and without those that have left the pool or were replaced."""
-        if not self._is_kept_here:
+        if not self._is_steward:
             self.lease = lease
             for node in gone:
                 self.watcher.joined(node.rank)
@@ -394,21 +394,21 @@ class Attached:
         self.lease = lease
         return lease
 
-    def keep(self, watcher: Watcher) -> None:
+    def begin_stewardship(self, watcher: Watcher) -> None:
         """This process is the steward from now on: `watcher` handles the loss of nodes and of the connection."""
         assert self.cluster is not None
-        self._is_kept_here = True
+        self._is_steward = True
         self.watcher.pause()
         self.cluster.watch(watcher)
         if not self.cluster.is_connected:
             watcher.cut()
 
-    def keep_no_more(self) -> None:
+    def end_stewardship(self) -> None:
         """Another process keeps the pool: go on as a client of it."""
         self.paid_seconds = lambda: None
-        self._is_kept_here = False
+        self._is_steward = False
         if self.cluster is not None:
-            self.cluster.keep(None, None, None)
+            self.cluster.set_steward(None, None, None)
             self.watcher.go_on(self.lease)
 
     def reconnect(self) -> None:

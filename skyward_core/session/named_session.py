@@ -58,7 +58,7 @@ class NamedSession(Session):
         """Set when another process keeps the pool."""
         self._client_lease: Lease | None = None
         """The nodes that this process knows since then."""
-        self._follower = Follower(self._known, self._reach_new, self._go_on_with)
+        self._follower = Follower(self._lease_as_client, self._reach_new, self._go_on_with)
         self._in_memory = KeysInMemory()
         self._stepping_down = threading.Lock()
         """Held while the session becomes one of a client, or checks that."""
@@ -149,7 +149,7 @@ class NamedSession(Session):
         recovery.stop()
         machines.leave()
         self._client_lease = machines.lease
-        cluster.draining.keep(None)
+        cluster.draining.set_steward(None)
         watcher.go_on(machines.lease)
         disown(machines)
         self.events.log(logging.WARNING, "another process keeps the pool %s: this one was silent", self.pool_id)
@@ -169,7 +169,7 @@ class NamedSession(Session):
 
     # ── nodes that come and leave meanwhile ──────────────────────────────────────────────────────────────────────────
 
-    def _known(self) -> Lease:
+    def _lease_as_client(self) -> Lease:
         assert self._client_lease is not None
         return self._client_lease
 

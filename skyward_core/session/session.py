@@ -214,7 +214,7 @@ class Session:
         self.size = self._engine.start_recovery(lambda: limits.is_busy)
         journal.note()  # from here on a node without recorded seconds was idle, not launching
         self.emit(PoolReady(self.pool_id, len(lease.nodes), cluster.slots, time.monotonic() - started))
-        self._renewal.begin("skyward-node-lease", self._keep_here)
+        self._renewal.begin("skyward-node-lease", self._renew_local_leases)
         clock = self._clock(limits, journal, self.size)
         threading.Thread(target=clock.run, args=(self._ended,), name="skyward-clock", daemon=True).start()
 
@@ -334,10 +334,10 @@ class Session:
     def _new_clock(self, often: list[Step], seldom: list[Step]) -> Clock:
         return Clock(self.pool_id, often, seldom, self.stop, self.events.log, time.monotonic())
 
-    def _keep_here(self) -> None:
+    def _renew_local_leases(self) -> None:
         """Send signs of life to nodes of this machine; over SSH each transport does it itself."""
         assert self.machines is not None
-        self.machines.transports.keep_here()
+        self.machines.transports.renew_local_leases()
 
     # ── stop and release ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -448,7 +448,7 @@ class Session:
         assert self.machines is not None
         self._departure.live_by_lease(self.lease, self.spec.lease_seconds)
         self.machines.transports.lives_by_lease = True
-        self._keep_here()
+        self._renew_local_leases()
 
     def share(self) -> None:
         """From now on other processes may use the pool: the end of this process does not end it.

@@ -143,7 +143,7 @@ class Stewardship:
         ranks = ranks_of(self._spec, lease)
         policy = policy_of(self._spec, len(ranks))
         self._recovery = Recovery(machines, cluster, ranks, self._spec.lease_seconds, emit, scaling=policy)
-        cluster.keep(meter, self._secrets, ranks)
+        cluster.set_steward(meter, self._secrets, ranks)
         if policy is not None:
             free_all(cluster, ranks)
         cluster.update_nodes(lease)
@@ -187,11 +187,11 @@ class Stewardship:
         assert self._recovery is not None
         assert self._bookkeeping.journal is not None
         self._recovery.start()
-        self._attached.keep(self._recovery)
+        self._attached.begin_stewardship(self._recovery)
         journal = self._bookkeeping.journal
         self.size = PoolSize(self._spec, self._cluster, self._recovery, lambda: limits.is_busy)
         often = [
-            self._know_lease,
+            self._give_lease_to_attached,
             lambda: self._term.is_certain and self._shared.keep_current(self._attached.lease),
             limits.check_money,
             limits.check_work,
@@ -205,7 +205,7 @@ class Stewardship:
         threading.Thread(target=clock.run, args=(self._ended,), name="skyward-clock", daemon=True).start()
         self._log(logging.INFO, "this process keeps the pool %s from now on", self._pool_id)
 
-    def _know_lease(self) -> None:
+    def _give_lease_to_attached(self) -> None:
         if self._machines is not None and self._machines.lease.nodes:
             self._attached.lease = self._machines.lease
 
@@ -262,7 +262,7 @@ class Stewardship:
             return False
         self._ended.set()
         self._recovery.stop()
-        self._attached.keep_no_more()
+        self._attached.end_stewardship()
         self._machines.leave()
         if newest is not None:
             self._machines.leave_without(newest)

@@ -16,7 +16,7 @@ from skyward_core.image.image import Image
 from skyward_core.image.packages import canonical, name_of
 from skyward_core.pool.pool import ComputePool
 from skyward_core.pool.preparation import Prepared
-from skyward_core.spec import Wishes, signature
+from skyward_core.spec import PoolKeywords, signature
 from skyward_core.work import NO_WORK, Work
 
 
@@ -70,8 +70,8 @@ class _BackendPool(ComputePool):
     _version: str | None = None
 
     def _reset(self, prepared: Prepared) -> None:
-        is_here = all(provider.is_here for provider in prepared.providers)
-        image = with_package(prepared.spec.image, self._package, self._version, is_here=is_here)
+        is_local = all(provider.is_local for provider in prepared.providers)
+        image = with_package(prepared.spec.image, self._package, self._version, is_local=is_local)
         if image is not prepared.spec.image:
             prepared = replace(prepared, spec=prepared.spec.with_(image=image))
         super()._reset(prepared)
@@ -112,7 +112,7 @@ class JoblibPool(_BackendPool):
         joblib_version: str | None = None,
         on_event: Callback | None = None,
         work: Work = NO_WORK,
-        **keywords: Unpack[Wishes],
+        **keywords: Unpack[PoolKeywords],
     ) -> None:
         self._version = joblib_version
         super().__init__(on_event=on_event, work=work, **keywords)
@@ -137,22 +137,22 @@ class ScikitLearnPool(_BackendPool):
         sklearn_version: str | None = None,
         on_event: Callback | None = None,
         work: Work = NO_WORK,
-        **keywords: Unpack[Wishes],
+        **keywords: Unpack[PoolKeywords],
     ) -> None:
         self._version = sklearn_version
         super().__init__(on_event=on_event, work=work, **keywords)
 
 
-def with_package(image: Image, package: str, wanted: str | None, *, is_here: bool) -> Image:
+def with_package(image: Image, package: str, wanted: str | None, *, is_local: bool) -> Image:
     """Return the image with a package: in this version, else as the image has it, else in the version of this process.
 
-    `is_here`: the nodes are processes of this machine, and a bare image has the packages of this process. Raises
+    `is_local`: the nodes are processes of this machine, and a bare image has the packages of this process. Raises
     BadRequest if the image asks for the package too, or if it is needed and not installed here.
     """
     listed = next((entry for entry in image.pip if canonical(name_of(entry)) == package), None)
     if listed is not None and wanted is not None:
         raise BadRequest(f"the image has {listed!r} already: leave it out, or leave out the version {wanted!r}")
-    if listed is not None or (wanted is None and (image.lock is not None or (is_here and image.is_bare))):
+    if listed is not None or (wanted is None and (image.lock is not None or (is_local and image.is_bare))):
         return image
     try:
         chosen = wanted if wanted is not None else version(package)

@@ -234,7 +234,7 @@ class SSHConnections:
 class SSHTransport:
     """Transport to a node over SSH. `transport.Transport` documents the methods, the head of this file the states."""
 
-    is_here = False
+    is_local = False
 
     def __init__(
         self,

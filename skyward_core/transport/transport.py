@@ -34,7 +34,7 @@ class Transport(Protocol):
     """
 
     instance: Instance
-    is_here: bool
+    is_local: bool
     """True if the node shares this machine's memory and loopback."""
 
     @property
@@ -169,7 +169,7 @@ class Transport(Protocol):
 class LocalTransport:
     """Transport to a node that is a set of processes of this machine."""
 
-    is_here = True
+    is_local = True
     is_connected = True
 
     def __init__(
@@ -348,7 +348,7 @@ class Transports:
         with self._lock:
             return [transport for transport in self._transports.values() if isinstance(transport, LocalTransport)]
 
-    def keep_here(self) -> None:
+    def renew_local_leases(self) -> None:
         """Send signs of life to nodes of this machine (`LocalTransport.keep_alive`)."""
         for transport in self.here():
             with contextlib.suppress(OSError):  # the node is lost; the cluster notices that

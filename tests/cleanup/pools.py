@@ -62,7 +62,7 @@ class CloudProvider(FakeProvider):
     """A cloud."""
 
     name: ClassVar[str] = "cloud"
-    is_here: ClassVar[bool] = False
+    is_local: ClassVar[bool] = False
 
 
 class SelfEndingProvider(CloudProvider):

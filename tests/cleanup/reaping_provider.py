@@ -23,7 +23,7 @@ SECRET = "ge-heim-4711"
 class FolderProvider(pools.FolderProvider):
     """A provider of this computer. Listing fails while the file `is-down` exists."""
 
-    is_here: ClassVar[bool] = True
+    is_local: ClassVar[bool] = True
     secret: SecretStr = SecretStr("")
 
     def instances(self, pool_id: str | None = None) -> list[Instance]:

@@ -34,9 +34,9 @@ def value(call_id: str, path: str | None = None, ending: OutcomeKind = OutcomeKi
 class Pool:
     """A connected dispatcher of a pool of two nodes, each with a worker of one slot; and its actions, by kind."""
 
-    def __init__(self, retries: int = 0, *, workers: Sequence[str] = ("0-0", "1-0"), is_here: bool = False) -> None:
+    def __init__(self, retries: int = 0, *, workers: Sequence[str] = ("0-0", "1-0"), is_local: bool = False) -> None:
         self.nodes = [node_of(rank, rank, 1, 1) for rank in range(2)]
-        self.dispatcher = Dispatcher(self.nodes, TOPIC, retries, is_here=is_here)
+        self.dispatcher = Dispatcher(self.nodes, TOPIC, retries, is_local=is_local)
         self.workers = dict.fromkeys(workers, "running")
         self.done: list[do.Action] = []
         self.connect(is_known=False)

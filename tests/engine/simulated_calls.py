@@ -94,7 +94,7 @@ class Calls:
     def _arguments(self, call_id: str) -> Parcel:
         world = self.world
         machine = world.machines[world.nodes[0].instance.id]
-        if not world.is_here or not machine.is_alive:
+        if not world.is_local or not machine.is_alive:
             return LARGE
         path = world.new_path(machine)
         machine.files[path] = f"arguments of {call_id}"
@@ -139,7 +139,7 @@ class Calls:
         parcel = action.outcome.parcel
         value: str | None = bytes(parcel.data).decode()
         if parcel.path is not None:
-            require(world.is_here, "a result is delivered that is not here", action.call_id)
+            require(world.is_local, "a result is delivered that is not here", action.call_id)
             value = world.drop_file(parcel)
             if value is None and not world.machine_at(parcel.path).is_alive:
                 return

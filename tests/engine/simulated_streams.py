@@ -105,7 +105,7 @@ class Streams:
         if parcel.path is None:
             self._arrive(consumer, action.number, bytes(parcel.data).decode())
             return
-        require(world.is_here, "an item is delivered that is not here", action)
+        require(world.is_local, "an item is delivered that is not here", action)
         value = world.drop_file(parcel)
         if value is None:  # the memory of its machine was cleared
             require(not world.machine_at(parcel.path).is_alive, "an item is gone", action)
@@ -280,7 +280,7 @@ class Values:
         for name in names:
             path = str(functions[name].path)
             machine = self.world.machine_at(path)
-            require(machine is worker.machine or self.world.is_here, "a value is on another node", name, path)
+            require(machine is worker.machine or self.world.is_local, "a value is on another node", name, path)
             content = machine.files.get(path)
             if content is None and not machine.is_alive:
                 return False

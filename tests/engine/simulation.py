@@ -82,7 +82,7 @@ class World:
         self.retiring: set[str] = set()
         """Names of workers that were held: the workers of these names end when all is repaired."""
         self.topics = itertools.count()
-        self.dispatcher = make(self.nodes.values(), self.cluster.new_topic(), self.retries, is_here=self.is_here)
+        self.dispatcher = make(self.nodes.values(), self.cluster.new_topic(), self.retries, is_local=self.is_local)
         self.scheduler = Scheduler(self, self.limit)
         self.connection: Connection | None = None
         self.connections: list[Connection] = []
@@ -100,7 +100,7 @@ class World:
         self.ranks = rng.randint(1, 4)
         self.workers_per_node = rng.choice((1, 1, 1, 2))
         self.slots = rng.randint(1, 3)
-        self.is_here = rng.random() < 0.25
+        self.is_local = rng.random() < 0.25
         self.limit = rng.choice((1_000, 1_000, 1))
         self.steps = rng.randint(40, 240)
         self.keeps = rng.random() < 0.9

@@ -371,7 +371,7 @@ class _Draining:
 
     def _ignore(self, *_: object) -> None: ...
 
-    free = keep = announce = _ignore
+    free = set_steward = announce = _ignore
 
     def left_nodes(self) -> dict[int, float]:
         return {}

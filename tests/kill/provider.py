@@ -110,7 +110,7 @@ class HttpRentalHere(HttpRental):
     """The same with machines that run the whole bootstrap as their startup script."""
 
     name: ClassVar[str] = "http-rental-here"
-    is_here: ClassVar[bool] = True
+    is_local: ClassVar[bool] = True
 
 
 class PromptRental(HttpRental):

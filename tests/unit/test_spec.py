@@ -115,8 +115,8 @@ def test_amounts_of_memory(text: str, gb: float) -> None:
 def test_the_signature_has_every_keyword_with_its_type_and_default() -> None:
     """`ComputePool(**fields)` has the spec of the fields; the types for checkers name exactly these fields."""
     shown = inspect.signature(sky.ComputePool).parameters
-    assert list(shown) == ["on_event", "work", *sky.Wishes.__annotations__]
-    assert set(sky.Wishes.__annotations__) == {"pip", *sky.PoolSpec.model_fields}
+    assert list(shown) == ["on_event", "work", *sky.PoolKeywords.__annotations__]
+    assert set(sky.PoolKeywords.__annotations__) == {"pip", *sky.PoolSpec.model_fields}
     for name, field in sky.PoolSpec.model_fields.items():
         assert shown[name].default == field.get_default(call_default_factory=True)
         assert shown[name].annotation is not inspect.Parameter.empty

@@ -98,7 +98,7 @@ LARGE = 300_000
 def far() -> Iterator[sky.ComputePool]:
     """Two nodes with one slot each. The client reaches their memory only through their `Transport`, as over SSH."""
     with sky.ComputePool(provider=sky.Local(), nodes=2, retries=0, display="quiet", collect_metrics=False) as pool:
-        cluster_of(pool).dispatcher.members.is_here = False
+        cluster_of(pool).dispatcher.members.is_local = False
         yield pool
 
 

@@ -109,7 +109,7 @@ class Pool:
         """The machine whose scheduler does not listen."""
         spec = sky.PoolSpec.of(provider=sky.Local(), nodes=nodes, lease_seconds=60, provision_timeout=SECONDS)
         rental: Any = SimpleNamespace(
-            provider=SimpleNamespace(is_here=False, terminate_confirms=frees_machines),
+            provider=SimpleNamespace(is_local=False, terminate_confirms=frees_machines),
             end_in_thread=self._end,
             end=self._end,
             go_on_until=self._go_on_until,

@@ -80,7 +80,7 @@ class Cloud(FakeProvider):
     """A cloud of fake nodes in this process."""
 
     name: ClassVar[str] = "many"
-    is_here: ClassVar[bool] = False
+    is_local: ClassVar[bool] = False
     key: str
     host_key: str
     host_key_text: str

@@ -50,7 +50,7 @@ class StartingNode:
 class Opening:
     """The startup of a pool of three fake nodes."""
 
-    def __init__(self, *, is_here: bool = False) -> None:
+    def __init__(self, *, is_local: bool = False) -> None:
         self.all: dict[int, Any] = {rank: StartingNode(rank) for rank in range(3)}
         self.is_closed = threading.Event()
         self.scheduler, self.generation = "", 0
@@ -62,7 +62,7 @@ class Opening:
         """The next answers of the provider; after them it lists all machines."""
         spec = sky.PoolSpec.of(provider=sky.Local(), nodes=3, lease_seconds=60)
         self.rental: Any = SimpleNamespace(
-            provider=SimpleNamespace(is_here=is_here, keeps_images=False),
+            provider=SimpleNamespace(is_local=is_local, keeps_images=False),
             transports=SimpleNamespace(close=self.is_closed.set),
             living=self._living,
             answered_at=0.0,
@@ -201,7 +201,7 @@ def test_a_machine_that_is_silent_for_longer_than_its_lease_is_gone(now: list[fl
 
 def test_processes_of_this_machine_are_looked_for_each_time(now: list[float]) -> None:
     """One that is missing is gone. An error is raised, because no network can be out."""
-    pool = Opening(is_here=True)
+    pool = Opening(is_local=True)
     pool.listed = [{"i-0", "i-1", "i-2"}, OSError("no processes"), {"i-0", "i-1"}]
     pool.startup.check()
     with pytest.raises(OSError, match="no processes"):
@@ -212,7 +212,7 @@ def test_processes_of_this_machine_are_looked_for_each_time(now: list[float]) ->
 
 def test_a_machine_may_be_lost_while_the_head_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The new scheduler does not come up, and the opening does not wait for it."""
-    pool = Opening(is_here=True)
+    pool = Opening(is_local=True)
     pool.reached = False
 
     def connect() -> None:

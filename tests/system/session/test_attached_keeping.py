@@ -82,8 +82,8 @@ def test_a_process_that_keeps_the_pool_no_more_looks_for_the_scheduler_for_one_l
     times = count(0.0, 25.0)
     monkeypatch.setattr(client_watch, "time", SimpleNamespace(monotonic=lambda: next(times)))
     monkeypatch.setattr(pool.cluster, "resume", resume)
-    pool.attached.keep(SimpleNamespace(cut=lambda: None))  # type: ignore[arg-type]
-    pool.attached.keep_no_more()
+    pool.attached.begin_stewardship(SimpleNamespace(cut=lambda: None))  # type: ignore[arg-type]
+    pool.attached.end_stewardship()
     wait_until(lambda: pool.given_up, "the end of the search")
     assert tries
     with pytest.raises(NodeLost, match="the head of the pool is gone") as caught:

@@ -103,10 +103,10 @@ def test_broadcasts_use_all_nodes_after_another_process_has_taken_the_pool() -> 
     attached = Attached(lease(), None, None, 60.0, 0, EventQueue(lambda _: None))
     attached.cluster = cluster = Cluster(attached.lease, PoolCertificate("", ""), attached.transports, attached.emit)
     attached.is_running = True
-    cluster.keep(None, None, RANKS)
+    cluster.set_steward(None, None, RANKS)
     cuts: list[int] = []
-    attached.keep(SimpleNamespace(cut=lambda: cuts.append(1)))  # type: ignore[arg-type]
+    attached.begin_stewardship(SimpleNamespace(cut=lambda: cuts.append(1)))  # type: ignore[arg-type]
     assert cuts == [1], "the new steward must reach the scheduler"
-    attached.keep_no_more()
+    attached.end_stewardship()
     assert len(cluster.broadcast(PendingCompute(abs, (1,)))) == len(RANKS)
     attached.stop("the test has ended")

@@ -49,7 +49,7 @@ def test_a_lost_call_says_what_to_do() -> None:
     assert lost(Pool(1), entry("a"), 2) == "it was lost 2 times (ComputePool(retries=1))"
     assert "its group cannot go on without it" in lost(Pool(1), replace(entry("a"), in_group=True))
     assert "the pool begins no calls any more" in lost(Pool(1), entry("a"), ends=True)
-    assert "too large to be kept here: submit it again" in lost(Pool(3, is_here=True), entry("a", arguments=file))
+    assert "too large to be kept here: submit it again" in lost(Pool(3, is_local=True), entry("a", arguments=file))
     first = (Item("a", 0, Parcel(b"item")),)
     assert "its first items have come, so it does not run again" in lost(Pool(1), STREAMING, before=first)
 
@@ -122,7 +122,7 @@ def test_a_call_that_was_not_sent_when_the_head_is_lost_waits_again() -> None:
 
 def test_arguments_in_files_are_lost_with_their_machine() -> None:
     """Also if the file is still there: the memory of a lost machine is cleared at any time."""
-    pool = Pool(3, is_here=True)
+    pool = Pool(3, is_local=True)
     pool.submit(entry("x"), entry("y"))
     for rank, call_id in enumerate(["gone", "kept"]):
         pool.submit(entry(call_id, arguments=in_file(f"/dev/shm/skyward-0-{machine_id(rank)}/a")))

@@ -78,7 +78,7 @@ def test_an_upload_delays_no_other_call() -> None:
 
 
 def test_nodes_of_this_machine_share_large_functions_and_get_arguments_in_the_message() -> None:
-    pool = Pool(is_here=True)
+    pool = Pool(is_local=True)
     pool.submit(entry("a", arguments=LARGE, is_large=True))
     (upload,) = pool.take(do.Upload)
     assert (upload.instance_id, upload.arguments) == (pool.nodes[0].instance.id, ())

@@ -36,7 +36,7 @@ from tests.offers import offer
 class FarProvider(FakeProvider):
     """Rents machines over a network, which have an address. It keeps their scripts."""
 
-    is_here: ClassVar[bool] = False
+    is_local: ClassVar[bool] = False
     end_command: ClassVar[str] = "poweroff --now"
     _scripts: list[str] = PrivateAttr(default_factory=list[str])
     _during: list[Callable[[], object]] = PrivateAttr(default_factory=list[Callable[[], object]])

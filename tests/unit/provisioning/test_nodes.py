@@ -29,7 +29,7 @@ class Node:
             is_spot=is_spot,
         )
         self.transport = self
-        self.is_here = False
+        self.is_local = False
         self.is_connected = True
         self.value_directories = ("/dev/shm/x",)
         self.answer: bool | SkywardError | None = None
@@ -61,11 +61,11 @@ class Node:
 class Pool:
     """Nodes 0 and 2 of a pool whose provider lists the machines `listed`."""
 
-    def __init__(self, *, is_here: bool = False, is_spot: bool = False) -> None:
+    def __init__(self, *, is_local: bool = False, is_spot: bool = False) -> None:
         self.listed: set[str] | Exception = {"i-0", "i-2"}
         self.ended: list[Any] = []
         self.rental: Any = SimpleNamespace(
-            provider=SimpleNamespace(is_here=is_here, notice_url="http://notice", simulates=False),
+            provider=SimpleNamespace(is_local=is_local, notice_url="http://notice", simulates=False),
             living=self._living,
             accelerator_of=lambda machine: None,
             spec=sky.PoolSpec(),
@@ -135,7 +135,7 @@ def test_only_spot_machines_may_be_taken_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_here", "is_connected", "listed", "is_lost"),
+    ("is_local", "is_connected", "listed", "is_lost"),
     [
         (False, True, set[str](), False),
         (False, False, set[str](), True),
@@ -145,10 +145,10 @@ def test_only_spot_machines_may_be_taken_back() -> None:
     ],
 )
 def test_a_machine_is_lost_only_if_a_listing_lacks_it(
-    is_here: bool, is_connected: bool, listed: set[str] | Exception, is_lost: bool
+    is_local: bool, is_connected: bool, listed: set[str] | Exception, is_lost: bool
 ) -> None:
     """One that answers is not looked for, and an outage of the provider proves nothing."""
-    pool = Pool(is_here=is_here)
+    pool = Pool(is_local=is_local)
     node: Any = pool.other
     pool.listed, node.is_connected = listed, is_connected
     if not is_lost:

@@ -55,7 +55,7 @@ def test_a_notice_travels_as_text() -> None:
 class FakeReach:
     """A node's log and nothing else."""
 
-    is_here = False
+    is_local = False
 
     def __init__(self, *lines: str) -> None:
         self.instance = Instance.model_construct(id="i-1")
