@@ -15,8 +15,8 @@ from skyward_core.cli.printing import iso, money, print_json, print_table, print
 from skyward_core.errors import ZERO_USD, BadRequest
 
 if TYPE_CHECKING:
+    from skyward_core.ledger.receipt import PoolUser
     from skyward_core.ledger.rows import CostRow, PoolEntry, UnreadableRow
-    from skyward_core.ledger.users import PoolUser
 
 
 def cost(
@@ -82,8 +82,8 @@ def users(
     split: Split = False,
 ) -> int:
     """Show who uses a pool with a name, or has used it, and what that has cost."""
+    from skyward_core.ledger.receipt import users_of
     from skyward_core.ledger.rows import CostBy
-    from skyward_core.ledger.users import users_of
 
     unreadable: list[UnreadableRow] = []
     with open_settled_ledger(context) as ledger:

@@ -1,4 +1,4 @@
-"""Shell text from plain values.
+r"""Shell text from plain values.
 
 Every function here is pure and returns lines of bash. The program is constant; values enter it only as quoted words.
 Text after `prelude` may use its functions, and reports on stdout, one line each:
@@ -6,12 +6,22 @@ Text after `prelude` may use its functions, and reports on stdout, one line each
     ::skyward phase NAME
     ::skyward failed phase=NAME exit=CODE command=TEXT
     ::skyward done phase=NAME
+
+`partition_gpus` partitions a node's GPUs with MIG, and `UNPARTITION` is the program that restores them. Files of the
+node's directory:
+
+    mig         "INDEX MODE BOOT" of each GPU, written before the GPU is changed: its mode ("Enabled" or "Disabled"),
+                and the id of this boot
+    partitions  the UUID of each partition, one in each line, in the order of `nvidia-smi -L`; written when all
+                partitions exist
+
+Commands and their output: NVIDIA MIG User Guide, "Getting Started with MIG", 2026-11.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from skyward_core.image.packages import Step
@@ -108,12 +118,230 @@ skyward_install_uv() {
   skyward_unlock
 }
 """
-
-
 VERSION = "0.13.8"
-
-
 _FILES = "https://files.pythonhosted.org/packages"
+# A service that an apt package starts must not inherit the lock, so 9>&- closes it.
+_APT = r"""skyward_has_apt() { # name, name=version, name:architecture, name/release
+  local version='' found
+  case $1 in *=*) version=${1#*=} ;; esac
+  found=$(dpkg-query --show --showformat '${db:Status-Status} ${Version}' "${1%%[=/]*}" 2>/dev/null) || return 1
+  case $found in
+    "installed "*) [ -z "$version" ] || [ "${found#installed }" = "$version" ] ;;
+    *) return 1 ;;
+  esac
+}
+skyward_apt() {
+  local package missing=()
+  for package; do skyward_has_apt "$package" || missing+=("$package"); done
+  [ "${#missing[@]}" -gt 0 ] || return 0
+  skyward_phase apt
+  skyward_lock "$SKYWARD_HOME/apt.lock"
+  skyward_run skyward_sudo apt-get -o Acquire::Retries=3 update 9>&-
+  skyward_run skyward_sudo env DEBIAN_FRONTEND=noninteractive \
+    apt-get -o DPkg::Lock::Timeout=300 install --yes --no-install-recommends -- "${missing[@]}" 9>&-
+  skyward_unlock
+}
+"""
+# The mark is written last: an environment without it is from a killed build. bin/python is checked too, because its
+# target, the interpreter, may have been removed.
+_ENVIRONMENT = r"""skyward_is_complete() {
+  [ -f "$skyward_environment/.skyward-complete" ] && [ -x "$skyward_environment/bin/python" ]
+}
+skyward_find() {
+  skyward_environment="$SKYWARD_HOME/envs/$1"
+  if skyward_is_complete; then
+    skyward_complete=yes
+  else
+    skyward_complete=
+    skyward_phase uv
+    skyward_find_uv
+  fi
+}
+skyward_pip() { # arguments of uv pip install
+  skyward_run skyward_uv pip install --no-progress --python "$skyward_environment/bin/python" "$@"
+}
+skyward_build() { # name, version of Python; skyward_packages installs the rest
+  local name=$1 version=$2
+  skyward_phase deps
+  skyward_lock "$SKYWARD_HOME/envs/$name.lock"
+  if ! skyward_is_complete; then
+    skyward_run rm -rf -- "$skyward_environment"
+    skyward_run skyward_uv venv --no-project --python "${SKYWARD_PYTHON:-$version}" "$skyward_environment"
+    skyward_run "$skyward_environment/bin/python" -c "$skyward_check" "$version"
+    skyward_packages
+    : >"$skyward_environment/.skyward-complete"
+  fi
+  skyward_unlock
+}
+skyward_check='import sys
+found = "%d.%d" % sys.version_info[:2]
+if found != sys.argv[1]: sys.exit("This interpreter is Python %s, not %s: unset SKYWARD_PYTHON or let it name another." % (found, sys.argv[1]))'
+"""
+# `-lgi` and `-L` end with an error if there is nothing to list, so their output decides. It is captured before it is
+# searched, because `grep -q` would close the pipe of a program that still writes.
+_PARTITION = r"""skyward_smi() {
+  skyward_sudo "$skyward_nvidia_smi" "$@"
+}
+skyward_mig_mode() { # index: current and pending mode, as "Enabled Disabled"
+  local modes
+  modes=$("$skyward_nvidia_smi" -i "$1" --query-gpu=mig.mode.current,mig.mode.pending --format=csv,noheader)
+  printf '%s\n' "${modes//,/}"
+}
+skyward_is_partitioned() { # index
+  local output
+  output=$(skyward_smi mig -i "$1" -lgi 2>&1) || :
+  grep -q '^| *[0-9][0-9]* *MIG ' <<<"$output"
+}
+skyward_look_at_gpus() { # how many are needed
+  local output found
+  if ! skyward_nvidia_smi=$(command -v nvidia-smi); then
+    echo 'there is no nvidia-smi here: install the driver of NVIDIA, or choose a machine image that has it'
+    return 1
+  fi
+  if ! output=$("$skyward_nvidia_smi" --query-gpu=index --format=csv,noheader 2>&1); then
+    printf '%s\n' "$output" 'the driver of the GPUs does not answer'
+    return 1
+  fi
+  found=$(grep -c '^[0-9]' <<<"$output") || :
+  if [ "$found" -lt "$1" ]; then
+    printf 'there are %s GPUs here, and %s are to be partitioned\n' "$found" "$1"
+    return 1
+  fi
+  if ! output=$(skyward_smi -L 2>&1); then
+    printf '%s\n' "$output" 'GPUs are partitioned by root only: log in as root, or let sudo run nvidia-smi without a password'
+    return 1
+  fi
+}
+skyward_claim() { # index: records the state of the GPU, before anything is changed
+  local modes
+  modes=$(skyward_mig_mode "$1")
+  case $modes in
+    Enabled* | Disabled*) ;;
+    *)
+      printf 'GPU %s cannot be partitioned: its MIG mode is %s\n' "$1" "${modes:-unknown}"
+      return 1
+      ;;
+  esac
+  if grep -qs "^$1 " "$SKYWARD_INSTANCE_DIRECTORY/mig"; then # an earlier run of these lines has created the partitions
+    skyward_smi mig -i "$1" -dci >/dev/null 2>&1 || :
+    skyward_smi mig -i "$1" -dgi >/dev/null 2>&1 || :
+  elif skyward_is_partitioned "$1"; then
+    printf 'GPU %s is partitioned already; if no other user needs that: sudo nvidia-smi mig -i %s -dci; sudo nvidia-smi mig -i %s -dgi\n' "$1" "$1" "$1"
+    return 1
+  else
+    printf '%s %s %s\n' "$1" "${modes%% *}" "$(cat /proc/sys/kernel/random/boot_id)" >>"$SKYWARD_INSTANCE_DIRECTORY/mig"
+  fi
+}
+skyward_enable() { # index
+  local output reset
+  [ "$(skyward_mig_mode "$1")" != 'Enabled Enabled' ] || return 0
+  output=$(skyward_smi -i "$1" -mig 1 2>&1) || :
+  if [ "$(skyward_mig_mode "$1")" = 'Disabled Enabled' ]; then # Ampere needs a reset, Hopper and later do not
+    reset=$(skyward_smi --gpu-reset -i "$1" 2>&1) || :
+    output+=$'\n'$reset
+  fi
+  [ "$(skyward_mig_mode "$1")" != 'Enabled Enabled' ] || return 0
+  printf '%s\n' "$output"
+  skyward_why_not_enabled "$1"
+  return 1
+}
+skyward_why_not_enabled() { # index
+  local busy
+  busy=$("$skyward_nvidia_smi" -i "$1" --query-compute-apps=pid,process_name --format=csv,noheader 2>/dev/null) || :
+  if [ -n "$busy" ]; then
+    printf 'GPU %s cannot change to MIG mode while processes use it: %s. End them and open the pool again\n' "$1" "${busy//$'\n'/; }"
+  elif [ "$(skyward_mig_mode "$1")" = 'Disabled Enabled' ]; then
+    printf 'GPU %s would be in MIG mode after a reset, which is refused here, as an A100 in a virtual machine does. ' "$1"
+    printf 'Run "sudo nvidia-smi -i %s -mig 1", reboot the machine, and open the pool again: a GPU that is in MIG mode needs no reset. ' "$1"
+    printf 'A rented machine does not come back from a reboot: there, choose an H100 or a later chip\n'
+  else
+    printf 'GPU %s cannot change to MIG mode. Something may hold it that is no process of its list: ' "$1"
+    printf 'stop monitoring (nvidia-dcgm) and displays, or reboot, and open the pool again\n'
+  fi
+}
+skyward_create() { # index, profiles
+  local output
+  if ! output=$(skyward_smi mig -i "$1" -cgi "$2" -C 2>&1); then
+    printf '%s\n' "$output"
+    printf 'GPU %s cannot be split into %s: "nvidia-smi mig -lgip" on the machine lists what it can be split into\n' "$1" "$2"
+    return 1
+  fi
+}
+skyward_list_partitions() { # number of GPUs: prints the UUIDs of their partitions
+  local output line gpu=-1
+  output=$("$skyward_nvidia_smi" -L)
+  while IFS= read -r line; do
+    case $line in
+      'GPU '*)
+        gpu=${line#GPU }
+        gpu=${gpu%%:*}
+        ;;
+      *'(UUID: MIG-'*)
+        line=${line##*UUID: }
+        [ "$gpu" -ge "$1" ] || printf '%s\n' "${line%%)*}"
+        ;;
+    esac
+  done <<<"$output"
+}
+skyward_partition() { # number of GPUs, profiles of each
+  local index wanted found partial="$SKYWARD_INSTANCE_DIRECTORY/.partitions.partial" profiles
+  rm -f -- "$SKYWARD_INSTANCE_DIRECTORY/partitions"
+  skyward_look_at_gpus "$1"
+  for ((index = 0; index < $1; index++)); do
+    skyward_claim "$index"
+    skyward_enable "$index"
+    skyward_create "$index" "$2"
+  done
+  skyward_list_partitions "$1" >"$partial"
+  IFS=, read -r -a profiles <<<"$2"
+  wanted=$(($1 * ${#profiles[@]}))
+  found=$(wc -l <"$partial")
+  if [ "$found" -ne "$wanted" ]; then
+    "$skyward_nvidia_smi" -L
+    printf '%s partitions were made, and "nvidia-smi -L" lists %s\n' "$wanted" "$found"
+    return 1
+  fi
+  mv -f -- "$partial" "$SKYWARD_INSTANCE_DIRECTORY/partitions"
+}
+"""
+# A command under sudo survives the SIGKILL that ends the node. The program waits for it, because it would change a GPU
+# that has been restored. The driver may still hold a process that was just killed, so this tries again. grep -q finds a
+# process even if another one ends during the search; with -l that was an error, and the program did not wait.
+UNPARTITION = r"""smi() {
+  if [ "$(id -u)" -eq 0 ]; then nvidia-smi "$@"; else sudo -n nvidia-smi "$@"; fi 2>&1
+}
+is_partitioned() { # index
+  smi mig -i "$1" -lgi | grep "^| *[0-9][0-9]* *MIG " >/dev/null
+}
+is_as_before() { # index, mode
+  [ "$(smi -i "$1" --query-gpu=mig.mode.current,mig.mode.pending --format=csv,noheader)" = "$2, $2" ] || return 1
+  [ "$2" = Disabled ] || ! is_partitioned "$1"
+}
+give_back() { # index, mode, boot: a reboot removes partitions, so those found after one are not ours
+  [ "$3" = "$(cat /proc/sys/kernel/random/boot_id)" ] || ! is_partitioned "$1" || return 0
+  for _ in 1 2 3 4 5; do
+    output=$(smi mig -i "$1" -dci; smi mig -i "$1" -dgi; [ "$2" = Enabled ] || smi -i "$1" -mig 0)
+    ! is_as_before "$1" "$2" || return 0
+    [ "$2" = Enabled ] || output="$output; $(smi --gpu-reset -i "$1")"
+    ! is_as_before "$1" "$2" || return 0
+    sleep 0.5
+  done
+  printf "%s\n" "GPU $1 is not as it was before (MIG mode $2, not partitioned): $output" | tr "\n" " "
+  echo
+}
+for _ in $(seq 100); do
+  grep -qsxz -e "-[cd][cg]i" -e "-m[i]g" /proc/[0-9]*/cmdline || break
+  sleep 0.1
+done
+while read -r index mode boot; do
+  give_back "$index" "$mode" "$boot" &
+done <"$1"
+wait
+rm -f -- "$1"
+"""
+"""POSIX sh, without single quotes: restores the GPUs listed in the file $1, a node's `mig`, prints those that it could
+not restore, and removes the file.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,63 +438,6 @@ skyward_missing() { # the message, with a remedy
         for machine, wheel in WHEELS.items()
     ),
 )
-# A service that an apt package starts must not inherit the lock, so 9>&- closes it.
-_APT = r"""skyward_has_apt() { # name, name=version, name:architecture, name/release
-  local version='' found
-  case $1 in *=*) version=${1#*=} ;; esac
-  found=$(dpkg-query --show --showformat '${db:Status-Status} ${Version}' "${1%%[=/]*}" 2>/dev/null) || return 1
-  case $found in
-    "installed "*) [ -z "$version" ] || [ "${found#installed }" = "$version" ] ;;
-    *) return 1 ;;
-  esac
-}
-skyward_apt() {
-  local package missing=()
-  for package; do skyward_has_apt "$package" || missing+=("$package"); done
-  [ "${#missing[@]}" -gt 0 ] || return 0
-  skyward_phase apt
-  skyward_lock "$SKYWARD_HOME/apt.lock"
-  skyward_run skyward_sudo apt-get -o Acquire::Retries=3 update 9>&-
-  skyward_run skyward_sudo env DEBIAN_FRONTEND=noninteractive \
-    apt-get -o DPkg::Lock::Timeout=300 install --yes --no-install-recommends -- "${missing[@]}" 9>&-
-  skyward_unlock
-}
-"""
-# The mark is written last: an environment without it is from a killed build. bin/python is checked too, because its
-# target, the interpreter, may have been removed.
-_ENVIRONMENT = r"""skyward_is_complete() {
-  [ -f "$skyward_environment/.skyward-complete" ] && [ -x "$skyward_environment/bin/python" ]
-}
-skyward_find() {
-  skyward_environment="$SKYWARD_HOME/envs/$1"
-  if skyward_is_complete; then
-    skyward_complete=yes
-  else
-    skyward_complete=
-    skyward_phase uv
-    skyward_find_uv
-  fi
-}
-skyward_pip() { # arguments of uv pip install
-  skyward_run skyward_uv pip install --no-progress --python "$skyward_environment/bin/python" "$@"
-}
-skyward_build() { # name, version of Python; skyward_packages installs the rest
-  local name=$1 version=$2
-  skyward_phase deps
-  skyward_lock "$SKYWARD_HOME/envs/$name.lock"
-  if ! skyward_is_complete; then
-    skyward_run rm -rf -- "$skyward_environment"
-    skyward_run skyward_uv venv --no-project --python "${SKYWARD_PYTHON:-$version}" "$skyward_environment"
-    skyward_run "$skyward_environment/bin/python" -c "$skyward_check" "$version"
-    skyward_packages
-    : >"$skyward_environment/.skyward-complete"
-  fi
-  skyward_unlock
-}
-skyward_check='import sys
-found = "%d.%d" % sys.version_info[:2]
-if found != sys.argv[1]: sys.exit("This interpreter is Python %s, not %s: unset SKYWARD_PYTHON or let it name another." % (found, sys.argv[1]))'
-"""
 _PARTS = (_STRICT, _REPORTS, _LOCKS, _SHUTDOWN, _UV, _FETCH_UV, _APT, _ENVIRONMENT)
 
 
@@ -340,3 +511,17 @@ def _call(function: str, words: Iterable[str]) -> str:
 #
 # The version is that of `uv.lock`; a test compares every line with it. The musl files are linked statically and run on
 # any Linux of their architecture. uv chooses the Python to download by the machine, not by its own binary.
+
+
+def partition_gpus(profiles: Sequence[str], gpus: int) -> str:
+    """Return lines of bash that split each of the first `gpus` GPUs into these profiles; "" without profiles.
+
+    The lines are idempotent. The profiles are created in this order, which must be the largest first. The lines follow
+    `shell.prelude()`'s text in the same shell, and need `$SKYWARD_INSTANCE_DIRECTORY`, root or sudo without a password.
+    Phase: "mig". A GPU that another user has partitioned is not changed, and fails the phase.
+    """
+    if not profiles:
+        return ""
+    return (
+        _PARTITION + "skyward_phase mig\nskyward_run skyward_partition " + shlex.join([str(gpus), ",".join(profiles)])
+    )

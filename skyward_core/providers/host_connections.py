@@ -15,7 +15,7 @@ from skyward_core.errors import CommandFailed, HostKeyChanged, SkywardError, Unr
 from skyward_core.machines.instances import Endpoint
 from skyward_core.providers.termination_shell import ENDING, OWN
 from skyward_core.transport.ssh_connection import SSHConnection
-from skyward_core.transport.ssh_loop import Loop
+from skyward_core.transport.ssh_link import Loop
 from skyward_core.worker.node_clocks import INSTANCE_TAG
 
 CONNECT_SECONDS = 10.0

@@ -7,7 +7,7 @@ the node.
 
 import shlex
 
-from skyward_core.image.mig_shell import UNPARTITION
+from skyward_core.image.shell import UNPARTITION
 
 UNPARTITION_SECONDS = 40
 """How long restoring the GPUs may take: about ten calls of nvidia-smi for each, of 0.5 to 2 s; GPUs run in parallel."""

@@ -36,7 +36,7 @@ from skyward_core.events.events import BootstrapProgress, BootstrapStarting, Log
 from skyward_core.image import shell
 from skyward_core.image.image import FrozenEnv, make_work
 from skyward_core.image.local_files import NodeFile, on_node
-from skyward_core.image.mig_shell import partition_gpus
+from skyward_core.image.shell import partition_gpus
 from skyward_core.image.volume import mount_volumes
 from skyward_core.machines.instances import Instance
 from skyward_core.machines.offers import memory_gb

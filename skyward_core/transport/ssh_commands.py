@@ -24,8 +24,7 @@ import asyncssh  # noqa: TID253  a part of ssh_connection.py
 
 from skyward_core.errors import BadRequest, CommandFailed, CommandTimedOut, ConnectionLost, Unreachable
 from skyward_core.machines.instances import Endpoint
-from skyward_core.transport.ssh_link import SSHLink, attempts
-from skyward_core.transport.ssh_loop import Loop
+from skyward_core.transport.ssh_link import Loop, SSHLink, attempts
 
 PIECE_BYTES = 256 * 1024
 WRITE_AHEAD_BYTES = 1 << 20

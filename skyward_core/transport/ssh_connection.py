@@ -57,8 +57,7 @@ from skyward_core.transport.ssh_commands import (
     Shell,
     TextStream,
 )
-from skyward_core.transport.ssh_link import NO_FORWARDING, OPEN_PROHIBITED, SSHLink
-from skyward_core.transport.ssh_loop import Loop
+from skyward_core.transport.ssh_link import NO_FORWARDING, OPEN_PROHIBITED, Loop, SSHLink
 
 FETCH_WINDOW_BYTES = 16 << 20
 """What the machine may send before we acknowledge some: 16 MiB fill 1 Gbit/s over 130 ms. asyncssh's own 2 MiB are

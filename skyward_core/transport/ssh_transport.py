@@ -35,7 +35,7 @@ from skyward_core.image.local_files import NodeFile
 from skyward_core.machines.instances import Instance
 from skyward_core.transport.code_upload import CompressedFile, shipped_archive, shipped_file, shipped_uv
 from skyward_core.transport.ssh_connection import SSHConnection
-from skyward_core.transport.ssh_loop import Loop
+from skyward_core.transport.ssh_link import Loop
 from skyward_core.wire.messages import Parcel
 
 _log = logging.getLogger("skyward")

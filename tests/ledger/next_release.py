@@ -9,7 +9,7 @@ from types import ModuleType
 from alembic.operations import Operations
 from sqlalchemy import Column, Text
 
-from skyward_core.ledger.schema import newest_version
+from skyward_core.ledger.database import newest_version
 
 THIS = newest_version()
 

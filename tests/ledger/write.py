@@ -5,9 +5,9 @@ import tempfile
 from decimal import Decimal
 from pathlib import Path
 
+from skyward_core.ledger.database import newest_version
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Account, Period
-from skyward_core.ledger.schema import newest_version
 from skyward_core.work import Work
 from tests.ledger.fixtures import TRAIN, Clock, intend, open_pool, pay, record_shares
 

@@ -23,8 +23,8 @@ from skyward_core.ledger import budgets
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.names import Names
 from skyward_core.ledger.names_policy import Claim, NameState, Wait
+from skyward_core.ledger.receipt import users_of
 from skyward_core.ledger.rows import Account, Bucket, CostBy, Period
-from skyward_core.ledger.users import users_of
 from skyward_core.provisioning.lifecycle import PoolMachines
 from skyward_core.session import bookkeeping, clock, named_use
 from skyward_core.worker.node_clocks import read_lease, read_paid, uptime

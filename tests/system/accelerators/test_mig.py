@@ -12,7 +12,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.image import shell
-from skyward_core.image.mig_shell import UNPARTITION, partition_gpus
+from skyward_core.image.shell import UNPARTITION, partition_gpus
 from skyward_core.providers import hosts, termination_shell
 from skyward_core.provisioning.bootstrap import guard_script, node_script
 from tests.testbed.fakegpu import install

@@ -37,8 +37,8 @@ from dagster_skyward.final_errors import FINAL, refuse_retries  # noqa: E402
 from dagster_skyward.lifecycle import CONFIG_TAG, spec_of_step  # noqa: E402
 from dagster_skyward.metadata import ACCELERATOR, COST_USD, NODES, POOL_ID, RUNNING_COST_USD, SECONDS  # noqa: E402
 from skyward_core.ledger.ledger import Ledger, default_url  # noqa: E402
+from skyward_core.ledger.receipt import users_of  # noqa: E402
 from skyward_core.ledger.rows import CostBy  # noqa: E402
-from skyward_core.ledger.users import users_of  # noqa: E402
 from tests.integrations.bare_node import BARE  # noqa: E402
 from tests.integrations.dagster_server import costs_in_events  # noqa: E402
 from tests.unit.integrations.test_dagster import loaded, project, write  # noqa: E402, F401 - a fixture

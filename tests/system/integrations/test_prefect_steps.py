@@ -25,7 +25,7 @@ from prefect_skyward import SkywardTaskRunner, cost_so_far, on_skyward, skyward_
 from skyward_core.distributed.group import Group, decorator
 from skyward_core.distributed.group import places as places_of_call
 from skyward_core.ledger.ledger import Ledger, default_url
-from skyward_core.ledger.users import users_of
+from skyward_core.ledger.receipt import users_of
 
 pytestmark = [pytest.mark.filterwarnings("default")]  # Prefect's own warnings are not our faults
 api = pytest.fixture(scope="module", autouse=True)(prefect_server.served)

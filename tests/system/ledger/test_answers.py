@@ -12,8 +12,8 @@ import pytest
 from sqlalchemy import Connection
 
 from skyward_core.ledger import database, sql_engine
+from skyward_core.ledger.database import migrate
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.ledger.schema import migrate
 from tests.ledger.fixtures import Clock, open_pool
 
 

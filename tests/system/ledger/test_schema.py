@@ -15,8 +15,8 @@ from sqlalchemy import create_engine, inspect, text
 
 from skyward_core.errors import LedgerError
 from skyward_core.ledger import migrations
+from skyward_core.ledger.database import ALEMBIC_TABLE, migrate, newest_version
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.ledger.schema import ALEMBIC_TABLE, migrate, newest_version
 from skyward_core.ledger.tables import METADATA
 from tests.ledger.fixtures import intend, open_pool, run_script, url_of
 from tests.ledger.next_release import ADDED, migration

@@ -13,9 +13,8 @@ from skyward_core.errors import LedgerConflict
 from skyward_core.ledger.bills import Bearer, Recorded, parts_of
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.names_policy import Join, NameState, Rent
-from skyward_core.ledger.receipt import receipt
+from skyward_core.ledger.receipt import receipt, users_of
 from skyward_core.ledger.rows import Bucket, CallState, CostBy, Price, SlotUse
-from skyward_core.ledger.users import users_of
 from skyward_core.ledger.uses import NewUse, UseCount, with_warm
 from skyward_core.machines.owner import Owner
 from skyward_core.work import NO_WORK, Work

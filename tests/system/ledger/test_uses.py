@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from skyward_core.ledger.ledger import Ledger
+from skyward_core.ledger.receipt import users_of
 from skyward_core.ledger.rows import Bucket, CostBy
-from skyward_core.ledger.users import users_of
 from skyward_core.ledger.uses import NewUse, UseCount, UseEntry
 from skyward_core.work import NO_WORK, Work
 from tests.ledger.fixtures import USD, Clock, open_pool

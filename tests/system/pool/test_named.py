@@ -13,8 +13,8 @@ from skyward_core.cli import main
 from skyward_core.engine.slot_use import FIRST_SECONDS
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.names_policy import NameState
+from skyward_core.ledger.receipt import PoolUser, users_of
 from skyward_core.ledger.rows import Bucket
-from skyward_core.ledger.users import PoolUser, users_of
 from tests.conftest import RecordedEvents
 from tests.pool.named import (  # noqa: F401 - a fixture
     assert_nothing_left,

@@ -8,7 +8,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.accelerators.mig import CHANGED_BY_RESET, TABLES, profiles
-from skyward_core.image.mig_shell import partition_gpus
+from skyward_core.image.shell import partition_gpus
 from skyward_core.provisioning.bootstrap import node_script
 from skyward_core.provisioning.quote import refuse
 from skyward_core.provisioning.selection import warn

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from skyward_core.distributed import sampler
+from skyward_core.distributed import torch as sampler
 
 
 class TorchsSampler:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from skyward_core.ledger.database import newest_version
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import CostBy
-from skyward_core.ledger.schema import newest_version
 from tests.ledger.fixtures import NOON, TRAIN, Clock, bill, pay
 from tests.ledger.write import WRITTEN, write
 from tests.system.ledger.test_schema import schema, versions
