@@ -33,8 +33,8 @@ from skyward_core.pool.named_sessions import leave_named, open_named
 from skyward_core.pool.preparation import Prepared
 from skyward_core.providers.base import Provider
 from skyward_core.session.attached import Attached
+from skyward_core.session.bookkeeping import event_queue
 from skyward_core.session.detached_call import CallLedger
-from skyward_core.session.event_emitter import event_queue
 from skyward_core.session.named_use import NamedUse, Successor
 from skyward_core.session.pool_uses import PoolUses, UseBook, UseGauges
 from skyward_core.session.sealed_lease import PoolKeys

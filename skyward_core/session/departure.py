@@ -22,9 +22,8 @@ from skyward_core.errors import InstancesLeft, NotPicklable, SkywardError
 from skyward_core.machines.instances import Lease
 from skyward_core.providers.base import Provider
 from skyward_core.provisioning.lifecycle import PoolMachines, detached_nodes, disown
-from skyward_core.session.bookkeeping import LEDGER_BUSY_SECONDS, Bookkeeping
+from skyward_core.session.bookkeeping import LEDGER_BUSY_SECONDS, Bookkeeping, EventEmitter
 from skyward_core.session.clock import Renewal
-from skyward_core.session.event_emitter import EventEmitter
 from skyward_core.session.sealed_lease import SharedLease
 from skyward_core.session.session_engine import SessionEngine
 from skyward_core.session.state import Claims

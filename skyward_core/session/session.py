@@ -44,10 +44,9 @@ from skyward_core.ledger.journal import Journal
 from skyward_core.machines.instances import Lease, new_pool_id
 from skyward_core.providers.base import Provider
 from skyward_core.provisioning import lifecycle
-from skyward_core.session.bookkeeping import Bookkeeping
+from skyward_core.session.bookkeeping import Bookkeeping, EventEmitter
 from skyward_core.session.clock import Clock, Limits, OpeningLimits, Renewal, Step
 from skyward_core.session.departure import Departure, SessionReaper
-from skyward_core.session.event_emitter import EventEmitter
 from skyward_core.session.sealed_lease import SharedLease
 from skyward_core.session.session_engine import PoolSize, SessionEngine
 from skyward_core.session.state import Claims, SessionState

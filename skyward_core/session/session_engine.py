@@ -26,8 +26,8 @@ from skyward_core.engine.recovery import Recovery
 from skyward_core.errors import BadRequest, PoolClosed, SkywardError
 from skyward_core.machines.instances import Lease
 from skyward_core.provisioning.lifecycle import PoolMachines
+from skyward_core.session.bookkeeping import EventEmitter
 from skyward_core.session.detached_call import note_all
-from skyward_core.session.event_emitter import EventEmitter
 from skyward_core.spec import PoolSpec
 from skyward_core.work import Work
 

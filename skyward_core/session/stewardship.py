@@ -34,10 +34,9 @@ from skyward_core.machines.instances import Lease
 from skyward_core.providers.base import EXPIRES_TAG, Provider, load
 from skyward_core.provisioning.lifecycle import PoolMachines, disown
 from skyward_core.session.attached import Attached
-from skyward_core.session.bookkeeping import Bookkeeping
+from skyward_core.session.bookkeeping import Bookkeeping, EventEmitter
 from skyward_core.session.clock import Clock, Limits
 from skyward_core.session.detached_call import note_all
-from skyward_core.session.event_emitter import EventEmitter
 from skyward_core.session.sealed_lease import SharedLease, find_lease
 from skyward_core.session.session_engine import PoolSize, free_all, policy_of, ranks_of
 from skyward_core.session.steward_term import StewardUse

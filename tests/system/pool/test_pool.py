@@ -529,7 +529,7 @@ def test_a_node_that_cannot_be_prepared_is_an_error_with_its_last_lines(
 @pytest.mark.parametrize(
     "place",
     [
-        "skyward_core.session.event_emitter.Meter",
+        "skyward_core.session.bookkeeping.Meter",
         "skyward_core.session.departure.ReaperInput.of",
         "skyward_core.session.bookkeeping.Journal.open",
         "skyward_core.session.session.lifecycle.PoolMachines",
