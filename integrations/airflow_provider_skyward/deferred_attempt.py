@@ -7,13 +7,13 @@ lease, which the trigger renews.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import skyward_core as sky
 from airflow_provider_skyward.bills import costs_of, usd
-from airflow_provider_skyward.durable_attempt import DurableAttempt
+from airflow_provider_skyward.durable_attempt import ENDED, DurableAttempt
 from airflow_provider_skyward.generations import Generation, pool_name_of
 
 UNATTENDED_SECONDS = 600.0
@@ -28,11 +28,13 @@ class DeferredAttempt(DurableAttempt):
     """The pool and the detached calls of one execution of a deferrable task."""
 
     _is_attached = False
+    _ended_calls: Sequence[sky.DetachedCall[Any]] = ()
 
     def start(self, spec: sky.PoolSpec, calls: Sequence[sky.PendingCompute[Any]]) -> Generation:
         """Begin the calls, or adopt those of an earlier try, and leave the pool; return the generation to follow.
 
-        A pool that cannot be adopted is ended before another one is rented. After an exception the pool is ended.
+        If all adopted calls have ended, the pool is not left, and `results` comes next (`has_ended`). A pool that
+        cannot be adopted is ended before another one is rented. After an exception the pool is ended.
         """
         self._wanted_calls = len(calls)
         mine, adopted = self._begin(pool_name_of(self._work))
@@ -43,13 +45,25 @@ class DeferredAttempt(DurableAttempt):
             if adopted is None:
                 self._open(self._pool_of(spec.with_(name=None, keep_warm=0.0)).open)
                 self._generation = replace(mine, pool_id=self._pool_id())
-            self._started(calls, adopted)
-            self._leave_to_trigger()
+            started = self._started(calls, adopted)
+            if self._has_adopted and all(self._asked(lambda call=call: call.state) in ENDED for call in started):
+                self._ended_calls = started
+            else:
+                self._leave_to_trigger()
         except BaseException as error:
             self._end_after(error)
             raise
         assert self._generation is not None
         return self._generation
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all adopted calls have ended, so that there is nothing to follow."""
+        return bool(self._ended_calls)
+
+    def results(self) -> list[Any]:
+        """Return the results of adopted calls that have ended, write their last lines, and end the pool."""
+        return self._fetched(lambda: self._ended_calls)
 
     def finish(self, count: int, max_cost: float | None, why_unpaid: str) -> list[Any]:
         """Return the results of the calls, write their last lines, and end the pool.
@@ -62,8 +76,11 @@ class DeferredAttempt(DurableAttempt):
             raise sky.NodeLost("the state of the task is gone, and with it the id of its pool: it begins again")
         self._announced = generation.pool_id
         self._calls = count
+        return self._fetched(lambda: self._calls_of(generation, count, max_cost, why_unpaid))
+
+    def _fetched(self, calls: Callable[[], Sequence[sky.DetachedCall[Any]]]) -> list[Any]:
         try:
-            results = self._results(self._calls_of(generation, count, max_cost, why_unpaid))
+            results = self._results(calls())
         except BaseException as error:
             self._end_after(error)
             raise

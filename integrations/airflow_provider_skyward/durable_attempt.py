@@ -41,7 +41,7 @@ HEARTBEAT_SECONDS = 300.0
 ORPHAN_SECONDS = 0.5
 CANCEL_SECONDS = 3.0
 """Less than the five seconds that Airflow gives a task between SIGTERM and SIGKILL."""
-_ENDED = frozenset({"ended", "cancelled", "lost", "forgotten"})
+ENDED = frozenset({"ended", "cancelled", "lost", "forgotten"})
 
 
 class DurableAttempt(TaskAttempt):
@@ -324,7 +324,7 @@ class DurableAttempt(TaskAttempt):
                     calls[-1].cancel()
         deadline = time.monotonic() + CANCEL_SECONDS
         with suppress(sky.SkywardError):
-            while any(call.state not in _ENDED for call in calls) and time.monotonic() < deadline:
+            while any(call.state not in ENDED for call in calls) and time.monotonic() < deadline:
                 time.sleep(0.05)
 
     def _pool_id(self) -> str:

@@ -372,7 +372,7 @@ class SkywardOperator(BaseOperator):
             raise sky.BadRequest("deferrable=True needs the task state store of Airflow 3.3: update Airflow")
         return wanted
 
-    def _start_and_defer(self, context: Context) -> list[Any]:
+    def _start_and_defer(self, context: Context) -> Any:
         began = time.monotonic()
         self._attempt = attempt = DeferredAttempt(self.log, context, None)
         self._take_links(attempt)
@@ -393,6 +393,9 @@ class SkywardOperator(BaseOperator):
             raise
         finally:
             self._attempt = None
+        if attempt.has_ended:
+            self._attempt = attempt
+            return self._finished(attempt, attempt.results, context)
         # imported only when a task runs: parsing a DAG does not need it
         from airflow_provider_skyward.triggers import SkywardTrigger
 

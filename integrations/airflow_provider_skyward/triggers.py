@@ -27,6 +27,11 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 10.0
 PAUSE_SHARE = 0.02
 """The pause between two looks, as a share of the time since the first one."""
 LEAVE_SECONDS = 5.0
+LEAST_SECONDS = 5.0
+"""For how long a task is followed at least. The scheduler of Airflow 3.3 fails a task as "killed externally" if it has
+queued it again before it takes up that the worker which deferred it has exited (`process_executor_events`). Under load
+both take seconds.
+"""
 
 
 class SkywardTrigger(BaseTrigger):
@@ -82,6 +87,7 @@ class SkywardTrigger(BaseTrigger):
             self.log.warning("the pool %s cannot be followed any more: %s", self.pool_id, error)
         finally:
             await self._leave()
+        await asyncio.sleep(max(0.0, LEAST_SECONDS - (time.monotonic() - began)))
         yield TriggerEvent({"calls": len(self.call_ids), "cursors": self.cursors, "money": self._follower.last_warning})
 
     async def cleanup(self) -> None:

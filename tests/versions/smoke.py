@@ -98,7 +98,7 @@ if __name__ == "__main__":
 """
 
 
-WITH_JOBLIB = (".integrations.backend",)
+WITH_JOBLIB = (".sklearn.backend",)
 """Modules that import joblib, which is the user's own package. They are imported when a pool becomes its backend."""
 
 

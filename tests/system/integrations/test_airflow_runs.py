@@ -538,3 +538,27 @@ def test_a_trigger_leaves_the_pool_unless_the_user_ends_the_task(airflow: Airflo
         answer = asyncio.run(follow())
     """
     assert airflow.evaluate(code) == [1, 0]
+
+
+def test_a_trigger_waits_until_the_scheduler_has_taken_up_the_end_of_the_worker(airflow: Airflow) -> None:
+    """Else Airflow 3.3 fails the task when the scheduler is busy, and tries it again."""
+    code = """
+        import asyncio
+        from airflow_provider_skyward import triggers
+        with sky.ComputePool(provider=LOCAL, display="quiet") as pool:
+            pool.start_detached(sky.compute(int)(), call_id="a/1/0").result()
+            pauses, sleep = [], asyncio.sleep
+            async def at_once(seconds):
+                pauses.append(seconds)
+                await sleep(0)
+            async def events():
+                return [event async for event in triggers.SkywardTrigger(pool.id, ["a/1/0"], [0]).run()]
+            least, triggers.LEAST_SECONDS = triggers.LEAST_SECONDS, 1000.0
+            asyncio.sleep = at_once
+            try:
+                found = asyncio.run(events())
+            finally:
+                asyncio.sleep, triggers.LEAST_SECONDS = sleep, least
+        answer = [len(found), 900 < pauses[-1] <= 1000]
+    """
+    assert airflow.evaluate(code) == [1, True]

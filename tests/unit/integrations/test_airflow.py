@@ -476,6 +476,7 @@ class World:
         self.pushed: dict[str, Any] = {}
         self.why_not_attached: list[Exception] = []
         self.why_not_released: Exception | None = None
+        self.call_state = "running"
         self.costs = {"sky-old": 1.0}
 
     def attempt(self) -> DeferredAttempt:
@@ -511,7 +512,11 @@ class World:
         pool.lease, pool.cost_final, pool.unconfirmed = SimpleNamespace(nodes=()), None, None
         for name in ("detach", "close", "hand_over", "terminate_now"):
             setattr(pool, name, lambda *_, name=name: self.done.append(f"{name} {pool_id}"))
-        pool.detached_call = lambda call_id: SimpleNamespace()
+        pool.detached_call = lambda call_id: SimpleNamespace(
+            state=self.call_state,
+            follow=lambda cursor: sky.CallNews(self.call_state, ["the end"], cursor + 1, 0, [None]),
+            result=lambda _: call_id,
+        )
         return pool
 
     def release(self, pool_id: str, **_: Any) -> None:
@@ -559,6 +564,19 @@ def test_a_pool_that_cannot_be_adopted_is_ended_before_another_is_rented(world: 
     generation = world.start()
     assert world.done == ["release sky-old", "rent", f"start {NAME}/2/0", "detach sky-new"]
     assert (generation.number, generation.pool_id) == (2, "sky-new")
+
+
+@pytest.mark.parametrize("state", ["running", "ended"])
+def test_an_adopted_call_that_has_ended_is_not_followed(world: World, state: str) -> None:
+    """Its result is there: to defer the task would cost another worker's start, and the pool for that time."""
+    world.call_state = state
+    attempt = world.attempt()
+    attempt.start(sky.PoolSpec.of(provider="local"), [nothing()])
+    assert attempt.has_ended is (state == "ended")
+    if attempt.has_ended:
+        assert attempt.results() == [f"{NAME}/1/0"]
+    ends = ["hand_over sky-old", "release sky-old"]
+    assert world.done == ["attach sky-old", *(ends if state == "ended" else ["close sky-old"])]
 
 
 def test_the_call_of_a_task_that_was_cleared_is_ended_and_not_adopted(world: World) -> None:
