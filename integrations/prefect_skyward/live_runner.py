@@ -32,6 +32,7 @@ from prefect_skyward.prefect_context import with_prefect_s_api
 from prefect_skyward.remote_call import AsyncCall, SyncCall, TaskRunOnPool, unless_the_work_is_done
 from prefect_skyward.report.run_report import wait_for_late_reports
 from prefect_skyward.run_calls import RunCalls, facts_of, work_of_flow
+from prefect_skyward.ui import send_lines
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun, RunInput
@@ -214,6 +215,7 @@ class LiveRunner:
                 self._cancellation.settle()
             if isinstance(error, TerminationSignal):  # Prefect sends the signal again, and nothing runs after that
                 wait_for_late_reports()
+                send_lines()
 
     def _release(self, *, is_failure: bool, is_stopped: bool = False) -> None:
         """End the pools and the threads, in any state.

@@ -19,14 +19,25 @@ from typing import Any, Self, cast
 from prefect.context import AsyncClientContext, FlowRunContext, SyncClientContext, TaskRunContext
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_logger, get_run_logger
+from prefect.logging.handlers import APILogHandler
 from prefect.logging.loggers import PrefectLogAdapter, flow_run_logger
 
 import skyward_core as sky
 
+SEND_SECONDS = 2.0
 MOST_ENDED = 10_000
 """How many calls that have ended are known: events have their own thread, so last lines may come after the result."""
 _OF_A_RUN = re.compile(r"\[(task|flow) run (\{.*?\})\] ", re.DOTALL)
 """What `node_context.py` writes before a record of a nested run, and of the flow run."""
+
+
+def send_lines() -> None:
+    """Send the lines that Prefect has collected to its API, for SEND_SECONDS at most. Prefect does it every two seconds
+    and at exit, but not before it ends the process by SIGTERM.
+    """
+    sender = threading.Thread(target=APILogHandler().flush, name="skyward-lines", daemon=True)
+    sender.start()  # not in this thread, which may have an event loop: `flush` would not wait then
+    sender.join(SEND_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
