@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from skyward_core.distributed import torch as sampler
+
+sampler = sys.modules[sky.DistributedSampler.__module__]
+"""`skyward_core.distributed.torch` is the decorator."""
 
 
 class TorchsSampler:
