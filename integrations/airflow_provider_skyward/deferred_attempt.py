@@ -46,7 +46,7 @@ class DeferredAttempt(DurableAttempt):
                 self._open(self._pool_of(spec.with_(name=None, keep_warm=0.0)).open)
                 self._generation = replace(mine, pool_id=self._pool_id())
             started = self._started(calls, adopted)
-            if self._has_adopted and all(self._asked(lambda call=call: call.state) in ENDED for call in started):
+            if self._has_adopted and self._have_ended(started):
                 self._ended_calls = started
             else:
                 self._leave_to_trigger()
@@ -60,6 +60,13 @@ class DeferredAttempt(DurableAttempt):
     def has_ended(self) -> bool:
         """Whether all adopted calls have ended, so that there is nothing to follow."""
         return bool(self._ended_calls)
+
+    def _have_ended(self, calls: Sequence[sky.DetachedCall[Any]]) -> bool:
+        """Whether all calls have ended. If the pool does not answer just now, the trigger follows them."""
+        try:
+            return all(self._asked(lambda call=call: call.state) in ENDED for call in calls)
+        except sky.SkywardError:
+            return False
 
     def results(self) -> list[Any]:
         """Return the results of adopted calls that have ended, write their last lines, and end the pool."""

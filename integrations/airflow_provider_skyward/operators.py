@@ -392,9 +392,9 @@ class SkywardOperator(BaseOperator):
             raise_as_airflows(error)
             raise
         finally:
-            self._attempt = None
+            if not attempt.has_ended:  # else a kill from here on has this attempt to end
+                self._attempt = None
         if attempt.has_ended:
-            self._attempt = attempt
             return self._finished(attempt, attempt.results, context)
         # imported only when a task runs: parsing a DAG does not need it
         from airflow_provider_skyward.triggers import SkywardTrigger

@@ -202,6 +202,8 @@ class LiveRunner:
         if is_stopped and self._calls is not None and self._parent is None:
             self._calls.expect_losses()
             self._calls.pools.terminate_now()
+            if (report := self._calls.pools.facts.report) is not None:
+                report.expect_exit()
         try:
             self._release(is_failure=error is not None or self._has_failed(), is_stopped=is_stopped)
         except Exception as failure:

@@ -129,7 +129,7 @@ class Cluster:
 
         None: it does not any more (`NodeDraining.set_steward`).
         """
-        self.owner.post(lambda: self.owner.count_for(counts, secrets))
+        self.owner.post(lambda: self.owner.set_counts(counts, secrets))
         self.draining.set_steward(ranks)
 
     @property

@@ -224,7 +224,7 @@ class EngineThread:
             operation, lambda: self.connection is connection and time.monotonic() < deadline, arguments
         )
 
-    def count_for(self, counts: Counts | None, secrets: SecretValues | None) -> None:
+    def set_counts(self, counts: Counts | None, secrets: SecretValues | None) -> None:
         """Count the cost of calls from now on, and send these secrets with each later connection. In this thread."""
         self._counts, self._secrets = counts, secrets
 

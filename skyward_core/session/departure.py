@@ -147,7 +147,7 @@ class Departure:
                 self._shared.share(machines.lease)
                 self._claims.begin_to_leave()
                 self._bookkeeping.journal.live_by_lease(paid_seconds)
-        self._claims.detached()
+        self._claims.note_detached()
         return now + timedelta(seconds=paid_seconds)
 
     def leave(self, machines: PoolMachines, expires_at: datetime) -> Lease:

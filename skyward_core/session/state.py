@@ -136,7 +136,7 @@ class Claims:
         reason, error = request or ("the pool was closed while it was detached", None)
         raise error or PoolClosed(reason)
 
-    def detached(self) -> None:
+    def note_detached(self) -> None:
         """The pool is detached."""
         with self._changing:
             if self.state is not SessionState.LEAVING:  # a signal handler has closed the pool

@@ -46,9 +46,9 @@ the task runs.
 """
 BILL_SECONDS = 1.0
 """How soon the end of a pool is written. If the flow run ends with it, only the last state is."""
-LAST_LABEL_SECONDS = 0.5
-"""How long the last labels are tried: a server that takes in the events of a thousand task runs refuses them for some
-seconds. The artifact has the same figures; the next run of the flow writes the labels.
+LAST_LABEL_SECONDS, EXIT_LABEL_SECONDS = 0.5, 5.0
+"""How long the last labels are tried, and if a signal ends the process: a server that takes in the events of a thousand
+task runs refuses them for some seconds. The artifact has the same figures; the next run of the flow writes the labels.
 """
 CLOSE_SECONDS = 2.0
 """How long the end of a flow waits for an API that is slow."""
@@ -100,6 +100,7 @@ class RunReport:
         self._is_changed = self._has_warned = self._is_closed = False
         self._is_bill_final = True
         """Whether the ledger adds nothing to the last figures: machines may be left that are not confirmed gone."""
+        self._label_seconds, self._others_seconds = LAST_LABEL_SECONDS, OTHERS_SECONDS
         self._due_at = math.inf
         """When the pages are to be written because of an event."""
         self._has_written = threading.Event()
@@ -155,6 +156,12 @@ class RunReport:
         """Emit `skyward.budget.exceeded`, once for each pool."""
         self._inbox.put(partial(self._exceeded, str(error), limit_usd, error.account, pool_id))
 
+    def expect_exit(self) -> None:
+        """Say that a signal ends the process, before `close`: then the labels are worth a longer wait, because Prefect
+        may show the run as Running until somebody looks for it.
+        """
+        self._label_seconds, self._others_seconds = EXIT_LABEL_SECONDS, EXIT_SECONDS
+
     def close(self) -> None:
         """Write the last state and end the thread; called once the pools are closed. May be called twice.
 
@@ -173,7 +180,7 @@ class RunReport:
         """Wait for the last requests of a flow run that has ended; say where the bill is if they are not done then."""
         until = time.monotonic() + seconds
         self._has_written.wait(seconds)
-        self._thread.join(max(0.0, min(OTHERS_SECONDS, until - time.monotonic())))
+        self._thread.join(max(0.0, min(self._others_seconds, until - time.monotonic())))
         if not self._has_written.is_set():
             pools = " ".join(pool.pool_id for pool in list(self._state.pools) if pool.pool_id)
             # an API that does not answer takes no line of the run's log either
@@ -445,7 +452,7 @@ class RunReport:
                 "skyward.nodes": len(machines),
                 FINAL_LABEL: is_last and self._is_bill_final,
             },
-            LAST_LABEL_SECONDS if is_last else LABEL_SECONDS,
+            self._label_seconds if is_last else LABEL_SECONDS,
         )
 
 

@@ -21,7 +21,7 @@ import pytest
 pytest.importorskip("prefect")
 
 from tests.integrations import prefect_server  # noqa: I001 - before Prefect
-from tests.integrations.prefect_server import artifacts, asked
+from tests.integrations.prefect_server import artifacts, asked, logs
 from tests.kill.console import REPOSITORY
 from tests.waiting import wait_until
 
@@ -280,8 +280,11 @@ def cells(figures: dict[str, int]) -> str:
     return ", ".join(f"{place} {amount / 1_000_000:.6f}" for place, amount in figures.items())
 
 
-def test_a_process_that_is_told_to_end_writes_its_bill_first(api: str, tmp_path: Path) -> None:
-    """It has no worker, which would set the state of its run: after SIGTERM that is Running."""
+def test_a_process_that_is_told_to_end_writes_its_bill_first(
+    api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its last lines. It has no worker, which would set the state of its run: after SIGTERM that is Running."""
+    monkeypatch.setenv("PREFECT_LOGGING_TO_API_BATCH_INTERVAL", "600")  # Prefect itself sends none in time
     its = Program(api, "own", "SIGTERM", tmp_path / "own", "own")
     try:
         its.await_begin()
@@ -291,6 +294,7 @@ def test_a_process_that_is_told_to_end_writes_its_bill_first(api: str, tmp_path:
         its.kill()
     (run,) = asked("/flow_runs/filter", {"flow_runs": {"id": {"any_": [its.run_id]}}})
     assert run["state_name"] == "Running"
+    assert [one for one in logs(UUID(its.run_id)) if "giving the machines back" in one["message"]] != []
     assert micro(run["labels"]["skyward.cost_usd"]) == micro(command("receipt", its.pool_id)["total_cost_usd"])
 
 

@@ -226,8 +226,12 @@ def cost_in_dagster(url: str, ledger: str) -> float:
             labels = {"skyward/cost_usd", "skyward/other_cost_usd"}
             return sum(entry["floatValue"] for entry in metadata() if entry["label"] in labels)
 
-        billed = receipts_by_system(ledger, "airflow", "prefect", "dagster")["dagster"]["total_cost_usd"]
-        # the end of the machines is reported after the run has ended, in its process
+        def bill() -> float | None:
+            receipt = receipts_by_system(ledger, "airflow", "prefect", "dagster")["dagster"]
+            return receipt["total_cost_usd"] if receipt["ended_at"] else None
+
+        billed = wait_until(bill, "the end of the pool")
+        # its last part is reported after the run has ended, in its process
         wait_until(lambda: cost() == pytest.approx(billed, abs=MICRO_DOLLAR), "the whole bill")
         figures = {entry["label"]: entry.get("floatValue") for entry in metadata()}
         assert 0 < figures["skyward/cpu_util_pct"] <= 100

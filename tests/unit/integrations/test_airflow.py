@@ -11,7 +11,7 @@ import time
 import tomllib
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -467,6 +467,27 @@ def nothing() -> None:
     return None
 
 
+@dataclass
+class AdoptedCall:
+    """A call that an earlier try has begun; `known` is its state, or "away" if the pool does not answer."""
+
+    call_id: str
+    known: str
+
+    @property
+    def state(self) -> str:
+        if self.known == "away":
+            raise sky.Unreachable("the head does not answer")
+        return self.known
+
+    def follow(self, cursor: int) -> sky.CallNews:
+        return sky.CallNews(self.known, ["the end"], cursor + 1, 0, [None])
+
+    def result(self, timeout: float) -> str:
+        assert timeout > 0
+        return self.call_id
+
+
 class World:
     """What the second try finds, and what it does, in order."""
 
@@ -512,11 +533,7 @@ class World:
         pool.lease, pool.cost_final, pool.unconfirmed = SimpleNamespace(nodes=()), None, None
         for name in ("detach", "close", "hand_over", "terminate_now"):
             setattr(pool, name, lambda *_, name=name: self.done.append(f"{name} {pool_id}"))
-        pool.detached_call = lambda call_id: SimpleNamespace(
-            state=self.call_state,
-            follow=lambda cursor: sky.CallNews(self.call_state, ["the end"], cursor + 1, 0, [None]),
-            result=lambda _: call_id,
-        )
+        pool.detached_call = lambda call_id: AdoptedCall(call_id, self.call_state)
         return pool
 
     def release(self, pool_id: str, **_: Any) -> None:
@@ -566,9 +583,11 @@ def test_a_pool_that_cannot_be_adopted_is_ended_before_another_is_rented(world: 
     assert (generation.number, generation.pool_id) == (2, "sky-new")
 
 
-@pytest.mark.parametrize("state", ["running", "ended"])
+@pytest.mark.parametrize("state", ["running", "away", "ended"])
 def test_an_adopted_call_that_has_ended_is_not_followed(world: World, state: str) -> None:
-    """Its result is there: to defer the task would cost another worker's start, and the pool for that time."""
+    """Its result is there: to defer the task would cost another worker's start, and the pool for that time. If the pool
+    does not answer, the trigger follows the call.
+    """
     world.call_state = state
     attempt = world.attempt()
     attempt.start(sky.PoolSpec.of(provider="local"), [nothing()])
