@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -56,8 +57,11 @@ class RunFigures:
     is_final: bool = True
 
 
-def write_trend(flow_id: UUID) -> None:
-    """Write the artifact of a flow; nothing if none of its runs has rented machines."""
+def write_trend(flow_id: UUID, known: Mapping[UUID, Mapping[str, str]] = MappingProxyType({})) -> None:
+    """Write the artifact of a flow; nothing if none of its runs has rented machines.
+
+    `known`: the figures of runs whose labels may be older than these.
+    """
     flow = asked(lambda client: client.read_flow(flow_id))
     newest = asked(
         lambda client: client.read_flow_runs(
@@ -68,7 +72,8 @@ def write_trend(flow_id: UUID) -> None:
         )
     )
     # a server that was busy at the end of a run may have refused its labels
-    late = figures_of([run.id for run in newest if (run.labels or {}).get(FINAL_LABEL) is not True])
+    open_ones = [run.id for run in newest if (run.labels or {}).get(FINAL_LABEL) is not True and run.id not in known]
+    late = {**figures_of(open_ones), **known}
     runs = [
         _row(run, figures)
         for run in newest

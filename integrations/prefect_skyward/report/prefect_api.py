@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -143,11 +144,7 @@ class RunApi:
             artifact = ArtifactCreate(
                 key=key, type=kind, description=description, flow_run_id=self._flow_run_id, **content
             )
-            self._ids[place] = (
-                asked(lambda client: client.create_artifact(artifact)).id
-                if task_run_id is None
-                else asked(partial(_create_quietly, artifact=artifact, task_run_id=task_run_id))
-            )
+            self._ids[place] = asked(partial(_create_once, artifact, task_run_id, []))
         self._written[place] = data, description, figures
 
     def label(self, labels: Mapping[str, str | int | float | bool], seconds: float = ASK_SECONDS) -> None:
@@ -200,14 +197,15 @@ class RunApi:
 
 
 def figures_of(flow_run_ids: Sequence[UUID]) -> dict[UUID, Mapping[str, str]]:
-    """Return the figures of the cost artifacts of flow runs that have one."""
+    """Return the figures of the cost artifacts of flow runs that have one; of several, those of the last change."""
     if not flow_run_ids:
         return {}
     wanted = ArtifactFilter(
         flow_run_id=ArtifactFilterFlowRunId(any_=list(flow_run_ids)), key=ArtifactFilterKey(any_=[COST_KEY])
     )
     found: list[Artifact] = asked(lambda client: client.read_artifacts(artifact_filter=wanted))
-    return {one.flow_run_id: one.metadata_ or {} for one in found if one.flow_run_id is not None}
+    changed = sorted(found, key=lambda one: one.updated or datetime.min.replace(tzinfo=UTC))
+    return {one.flow_run_id: one.metadata_ or {} for one in changed if one.flow_run_id is not None}
 
 
 def write_of_no_run(key: str, markdown: str, description: str) -> None:
@@ -229,7 +227,25 @@ def _update_quietly(client: SyncPrefectClient, artifact_id: UUID, update: Artifa
     client.request("PATCH", "/artifacts/{id}", json=body, path_params={"id": artifact_id})
 
 
-def _create_quietly(client: SyncPrefectClient, artifact: ArtifactCreate, task_run_id: str) -> UUID:
-    """Create an artifact of a task run, without an event: there are many of them."""
-    body = {**artifact.model_dump(mode="json", exclude_unset=True), "task_run_id": task_run_id}
-    return UUID(client.request("POST", "/artifacts/", json=body).json()["id"])
+def _create_once(
+    artifact: ArtifactCreate, task_run_id: str | None, unanswered: list[TransportError], client: SyncPrefectClient
+) -> UUID:
+    """Create an artifact, unless an earlier try has: the server may have made it, and its answer was lost."""
+    if unanswered and (made := _made_before(client, artifact, task_run_id)) is not None:
+        return made
+    try:
+        if task_run_id is None:
+            return client.create_artifact(artifact).id
+        # without an event: there are many of them
+        body = {**artifact.model_dump(mode="json", exclude_unset=True), "task_run_id": task_run_id}
+        return UUID(client.request("POST", "/artifacts/", json=body).json()["id"])
+    except TransportError as error:
+        unanswered.append(error)
+        raise
+
+
+def _made_before(client: SyncPrefectClient, artifact: ArtifactCreate, task_run_id: str | None) -> UUID | None:
+    wanted = ArtifactFilter(key=ArtifactFilterKey(any_=[artifact.key or ""]))
+    wanted.flow_run_id = ArtifactFilterFlowRunId(any_=[artifact.flow_run_id] if artifact.flow_run_id else None)
+    found = client.read_artifacts(artifact_filter=wanted)
+    return next((one.id for one in found if task_run_id == (one.task_run_id and str(one.task_run_id))), None)

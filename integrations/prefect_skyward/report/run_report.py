@@ -33,7 +33,7 @@ from prefect_skyward.report.notices import Notice, RunWarning, Sieve, exceeded, 
 from prefect_skyward.report.pages import RunState
 from prefect_skyward.report.pool_state import PoolState, SharedPool
 from prefect_skyward.report.prefect_api import COST_KEY, LABEL_SECONDS, RunApi
-from prefect_skyward.report.settlement import TASKS_KEY, settle_earlier_runs
+from prefect_skyward.report.settlement import TASKS_KEY, begin_bill, settle_earlier_runs
 from prefect_skyward.report.task_costs import total, with_the_ledger
 from prefect_skyward.ui import RunLog
 
@@ -53,7 +53,7 @@ task runs refuses them for some seconds. The artifact has the same figures; the 
 CLOSE_SECONDS = 2.0
 """How long the end of a flow waits for an API that is slow."""
 EXIT_SECONDS = 10.0
-"""How long the end of the process waits for what flow runs that have ended still have to write."""
+"""How long the end of the process, and the next attempt's first request, wait for what is still to be written."""
 OTHERS_SECONDS = 1.0
 """How long of that it waits for what the next run would write too: the card of the flow, labels, earlier runs."""
 MOST_TASK_ROWS, MOST_LIVE_TASK_ROWS = 1_000, 50
@@ -199,6 +199,7 @@ class RunReport:
             self._take_all()
 
     def _take_all(self) -> None:
+        self._wait_for_earlier_attempt()
         self._try(self._read_earlier_attempts)
         written_at = time.monotonic() - WRITE_SECONDS
         while True:
@@ -220,7 +221,7 @@ class RunReport:
         is_written = self._write()
         self._has_written.set()
         if self._flow_id is not None and self._state.pools:
-            self._try(partial(write_trend, self._flow_id))
+            self._try(partial(write_trend, self._flow_id, {self._flow_run_id: self._figures}))
         if is_written:
             # without them the next run of the flow writes all that may be missing
             self._try(self._write_last_labels)
@@ -318,11 +319,19 @@ class RunReport:
                 notice.event, pool.pool_id if pool else "", pool.name if pool else "", {**notice.payload, **run}
             )
 
+    def _wait_for_earlier_attempt(self) -> None:
+        """Let the report of the attempt before, in this process, write its last figures before this one begins."""
+        for report in list(_late):
+            if report is not self and report._flow_run_id == self._flow_run_id:
+                report._thread.join(EXIT_SECONDS)
+
     def _read_earlier_attempts(self) -> None:
         """Find what earlier attempts of the flow run have cost, by the ledger, and the rows of their tables."""
         if self._work.run:
             self._state.earlier = sky.cost_of(self._own_work)
         if self._state.earlier:
+            # the labels of an attempt are final, for it does not know that another one follows
+            self._try(partial(begin_bill, self._flow_run_id))
             tables = self._api.read([COST_KEY, NODES_KEY, TASKS_KEY, MACHINES_KEY])
             self._earlier_rows = {
                 key: rows for key in (NODES_KEY, TASKS_KEY) if isinstance(rows := _rows(tables.get(key)), list)
@@ -378,10 +387,13 @@ class RunReport:
 
     def _write_cost(self) -> None:
         page = pages.cost_page(self._state, time.monotonic())
+        self._api.write(COST_KEY, "markdown", page, pages.summary(self._state), tag=self._tag, figures=self._figures)
+
+    @property
+    def _figures(self) -> dict[str, str]:
         measure, percent = self._state.utilisation or ("", None)
         is_final = self._state.is_final and self._is_bill_final
-        its = metadata_of(self._state.usd, measure, percent, is_final=is_final)
-        self._api.write(COST_KEY, "markdown", page, pages.summary(self._state), tag=self._tag, figures=its)
+        return metadata_of(self._state.usd, measure, percent, is_final=is_final)
 
     def _write_tag(self) -> None:
         self._api.tag(self._tag)

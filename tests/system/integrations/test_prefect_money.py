@@ -99,6 +99,7 @@ def run(api: str) -> SimpleNamespace:
         of_run={one["key"]: one for one in found if one["task_run_id"] is None},
         of_tasks={one["task_run_id"]: one for one in found if one["task_run_id"] is not None},
         count=len(found),
+        keys=[one["key"] for one in found if one["task_run_id"] is None],
         provisioned=[event.instance_id for event in events if isinstance(event, sky.InstanceProvisioned)],
     )
 
@@ -122,7 +123,7 @@ def test_the_cost_of_a_retried_run_is_one_artifact_that_sums_its_attempts(run: S
     assert amounts(artifact["data"], "Total |") == pytest.approx(run.usd, abs=1e-4)
     assert amounts(artifact["data"], "Earlier attempts") == pytest.approx(run.finals[0].total_cost, abs=1e-4)
     assert re.match(rf"{re.escape(pages.usd(run.usd))} · (processor \d+ % · )?2 x ", artifact["description"])
-    assert len([key for key in run.of_run if key == "skyward-cost"]) == 1
+    assert run.keys.count("skyward-cost") == 1
     assert all(f"`skyward receipt {pool_id}`" in artifact["data"] for pool_id in run.pool_ids)
 
 
@@ -244,6 +245,43 @@ def test_the_card_has_the_bill_of_a_run_whose_labels_a_busy_server_has_refused(
     assert labels()["skyward.cost_usd"] == pytest.approx(usd, abs=1e-6)
     (page,) = [one for one in artifacts(ids[0]) if one["key"] == "skyward-cost"]
     assert "by the ledger" not in page["description"], "its process has written the page"
+
+
+def test_a_second_attempt_whose_labels_are_refused_does_not_keep_the_bill_of_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first attempt's labels say that they are final: it does not know that another one follows."""
+    ids: list[str] = []
+    label = RunApi.label
+
+    def refuse_second(self: RunApi, labels: dict[str, Any], *more: Any) -> None:
+        if len(ids) > 1 and "skyward.cost_usd" in labels:
+            request = httpx.Request("PATCH", "http://prefect")
+            raise httpx.HTTPStatusError("locked", request=request, response=httpx.Response(503, request=request))
+        label(self, labels, *more)
+
+    @flow(name="labels-kept", retries=1, task_runner=SkywardTaskRunner(provider=sky.Local(price_per_hour=PRICE)))
+    def twice() -> None:
+        ids.append(current_run.id)
+        assert double.submit(1).result() == 2
+        if len(ids) == 1:
+            raise LookupError("the first attempt")
+
+    with monkeypatch.context() as busy:
+        busy.setattr(RunApi, "label", refuse_second)
+        twice()
+        wait_for_late_reports()
+    usd = sum(sky.cost_of(sky.Work(system="prefect", run=ids[0])).values())
+    (card,) = asked("/artifacts/latest/filter", {"artifacts": {"key": {"any_": ["skyward-flow-labels-kept"]}}})
+    assert card["description"].split(" · ")[0] == f"last run {pages.usd(usd)}"
+    (run,) = asked("/flow_runs/filter", {"flow_runs": {"id": {"any_": [ids[0]]}}})
+    assert run["labels"]["skyward.is_final"] is False, "the next run, or the sweep, writes them"
+    assert settle_flow_runs() >= 1
+    (run,) = asked("/flow_runs/filter", {"flow_runs": {"id": {"any_": [ids[0]]}}})
+    assert (run["labels"]["skyward.is_final"], run["labels"]["skyward.cost_usd"]) == (
+        True,
+        pytest.approx(usd, abs=1e-6),
+    )
 
 
 def test_a_bill_that_still_grows_is_not_called_final(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -686,6 +686,22 @@ def test_an_api_that_is_away_is_asked_each_second(busy_api: BusyApi) -> None:
     assert busy_api.slept == [1.0, 1.0]
 
 
+def test_an_artifact_whose_creation_had_no_answer_is_not_created_again(
+    busy_api: BusyApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = busy_api.create_artifact
+
+    def without_answer(artifact: Any) -> Any:
+        create(artifact)
+        raise httpx.ReadTimeout("slow")
+
+    busy_api.refusals = 0
+    monkeypatch.setattr(busy_api, "create_artifact", without_answer)
+    api = RunApi(UUID(int=1))
+    api.write("skyward-cost", "markdown", "", "")
+    assert (busy_api.requests, api._ids["skyward-cost", None]) == (["artifact"], UUID(int=2))
+
+
 def test_the_tag_of_a_run_replaces_ours_and_needs_no_label(busy_api: BusyApi) -> None:
     """Also that of a process which was killed after the artifact, before or after its tag."""
     first = RunApi(UUID(int=1))
