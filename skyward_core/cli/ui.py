@@ -7,9 +7,8 @@ Every user of this machine, and every page in this user's browser, can send requ
 token keeps out the first. It is never in a cookie, so a page of another site cannot send it. A page whose own name
 leads to 127.0.0.1 (DNS rebinding) has another `Host` header, and is refused before the token is looked at.
 
-`/metrics` has the text format of Prometheus (version 0.0.4):
-https://prometheus.io/docs/instrumenting/exposition_formats/ has the format, and /docs/practices/naming/ the rules for
-names: base units as suffixes, `_total` for counters.
+`/metrics` has the text format of Prometheus (version 0.0.4), written by its own library.
+https://prometheus.io/docs/practices/naming/ has the rules for names: base units as suffixes, `_total` for counters.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from socketserver import TCPServer
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast, override
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast, override
 from urllib.parse import parse_qsl, urlsplit
 
 from skyward_core.cli.calls import detached_json
@@ -44,6 +43,8 @@ from skyward_core.ledger.rows import CostBy, ResourceKind, UnreadableRow
 from skyward_core.live.observer import NodeUse, PoolUses
 
 if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
     from skyward_core.events.events import Metrics
     from skyward_core.ledger.ledger import Ledger
 
@@ -69,7 +70,6 @@ POINTS = 60
 """Of one curve: the samples are averaged in so many groups."""
 END_SECONDS = 5.0
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
 def answers(ledger: Ledger, utilisation: Utilisation) -> Answers:
@@ -387,30 +387,36 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return round(fmean(known), 1) if known else None
 
 
-type Value = int | float | Decimal
-type Samples = Iterable[tuple[Mapping[str, str], Value]]
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """A metric with its samples: each has labels and a value."""
-
-    name: str
-    kind: Literal["gauge", "counter"]
-    about: str
-    samples: Sequence[tuple[Mapping[str, str], Value]]
-
-    def __str__(self) -> str:
-        head = f"# HELP {self.name} {self.about}\n# TYPE {self.name} {self.kind}\n"
-        return head + "".join(f"{self.name}{_labels(labels)} {value}\n" for labels, value in self.samples)
+type Samples = Iterable[tuple[Mapping[str, str], float | Decimal]]
 
 
 def exposition(ledger: Ledger, utilisation: Utilisation) -> Answer:
-    """Return all metrics. Raises LedgerError if the ledger cannot be read: then Prometheus has no sample, and no 0."""
-    return Answer("".join(map(str, _families(ledger, utilisation))).encode(), MEDIA_TYPE)
+    """Return all metrics. Raises LedgerError if the ledger cannot be read: then Prometheus has no sample, and no 0.
+    Raises BadRequest without the package prometheus-client.
+    """
+    try:
+        import prometheus_client
+    except ImportError as error:
+        raise BadRequest(
+            "/metrics needs the package prometheus-client: pip install 'skyward-core[prometheus]'"
+        ) from error
+    found = _families(ledger, utilisation)
+    registry = prometheus_client.CollectorRegistry()
+    registry.register(_Families(found))
+    return Answer(prometheus_client.generate_latest(registry), MEDIA_TYPE)
 
 
-def _families(ledger: Ledger, utilisation: Utilisation) -> list[Family]:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Families:
+    """What the library asks for metrics."""
+
+    found: Sequence[Metric]
+
+    def collect(self) -> Sequence[Metric]:
+        return self.found
+
+
+def _families(ledger: Ledger, utilisation: Utilisation) -> list[Metric]:
     """Return the metrics of open pools now, and the sums of all pools that the ledger has."""
     unreadable: list[UnreadableRow] = []
     pools = pools_of(ledger, ledger.pool_rows(unreadable=unreadable), unreadable)
@@ -429,7 +435,7 @@ def _families(ledger: Ledger, utilisation: Utilisation) -> list[Family]:
     return [*found, _gauge("skyward_ledger_unreadable_rows", "Rows of the ledger that cannot be read.", [({}, rows)])]
 
 
-def _of_pools(pools: Sequence[Mapping[str, Any]], machines: Mapping[str, int]) -> Iterator[Family]:
+def _of_pools(pools: Sequence[Mapping[str, Any]], machines: Mapping[str, int]) -> Iterator[Metric]:
     dead = sum(pool["state"].startswith("dead") for pool in pools)
     states = [({"state": "live"}, len(pools) - dead), ({"state": "dead"}, dead)]
     yield _gauge("skyward_pools", "Open pools by state; a dead one waits for `skyward sweep`.", states)
@@ -452,7 +458,7 @@ def _of_pools(pools: Sequence[Mapping[str, Any]], machines: Mapping[str, int]) -
 
 def _of_nodes(
     pools: Sequence[Mapping[str, Any]], uses: Mapping[str, Sequence[NodeUse] | str | None]
-) -> Iterator[Family]:
+) -> Iterator[Metric]:
     """Yield what the pools' nodes have reported. A pool out of reach has no samples here."""
     reached = {pool_id: its for pool_id, its in uses.items() if its is not None and not isinstance(its, str)}
     yield _gauge(
@@ -504,31 +510,37 @@ def _of_nodes(
     )
 
 
-def _of_ledger(ledger: Ledger, unreadable: list[UnreadableRow]) -> Iterator[Family]:
+def _of_ledger(ledger: Ledger, unreadable: list[UnreadableRow]) -> Iterator[Metric]:
     owners = ledger.cost_rows(CostBy.OWNER, unreadable=unreadable)
-    yield Family(
-        "skyward_cost_usd_total",
-        "counter",
+    yield _counter(
+        "skyward_cost_usd",
         "What all pools of the owner have cost, in USD, as recorded in the ledger.",
         [({"owner": row.key}, row.cost_usd) for row in owners],
     )
     refused = Counter((one.provider, one.error) for one in ledger.attempts(unreadable=unreadable) if one.error)
-    yield Family(
-        "skyward_refusals_total",
-        "counter",
+    yield _counter(
+        "skyward_refusals",
         "Attempts to rent that have rented nothing, by the class of the error.",
         [({"provider": provider, "error": error}, count) for (provider, error), count in sorted(refused.items())],
     )
 
 
-def _gauge(name: str, about: str, samples: Samples) -> Family:
-    return Family(name, "gauge", about, list(samples))
+def _gauge(name: str, about: str, samples: Samples) -> Metric:
+    return _metric(name, about, "gauge", name, samples)
+
+
+def _counter(name: str, about: str, samples: Samples) -> Metric:
+    return _metric(name, about, "counter", f"{name}_total", samples)
+
+
+def _metric(name: str, about: str, kind: str, sample_name: str, samples: Samples) -> Metric:
+    from prometheus_client.core import Metric
+
+    metric = Metric(name, about, kind)
+    for labels, value in samples:
+        metric.add_sample(sample_name, dict(labels), float(value))
+    return metric
 
 
 def _pool_labels(pool: Mapping[str, Any]) -> dict[str, str]:
     return {"pool": pool["pool"], "name": pool["name"] or "", "provider": pool["provider"]}
-
-
-def _labels(labels: Mapping[str, str]) -> str:
-    pairs = ",".join(f'{name}="{value.translate(ESCAPES)}"' for name, value in labels.items())
-    return f"{{{pairs}}}" if pairs else ""

@@ -26,7 +26,12 @@ import uv
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
-PARTS = {"core": ["aws", "otel", "postgres"], "prefect": ["prefect"], "airflow": ["airflow"], "dagster": ["dagster"]}
+PARTS = {
+    "core": ["aws", "otel", "postgres", "prometheus"],
+    "prefect": ["prefect"],
+    "airflow": ["airflow"],
+    "dagster": ["dagster"],
+}
 ALSO = {"dagster": ["dagster-webserver"]}
 """Packages that a part's smoke starts in addition to the extra's packages."""
 MINOR_RELEASES = {"prefect": ("3.6", "3.7", "3.8", "3.9")}

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -172,6 +173,16 @@ def test_metrics_are_those_of_the_ledger_and_of_the_nodes(
     assert {one.labels["owner"]: one.value for one in found["skyward_cost_usd_total"].samples} == owners
     assert value_of(found["skyward_refusals_total"], provider="folder", error="NoCapacity") == 1
     assert value_of(found["skyward_ledger_unreadable_rows"]) == 0
+
+
+def test_metrics_need_the_library_of_prometheus(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extra `prometheus` has it."""
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    reply = page.get("/metrics")
+    assert (reply.status, reply.json["error"]) == (
+        400,
+        "/metrics needs the package prometheus-client: pip install 'skyward-core[prometheus]'",
+    )
 
 
 def test_a_row_that_cannot_be_read_is_named_and_the_others_are_shown(page: Page, skyward: Skyward) -> None:
