@@ -500,13 +500,16 @@ class SpendingLimit:
         if (paid_end := self._paid_end()) is None:
             return Fill.FULL, ""
         margin, left, refusal = self._margin_seconds(), paid_end - now, self._refusal
-        payer = f"account {self._account!r}" if self._account else "the limit of the run"
-        reason = f"nothing more could be reserved from {payer}" if refusal is None else str(refusal)
+        reason = f"nothing more could be reserved from {self._payer}" if refusal is None else str(refusal)
         if left <= margin / 2:
             return Fill.USED_UP, reason
         if left <= margin:
             return Fill.DRAINED, reason
         return (Fill.FULL, "") if refusal is None else (Fill.WARNED, reason)
+
+    @property
+    def _payer(self) -> str:
+        return f"account {self._account!r}"
 
     def _paid_end(self) -> float | None:
         """Return up to when nodes may live by the reservations; None without any."""

@@ -206,6 +206,11 @@ class RunLimit(StewardLimit):
             raise error
         return floor + last_covered(0, math.ceil(until - floor), is_covered)
 
+    @property
+    @override
+    def _payer(self) -> str:
+        return super()._payer if self._account else f"max_cost={self._run_limit:f}, which is for all pools of the run"
+
     @override
     def _paid_end(self) -> float | None:
         """A machine is gone when its money is used up: it begins to end before."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from skyward_core.errors import BudgetExceeded
+from skyward_core.errors import BudgetExceeded, LedgerError
 from skyward_core.ledger.budgets import Commitment, Fill
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.metering import Meter
@@ -114,6 +114,24 @@ def test_a_pool_gets_the_rest_if_it_is_less_than_usual(clock: MeterClock, ledger
     clock.seconds += 1
     assert second.limit.check() == (Fill.FULL, "")
     assert second.limit.paid_seconds() == pytest.approx(240.0)
+
+
+def test_the_reason_names_max_cost_also_while_the_ledger_does_not_answer(
+    clock: MeterClock, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(clock, ledger, "10")
+    pool = run.pool()
+    pool.launch()
+
+    def away(*_: object, **__: object) -> None:
+        raise LedgerError("the disk is full")
+
+    monkeypatch.setattr(pool.limit._accounts, "roll", away)
+    while pool.limit.check()[0] is Fill.FULL:
+        clock.seconds += 1
+    assert pool.limit.check()[1] == (
+        "nothing more could be reserved from max_cost=10, which is for all pools of the run"
+    )
 
 
 def test_too_little_for_a_minute_is_refused_and_nothing_has_changed(clock: MeterClock, ledger: Ledger) -> None:
