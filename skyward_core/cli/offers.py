@@ -189,7 +189,7 @@ def _task_json(system: str, one: TaskQuote) -> dict[str, Any]:
         "timeout_seconds": task.timeout_seconds,
         "asks_for": None if one.spec is None else _asked_for(one.spec),
         "reason": one.reason or None,
-        "candidates": [] if quote is None else [asdict(way) for way in quote.ways],
+        "candidates": [] if quote is None else [asdict(one) for one in quote.candidates],
         "price_per_hour": None if quote is None else quote.price_per_hour,
         "ceiling_usd": one.ceiling_usd,
         "run_ceiling_usd": one.run_ceiling_usd,
@@ -204,16 +204,16 @@ def _quote_table(quotes: Quotes) -> tuple[Sequence[str], list[list[str]]]:
 
 def _quote_row(system: str, one: TaskQuote) -> list[str]:
     task, quote = one.task, one.quote
-    ways = () if quote is None else quote.ways
+    candidates = () if quote is None else quote.candidates
     return [
         f"{system}:{task.workflow}",
         task.task,
         "?" if task.instances is None else str(task.instances),
         str(task.tries),
         f"(not known: {task.reason})" if one.spec is None else _asked_for(one.spec),
-        ways[0].name if ways else "" if one.spec is None else "(none)",
-        str(len(ways) - 1) if len(ways) > 1 else "",
-        money(ways[0].price_per_hour) if ways else "",
+        candidates[0].name if candidates else "" if one.spec is None else "(none)",
+        str(len(candidates) - 1) if len(candidates) > 1 else "",
+        money(candidates[0].price_per_hour) if candidates else "",
         "" if one.run_ceiling_usd is None else money(one.run_ceiling_usd),
     ]
 
@@ -247,7 +247,7 @@ def _faults(quotes: Quotes) -> list[str]:
     """Return a line for each task whose pool could not be opened now."""
     found = list[str]()
     for system, one in _each(quotes):
-        if one.is_faulty or (one.quote is not None and not one.quote.ways):
+        if one.is_faulty or (one.quote is not None and not one.quote.candidates):
             why = one.reason if one.quote is None else str(one.quote)
             found.append(f"{system}:{one.task.workflow}/{one.task.task}: {why}")
     return found

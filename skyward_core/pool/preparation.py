@@ -174,7 +174,7 @@ class Quoting:
     _prepared: Prepared
 
     def quote(self) -> Quote:
-        """Return the ways to rent this pool's machines now, the price of each, and the most that the pool may cost.
+        """Return the candidates for this pool's machines now, the price of each, and the most that the pool may cost.
 
         Queries the providers; rents nothing. Allowed whether the pool is open or not. Raises BadRequest, as `open`.
         """
@@ -225,8 +225,8 @@ class TaskPrices:
             return TaskQuote(task, task.spec, reason=str(error), is_faulty=True)
         spec = prepared.spec
         seconds = None if task.timeout_seconds is None else task.timeout_seconds + spec.keep_warm
-        ceiling = ceiling_of(spec, quoted.ways, seconds)
-        return TaskQuote(task, spec, Quote(quoted.ways, ceiling, spec.budget, quoted.refusals))
+        ceiling = ceiling_of(spec, quoted.candidates, seconds)
+        return TaskQuote(task, spec, Quote(quoted.candidates, ceiling, spec.budget, quoted.refusals))
 
     def _quote(self, spec: PoolSpec, providers: Sequence[Provider]) -> Quote:
         for known_spec, known_providers, known in self._known:

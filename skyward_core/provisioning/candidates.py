@@ -174,7 +174,7 @@ def candidates(spec: PoolSpec, sold: Iterable[ProviderOffers], place: int = 0) -
     want = spec.requirements
     found: list[Candidate] = []
     refusals: list[Refusal] = []
-    has_offers = has_ways = may_be_sold = False
+    has_offers = has_mixes = may_be_sold = False
     for one in sold:
         may_be_sold |= bool(one.errors) or one.provider.may_sell_spot(want)
         refusals += refusals_of(one)
@@ -186,21 +186,21 @@ def candidates(spec: PoolSpec, sold: Iterable[ProviderOffers], place: int = 0) -
             refusals.append(refusal(one.provider, None, why, one.seconds))
         else:
             has_offers = True
-            ways = _of_one_size(_ways(spec, _groups(good)), want)
-            has_ways |= bool(ways)
+            mixes = _of_one_size(_mixes(spec, _groups(good)), want)
+            has_mixes |= bool(mixes)
             cheapest = [
                 Candidate(one.provider, one.account, _parts(group, *counts), spec, place)
-                for group, counts in nsmallest(MOST_CANDIDATES, ways, key=_weight)
+                for group, counts in nsmallest(MOST_CANDIDATES, mixes, key=_weight)
             ]
             found += [candidate for candidate in cheapest if spec.may_cost(candidate.price_per_hour)]
-            if ways and not spec.may_cost(cheapest[0].price_per_hour):
+            if mixes and not spec.may_cost(cheapest[0].price_per_hour):
                 refusals.append(refusal(one.provider, None, _too_dear(spec, cheapest[0]), one.seconds))
-            if not ways:
+            if not mixes:
                 why = "it has no spot machine free" if one.provider.may_sell_spot(want) else "it sells no spot machine"
                 refusals.append(
                     refusal(one.provider, None, NoCapacity(f"{why} that fits {describe(want)}"), one.seconds)
                 )
-    if has_offers and not has_ways and not may_be_sold:
+    if has_offers and not has_mixes and not may_be_sold:
         spot.split(spec.spot, spec.least_nodes, spot_sold=False)
     return sorted(found, key=lambda candidate: candidate.weight)[:MOST_CANDIDATES], refusals
 
@@ -253,12 +253,12 @@ def _groups(offers: Iterable[Offer]) -> list[_Group]:
     return [*groups.values(), *dearer]
 
 
-type _Way = tuple[_Group, tuple[int, int]]
+type _Mix = tuple[_Group, tuple[int, int]]
 """A group, and how many of the machines are on demand and how many spot."""
 
 
-def _ways(spec: PoolSpec, groups: Iterable[_Group]) -> list[_Way]:
-    """Return the ways to rent all machines from one type in one region."""
+def _mixes(spec: PoolSpec, groups: Iterable[_Group]) -> list[_Mix]:
+    """Return the mixes that make up all machines from one type in one region."""
     counts = {has_spot: _counts(spec, has_spot=has_spot) for has_spot in (False, True)}
     return [
         (group, (on_demand, spot_nodes))
@@ -278,24 +278,24 @@ def _counts(spec: PoolSpec, *, has_spot: bool) -> list[tuple[int, int]]:
     return list(dict.fromkeys([*counts, (spec.least_nodes, 0)])) if is_free else counts
 
 
-def _of_one_size(ways: list[_Way], want: Requirements) -> list[_Way]:
+def _of_one_size(mixes: list[_Mix], want: Requirements) -> list[_Mix]:
     """Leave out offers with more chips than the fewest of this provider, unless they cost no more.
 
     A user who wants one H100 does not want to pay for eight. A type that the spec names is not left out.
     """
-    if want.accelerator is None or want.instance_type is not None or not ways:
-        return ways
-    chips = [(group[False] if False in group else group[True]).accelerators for group, _ in ways]
+    if want.accelerator is None or want.instance_type is not None or not mixes:
+        return mixes
+    chips = [(group[False] if False in group else group[True]).accelerators for group, _ in mixes]
     fewest = min(chips)
     if max(chips) == fewest:
-        return ways
-    dearest = max(_price(way) for way, number in zip(ways, chips, strict=True) if number == fewest)
-    return [way for way, number in zip(ways, chips, strict=True) if number == fewest or _price(way) <= dearest]
+        return mixes
+    dearest = max(_price(mix) for mix, number in zip(mixes, chips, strict=True) if number == fewest)
+    return [mix for mix, number in zip(mixes, chips, strict=True) if number == fewest or _price(mix) <= dearest]
 
 
-def _price(way: _Way) -> float:
-    """Return the price of all machines. It must be fast, because there may be fifty thousand ways."""
-    group, (on_demand, spot_nodes) = way
+def _price(mix: _Mix) -> float:
+    """Return the price of all machines. It must be fast, because there may be fifty thousand mixes."""
+    group, (on_demand, spot_nodes) = mix
     return (group[False].total_per_hour * on_demand if on_demand else 0.0) + (
         group[True].total_per_hour * spot_nodes if spot_nodes else 0.0
     )
@@ -309,9 +309,9 @@ def _parts(group: _Group, on_demand: int, spot_nodes: int) -> tuple[Part, ...]:
     return tuple(part for part in parts if part is not None)
 
 
-def _weight(way: _Way) -> tuple[float, float, float]:
-    """Return the sort key of a way: the price of all machines, then their size."""
-    group, (on_demand, spot_nodes) = way
+def _weight(mix: _Mix) -> tuple[float, float, float]:
+    """Return the sort key of a mix: the price of all machines, then their size."""
+    group, (on_demand, spot_nodes) = mix
     if not (on_demand and spot_nodes):  # nearly always; fifty thousand of them take a tenth of a second
         offer, count = group[bool(spot_nodes)], on_demand or spot_nodes
         return offer.total_per_hour * count, offer.vcpus * count, offer.memory_gb * count

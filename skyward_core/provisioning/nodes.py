@@ -321,13 +321,13 @@ class PortForwarding:
         wanted = [(nodes[rank], port) for rank, ports in self._ports.items() if rank in nodes for port in ports]
         if self._ports:
             wanted.append((nodes[0], head_port))
-        ways = [
+        forwards = [
             (target, port, urlsplit(target.transport.address(f"tls://127.0.0.1:{port}")).port or 0)
             for target, port in wanted
         ]
 
         def forward(node: Preparation) -> None:
-            for target, port, local in ways:
+            for target, port, local in forwards:
                 if node is not target and (node.instance.id, port) not in self._forwarded:
                     node.transport.lead(port, local)
                     self._forwarded.add((node.instance.id, port))

@@ -148,8 +148,8 @@ def refuse(spec: PoolSpec, provider: Provider) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class QuotedWay:
-    """One way to rent all machines: what it is, and the price of all of them with all extras, in USD per hour."""
+class QuotedCandidate:
+    """One candidate for all machines: what it is, and the price of all of them with all extras, in USD per hour."""
 
     name: str
     price_per_hour: float
@@ -157,29 +157,29 @@ class QuotedWay:
 
 @dataclass(frozen=True, slots=True)
 class Quote:
-    """The ways to rent the machines of a pool now, in the order in which they would be tried.
+    """The candidates for the machines of a pool now, in the order in which they would be tried.
 
-    `ceiling_usd` is the most that the pool may cost: `max_cost`, or what the most expensive way (of a pool that
+    `ceiling_usd` is the most that the pool may cost: `max_cost`, or what the most expensive candidate (of a pool that
     grows: `max_hourly_cost`) costs for `max_lifetime`; None if nothing limits it. `account` is the account that pays.
-    `refusals` are the reasons of the providers without a way. Prices are present prices: they may differ when a pool is
-    opened later.
+    `refusals` are the reasons of the providers without a candidate. Prices are present prices: they may differ when a
+    pool is opened later.
     """
 
-    ways: tuple[QuotedWay, ...]
+    candidates: tuple[QuotedCandidate, ...]
     ceiling_usd: float | None = None
     account: str | None = None
     refusals: tuple[Refusal, ...] = ()
 
     @property
     def price_per_hour(self) -> float | None:
-        """The price of the way that would be tried first, in USD; None if there is none."""
-        return self.ways[0].price_per_hour if self.ways else None
+        """The price of the candidate that would be tried first, in USD; None if there is none."""
+        return self.candidates[0].price_per_hour if self.candidates else None
 
     def __str__(self) -> str:
-        if not self.ways:
+        if not self.candidates:
             return "nothing to rent: " + ("; ".join(str(one) for one in self.refusals) or "no provider sells it")
-        shown = ", ".join(f"{way.name} at {usd(way.price_per_hour)} per hour" for way in self.ways[:SHOWN])
-        more = f" and {len(self.ways) - SHOWN} more" if len(self.ways) > SHOWN else ""
+        shown = ", ".join(f"{one.name} at {usd(one.price_per_hour)} per hour" for one in self.candidates[:SHOWN])
+        more = f" and {len(self.candidates) - SHOWN} more" if len(self.candidates) > SHOWN else ""
         ceiling = "no limit of the cost" if self.ceiling_usd is None else f"at most {usd(self.ceiling_usd)}"
         payer = f", paid by account {self.account!r}" if self.account else ""
         return f"{shown}{more}; {ceiling}{payer}"
@@ -192,17 +192,19 @@ def quote(spec: PoolSpec, providers: Sequence[Provider]) -> Quote:
     """
     asked = questions(spec, providers)
     found, refusals = rank_all(asked, ask_each(asked))
-    ways = tuple(QuotedWay(candidate.machines, candidate.price_per_hour) for candidate in found)
-    return Quote(ways, ceiling_of(spec, ways), spec.budget, tuple(refusals))
+    candidates = tuple(QuotedCandidate(candidate.machines, candidate.price_per_hour) for candidate in found)
+    return Quote(candidates, ceiling_of(spec, candidates), spec.budget, tuple(refusals))
 
 
-def ceiling_of(spec: PoolSpec, ways: Sequence[QuotedWay], seconds: float | None = None) -> float | None:
+def ceiling_of(spec: PoolSpec, candidates: Sequence[QuotedCandidate], seconds: float | None = None) -> float | None:
     """Return the most that the pool may cost, in USD; None if nothing limits it.
 
     `seconds` is after how long the pool's user ends it, such as an orchestrator.
     """
     ends = [end for end in (spec.max_lifetime, seconds) if end is not None]
-    dearest = max(way.price_per_hour for way in ways) if ways and not spec.is_elastic else spec.max_hourly_cost
+    dearest = (
+        max(one.price_per_hour for one in candidates) if candidates and not spec.is_elastic else spec.max_hourly_cost
+    )
     of_life = dearest * min(ends) / SECONDS_PER_HOUR if ends and dearest is not None else None
     limits = [limit for limit in (spec.max_cost, of_life) if limit is not None]
     return min(limits, default=None)

@@ -89,7 +89,7 @@ def _gpu_values(gpus: list[Any]) -> dict[str, float]:
     """
     import pynvml
 
-    ways: dict[str, Callable[[], float]] = {
+    measures: dict[str, Callable[[], float]] = {
         "gpu_utilization": lambda: (
             sum(float(pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu) for gpu in gpus) / len(gpus)
         ),
@@ -104,9 +104,9 @@ def _gpu_values(gpus: list[Any]) -> dict[str, float]:
         ),
     }
     values: dict[str, float] = {}
-    for name, way in ways.items() if gpus else ():
+    for name, measure in measures.items() if gpus else ():
         with contextlib.suppress(pynvml.NVMLError):
-            values[name] = way()
+            values[name] = measure()
     return values
 
 

@@ -228,7 +228,7 @@ def test_a_quote_has_the_ways_of_all_alternatives(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(threads.threading, "Thread", NoThread)
     local = sky.Local(price_per_hour=1.0, simulate="A100")
     quoted = sky.ComputePool(provider=local, accelerator=EITHER).quote()
-    assert [way.price_per_hour for way in quoted.ways] == [1.0]
+    assert [one.price_per_hour for one in quoted.candidates] == [1.0]
     (refused,) = quoted.refusals
     assert "nothing fits H100 80GB" in refused.message
 

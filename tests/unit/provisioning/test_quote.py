@@ -14,7 +14,7 @@ def test_a_quote_names_the_ways_the_price_and_the_ceiling_and_rents_nothing() ->
     """`max_cost` limits it, or the lifetime at the dearest price; without both nothing does."""
     local = NeverLaunched(price_per_hour=1.2)
     quoted = sky.ComputePool(provider=local, nodes=2, max_cost=3.0, budget="team-a").quote()
-    assert [way.price_per_hour for way in quoted.ways] == [pytest.approx(2.4)]
+    assert [one.price_per_hour for one in quoted.candidates] == [pytest.approx(2.4)]
     assert (quoted.price_per_hour, quoted.ceiling_usd, quoted.account) == (pytest.approx(2.4), 3.0, "team-a")
     assert "2 x local/" in str(quoted)
     assert "at $2.40 per hour; at most $3.00, paid by account 'team-a'" in str(quoted)
@@ -23,10 +23,10 @@ def test_a_quote_names_the_ways_the_price_and_the_ceiling_and_rents_nothing() ->
 
 
 def test_the_hourly_limit_holds_in_quotes() -> None:
-    """Ways above it are no ways. It limits the cost of a pool that grows, with a lifetime."""
+    """Candidates above it are none. It limits the cost of a pool that grows, with a lifetime."""
     local = NeverLaunched(price_per_hour=1.2)
     refused = sky.ComputePool(provider=local, nodes=2, max_hourly_cost=2).quote()
-    assert refused.ways == ()
+    assert refused.candidates == ()
     assert "costs $2.40 per hour (2 x local/local local), and max_hourly_cost=2 is less" in str(refused)
     grows = sky.ComputePool(provider=local, nodes=(1, 8), max_hourly_cost=6, max_lifetime=1800).quote()
     assert (grows.price_per_hour, grows.ceiling_usd) == (pytest.approx(1.2), pytest.approx(3.0))
@@ -36,6 +36,6 @@ def test_the_hourly_limit_holds_in_quotes() -> None:
 
 def test_a_quote_without_a_way_says_why() -> None:
     quoted = sky.ComputePool(provider=sky.Local(), cpu=100_000).quote()
-    assert (quoted.ways, quoted.price_per_hour) == ((), None)
+    assert (quoted.candidates, quoted.price_per_hour) == ((), None)
     assert str(quoted).startswith("nothing to rent: ")
     assert quoted.refusals
