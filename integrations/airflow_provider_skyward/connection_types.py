@@ -19,7 +19,11 @@ _REGION = {"label": "Region", "description": "one region, or several with commas
 def connection_types() -> list[dict[str, object]]:
     """Return the connection types: one for the ledger, one for each cloud."""
     key, token = {"password": "API key"}, {"password": "Token"}
-    cloud = {"label": "Cloud", "description": "empty: both", "schema": _text(enum=["secure", "community"])}
+    cloud: dict[str, object] = {
+        "label": "Cloud",
+        "description": "empty: both",
+        "schema": _text(enum=["secure", "community"]),
+    }
     return [
         _type("skyward", "SkywardHook", "Skyward", {"password": "Secret key"}, {"ledger_url": _LEDGER_URL}),
         _type(

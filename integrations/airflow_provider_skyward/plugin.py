@@ -5,7 +5,7 @@ Airflow imports plugins in all its processes, so FastAPI is imported only when A
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, cast
 
 from airflow.plugins_manager import AirflowPlugin
 
@@ -28,9 +28,9 @@ class SkywardPlugin(AirflowPlugin):
     """What Airflow loads by the entry point `airflow.plugins`."""
 
     name = "skyward"
-    fastapi_apps = _Apps()
-    listeners: ClassVar[list[Any]] = [marks]
-    react_apps: ClassVar[list[dict[str, str]]] = [
+    fastapi_apps = cast("list[Any]", _Apps())
+    listeners: list[Any] = [marks]  # noqa: RUF012 - as in the base class
+    react_apps: list[Any] = [  # noqa: RUF012
         {"name": "Skyward", "url_route": "skyward", "destination": "task_instance", "bundle_url": BUNDLE_URL},
         {"name": "Cost", "url_route": "skyward-cost", "destination": "dag_run", "bundle_url": BUNDLE_URL},
     ]

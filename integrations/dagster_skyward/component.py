@@ -125,7 +125,7 @@ class SkywardComponent(dg.Component, dg.Model, dg.Resolvable):
         payload = self._payload(context)
 
         @dg.multi_asset(name=own_key, required_resource_keys={key}, op_tags=tags, **self._outputs())
-        def on_pool(context: dg.AssetExecutionContext) -> Iterator[dg.MaterializeResult]:
+        def on_pool(context: dg.AssetExecutionContext) -> Iterator[dg.MaterializeResult[Any]]:
             yield from payload(context, getattr(context.resources, key))
 
         own = {} if self.resource is not None else {own_key: SkywardResource(**settings)}
@@ -196,7 +196,7 @@ def _script(path: Path, args: list[Any], partition: str | None) -> Payload:
     if not path.is_file():
         raise sky.BadRequest(f"script: there is no file {path}")
 
-    def run(context: dg.AssetExecutionContext, compute: SkywardResource) -> Iterator[dg.MaterializeResult[Any]]:
+    def run(context: dg.AssetExecutionContext, compute: SkywardResource) -> Iterator[Any]:
         env = {} if partition is None else {partition: context.partition_key}
         pipes = PipesSkywardClient(compute=compute)
         yield from pipes.run(context=context, script=path, args=args, env=env).get_results()

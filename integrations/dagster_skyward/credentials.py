@@ -13,7 +13,7 @@ from pydantic import Field
 import skyward_core as sky
 
 
-class SkywardCredentials(dg.ConfigurableResource):
+class SkywardCredentials(dg.ConfigurableResource):  # pyright: ignore[reportMissingTypeArgument]
     """What the credentials of all clouds share. Each cloud has a subclass."""
 
     cloud: ClassVar[str] = ""
@@ -29,9 +29,7 @@ class SkywardCredentials(dg.ConfigurableResource):
         settings: dict[str, Any] = {} if given is None else {**given.to_json()}
         settings.pop("name", None)
         values = {name: getattr(self, name) for name in type(self).model_fields}
-        return type(self).provider_class()(
-            **settings, **{name: value for name, value in values.items() if value is not None}
-        )
+        return self.provider_class()(**settings, **{name: value for name, value in values.items() if value is not None})
 
 
 class AWSCredentials(SkywardCredentials):

@@ -52,6 +52,6 @@ def refuse_retries(error: Exception) -> None:
 def _failure_class(kind: type[Exception]) -> type[Exception]:
     return type(
         kind.__name__,
-        (kind, dg.Failure),
+        (kind, dg.Failure),  # pyright: ignore[reportGeneralTypeIssues] - both are exceptions
         {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__},
     )

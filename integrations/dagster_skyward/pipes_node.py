@@ -12,7 +12,7 @@ import tempfile
 import threading
 import types
 import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 LIBRARY = "dagster_pipes"
@@ -54,7 +54,7 @@ def run_function(
 
     class Writer(pipes.PipesMessageWriter):
         @contextlib.contextmanager
-        def open(self, params: Any) -> Iterator[Any]:
+        def open(self, params: Any) -> Generator[Any]:
             yield Channel()
 
     before = pipes.PipesContext._instance

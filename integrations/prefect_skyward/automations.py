@@ -95,7 +95,9 @@ def deploy_crash_guard(
         within=timedelta(seconds=silent_seconds),
     )
     message = f"The flow run has sent no heartbeat for {silent_seconds:g} s: its process and its worker have died."
-    action = ChangeFlowRunState(type="change-flow-run-state", state=StateType.CRASHED, message=message)
+    action = ChangeFlowRunState(
+        type="change-flow-run-state", name=None, state=StateType.CRASHED, message=message, force=False
+    )
     return _deploy(name, f"Sets a run Crashed that is silent for {silent_seconds:g} s.", trigger, [action])
 
 

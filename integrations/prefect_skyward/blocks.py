@@ -43,7 +43,8 @@ class SkywardCredentials(CredentialsBlock, ABC):  # Prefect registers no block t
             "vastai": lambda: sky.VastAI,
             "verda": lambda: sky.Verda,
         }[self._cloud]()
-        return kind(**{**options, **self._secrets()})
+        settings: dict[str, Any] = {**options, **self._secrets()}
+        return kind(**settings)
 
     @property
     def cloud(self) -> str:
@@ -271,7 +272,8 @@ class SkywardPool(Block):
         if "provider" in self.more:
             _refuse_credentials(self.more["provider"])
         nodes = self.nodes if self.most_nodes is None else (self.nodes, self.most_nodes)
-        return sky.PoolSpec.of(**{**fields, "nodes": nodes, **self.more})
+        settings: dict[str, Any] = {**fields, "nodes": nodes, **self.more}
+        return sky.PoolSpec.of(**settings)
 
     def get_provider(self) -> sky.Provider | None:
         """Return the cloud, with the credentials; None if the block names none.

@@ -160,8 +160,9 @@ async def awaited(
     with calls.pools.holding(step.spec) as life:
         with waiting_for_machines(life):
             await asyncio.wrap_future(life.opened)
+        limit = asyncio.timeout(timeout_seconds)
         try:
-            async with asyncio.timeout(timeout_seconds) as limit:
+            async with limit:
                 return await asyncio.wrap_future(calls.call(life, step, args, kwargs))
         except TimeoutError:
             if limit.expired():

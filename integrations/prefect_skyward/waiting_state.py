@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import copy_context
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from prefect.context import TaskRunContext
 from prefect.states import Pending, Running
@@ -50,7 +50,7 @@ def waiting_for_machines(life: PoolLife) -> Generator[None]:
         yield
     running: State[Any] = Running()
     if run.run_count <= 1:
-        run.start_time = running.timestamp
+        run.start_time = cast(Any, running.timestamp)
     _enter(run, running)
 
 

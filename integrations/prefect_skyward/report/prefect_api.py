@@ -47,6 +47,7 @@ transaction, the answer is "database is locked" (503) at once.
 """
 LABEL_SECONDS = 1.0
 """How long labels are tried that the next write repeats."""
+FORBIDDEN = int(codes.FORBIDDEN)
 BUSY = frozenset({codes.REQUEST_TIMEOUT, codes.TOO_MANY_REQUESTS, codes.BAD_GATEWAY, codes.SERVICE_UNAVAILABLE})
 
 
@@ -83,7 +84,7 @@ def _seconds_before_next(error: HTTPStatusError | TransportError, pause: float) 
     if isinstance(error, TransportError):
         return AWAY_SECONDS
     answer = error.response
-    if answer.status_code == codes.FORBIDDEN and "Invalid CSRF token" in answer.text:
+    if answer.status_code == FORBIDDEN and "Invalid CSRF token" in answer.text:
         return 0.0  # Prefect's client asks for another one
     if answer.status_code not in BUSY:
         return None
