@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import skyward_core as sky
+from airflow_provider_skyward.task_log import lines_for_log
 
 _log = logging.getLogger("skyward")
 LEASE_SECONDS = 600.0
@@ -31,14 +32,6 @@ _attaching = threading.BoundedSemaphore(ATTACH_AT_ONCE)
 """For the whole process: a triggerer that is restarted gets hundreds of deferred tasks at once. Each attachment takes
 processor time and the ledger, so all together would take so long that each of them fails.
 """
-
-
-def lines_for_log(news: sky.CallNews) -> list[tuple[int, str]]:
-    """Return the new lines of a call for the task log, with their levels: those of its log records, or INFO."""
-    return [
-        (level or logging.INFO, f"[node {news.node or 0}] {line}")
-        for line, level in zip(news.lines, news.levels, strict=True)
-    ]
 
 
 class _Gone(Exception):

@@ -20,12 +20,11 @@ from airflow.sdk.exceptions import AirflowRuntimeError
 import skyward_core as sky
 from airflow_provider_skyward.airflow_compat import known_level
 from airflow_provider_skyward.bills import costs_of
-from airflow_provider_skyward.call_follower import lines_for_log
 from airflow_provider_skyward.generations import STATE_KEY, Generation, Phase, begun, may_adopt, pool_name_of
 from airflow_provider_skyward.pool_keywords import PLACEHOLDER
 from airflow_provider_skyward.stop_order import order_stop
 from airflow_provider_skyward.task_attempt import Killed, TaskAttempt
-from airflow_provider_skyward.task_log import alarm_waits
+from airflow_provider_skyward.task_log import alarm_waits, lines_for_log
 
 if TYPE_CHECKING:
     from airflow.sdk import Context

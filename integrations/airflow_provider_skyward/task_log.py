@@ -1,4 +1,4 @@
-"""The task log and requests to Airflow, which Airflow's time limit does not interrupt.
+"""The task log: the lines of nodes in it, and a writing that Airflow's time limit does not interrupt.
 
 When `execution_timeout` is over, Airflow's handler of SIGALRM writes into the log, in the main thread, and raises. If
 that thread was just writing a line, it has the lock of structlog's logger, which can be taken only once: it would wait
@@ -8,11 +8,14 @@ of this one. So the signal waits until the line is written, or the answer is the
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
+
+import skyward_core as sky
 
 
 @contextmanager
@@ -57,3 +60,11 @@ class TaskLog:
         """Write a line, and the exception that is handled just now."""
         with alarm_waits():
             self._log.exception(text, *args)
+
+
+def lines_for_log(news: sky.CallNews) -> list[tuple[int, str]]:
+    """Return the new lines of a call for the task log, with their levels: those of its log records, or INFO."""
+    return [
+        (level or logging.INFO, f"[node {news.node or 0}] {line}")
+        for line, level in zip(news.lines, news.levels, strict=True)
+    ]

@@ -8,12 +8,16 @@ class TestAcme(ProviderContract):
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import logging
+import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from datetime import date
+from itertools import pairwise
 from typing import Any, ClassVar, Protocol
 
 import pytest
@@ -42,6 +46,11 @@ POOL = "sky-contract-a1b2c3"
 STARTUP = "#!/bin/sh\necho the guard, with 'quotes' and \"$SKYWARD_INSTANCE_ID\"\n"
 
 type Make = Callable[..., Any]
+
+
+def is_text(node: ast.stmt) -> bool:
+    """Whether a statement is a text, such as a docstring."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 class Cloud(Protocol):
@@ -119,6 +128,20 @@ class ProviderContract:
     @pytest.fixture
     def offer(self, cloud: Cloud, make: Make) -> Offer:
         return cheapest(make(), self.want)
+
+    def test_each_setting_is_explained(self, cloud: Cloud, make: Make) -> None:
+        """The reference shows the docstring below the field, its description, or its line under "Attributes"."""
+        kind = type(make())
+        (body,) = [node.body for node in ast.parse(inspect.getsource(kind)).body if isinstance(node, ast.ClassDef)]
+        fields = [
+            one.target.id
+            for one, below in pairwise([*body, ast.Pass()])
+            if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name) and not is_text(below)
+        ]
+        listed = re.findall(r"\w+", " ".join(re.findall(r"^    +([\w, ]+): ", kind.__doc__ or "", re.MULTILINE)))
+        known = {name for name in fields if name in listed or name not in kind.model_fields}
+        bare = [name for name in fields if name not in known and not kind.model_fields[name].description]
+        assert not bare, f"write a docstring below each of these fields, or Field(description=...): {bare}"
 
     # ── offers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

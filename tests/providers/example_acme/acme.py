@@ -51,9 +51,13 @@ class Acme(Provider):
     end_command: ClassVar[str] = END_COMMAND
 
     region: str | None = None
+    """One region, or None: all."""
     ssh_key: str | None = None
+    """Path of a private key without passphrase; by default one is created."""
     endpoint_url: str | None = None
+    """In place of Acme's own URL."""
     token: SecretStr | None = Field(default=None, exclude=True, repr=False)
+    """A token that may create and delete machines; by default ACME_TOKEN."""
 
     def offers(self, want: Requirements) -> list[Offer]:
         with self._api() as api:

@@ -41,8 +41,9 @@ from airflow_provider_skyward.bills import SETTLED_KEY, Cost, bill_of, make_fina
 from airflow_provider_skyward.call_follower import LEASE_SECONDS, CallFollower
 from airflow_provider_skyward.deferred_attempt import DeferredAttempt
 from airflow_provider_skyward.generations import STATE_KEY, Generation, Phase, begun, may_adopt, pool_name_of
+from airflow_provider_skyward.keyword_types import DecoratorKeywords
 from airflow_provider_skyward.operators import SkywardOperator
-from airflow_provider_skyward.pool_keywords import as_plain_data
+from airflow_provider_skyward.pool_keywords import POOL_KEYWORDS, as_plain_data
 from airflow_provider_skyward.progress import Progress
 from airflow_provider_skyward.task_attempt import Killed, idle_machines
 from skyward_core.concurrency import threads as afterwards
@@ -1001,3 +1002,8 @@ def test_the_order_goes_through_stdin_and_no_argument_has_a_secret(monkeypatch: 
     assert pool == "nightly"
     assert credentials.api_key.get_secret_value() == "a-secret"
     assert credentials.region == "EU-RO-1"
+
+
+def test_type_checkers_know_each_keyword_of_the_pool() -> None:
+    missing = sorted(set(POOL_KEYWORDS) - set(DecoratorKeywords.__annotations__))
+    assert not missing, f"add {missing} to integrations/airflow_provider_skyward/keyword_types.py"

@@ -10,7 +10,7 @@ from contextlib import ExitStack, nullcontext
 from contextvars import copy_context
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 from uuid import UUID, uuid4
 
 import cloudpickle
@@ -961,3 +961,9 @@ def test_a_line_that_is_not_shown_is_at_debug_in_the_run_s_log(caplog: pytest.Lo
         (logging.INFO, "[node 0] trained"),
         (logging.DEBUG, "[node 1] trained"),
     ]
+
+
+def test_the_form_of_a_pool_offers_each_provider() -> None:
+    """A form needs a list that is written down."""
+    missing = sorted({name.lower() for name in sky.PROVIDERS} - set(get_args(blocks.CLOUDS)))
+    assert not missing, f"add {missing} to CLOUDS of integrations/prefect_skyward/blocks.py"

@@ -153,6 +153,13 @@ def aws() -> tuple[Account, Any]:
 ACCOUNTS = (aws, digitalocean, verda, vastai, runpod)
 
 
+def test_each_cloud_has_an_account_here() -> None:
+    """The table of the page has a row for each cloud that sells machines."""
+    clouds = [name for name in sky.PROVIDERS if name not in {"Hosts", "Local"}]
+    missing = {name.lower() for name in clouds} - {make.__name__ for make in ACCOUNTS}
+    assert not missing, f"write the account of {missing} into ACCOUNTS, and its variable into SOURCES"
+
+
 @pytest.fixture
 def refusals(
     in_process: Install, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -18,7 +18,7 @@ from skyward_core.errors import LedgerError
 from skyward_core.ledger.names_policy import Join, NameState, NotSteward, Rent, Usage
 from skyward_core.machines.owner import Owner
 from skyward_core.session import named_use
-from skyward_core.session.named_use import NamedUse
+from skyward_core.session.named_use import EACH_ITS_OWN, NamedUse
 from skyward_core.session.steward_term import RENEW_SECONDS, Gap, LedgerContact
 from skyward_core.spec import PoolSpec
 from skyward_core.wire.protocol import ENDING_SECONDS
@@ -311,3 +311,16 @@ def test_warnings_are_logged_as_those_of_any_pool(
 
 def _no_answer(*_: object) -> None:
     raise LedgerError("no answer")
+
+
+SHARED_TERMS = """
+    accelerator architecture budget concurrency cpu env image keep_warm machine max_cost max_hourly_cost max_lifetime
+    memory nodes scale_down_after scale_up_after secrets selection spot timeout volume
+"""
+
+
+def test_for_each_field_it_is_decided_whether_processes_that_share_a_pool_may_differ_in_it() -> None:
+    """A new field would else refuse processes that differ in it."""
+    undecided = sorted(set(sky.PoolSpec.model_fields) - EACH_ITS_OWN - set(SHARED_TERMS.split()))
+    assert not undecided, f"add {undecided} to EACH_ITS_OWN of session/named_use.py, or to SHARED_TERMS here"
+    assert not EACH_ITS_OWN & set(SHARED_TERMS.split())
