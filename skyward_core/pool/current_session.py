@@ -378,7 +378,7 @@ class CurrentSession:
         _, opened, use = self.cluster, self._opened, self._use
         if opened is None:
             raise PoolClosed(self.why_closed)
-        size = opened.own_size
+        size = opened.own_size()
         if size is None and use is not None and use.succession is not None:
             size = use.succession.size
         if size is None:

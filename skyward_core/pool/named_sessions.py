@@ -137,10 +137,10 @@ def _leave_again(opened: NamedSession | Attached, use: NamedUse) -> None:
 
 
 def _leave_own(session: NamedSession, use: NamedUse) -> None:
-    if session.is_running and not session.is_steward:
+    if session.is_running and not session.is_steward():
         _leave_as_client(session, use)
         return
-    is_last = session.is_running and use.is_last
+    is_last = session.is_running and use.is_last()
     if not session.is_running or (is_last and not use.keep_warm and use.leave() is NameState.CLOSING):
         _end(session)
         return
@@ -175,7 +175,7 @@ def _mark(opened: NamedSession | Attached, use: NamedUse) -> None:
 
 def _leave_as_client(session: NamedSession, use: NamedUse) -> None:
     """Leave a pool that another process keeps, or none."""
-    _ = use.is_last  # after an outage of the ledger this waits, and the session renews the nodes
+    use.is_last()  # after an outage of the ledger this waits, and the session renews the nodes
     _adopt_no_more(use)
     _mark(session, use)
     session.leave_to_lease("the pool was left")
@@ -197,7 +197,7 @@ def _leave_attached(attached: Attached, use: NamedUse) -> None:
     pool_id, may_be_warm, is_extended, warm_seconds = attached.lease.pool_id, True, False, math.inf
     if attached.is_running:
         _mark(attached, use)
-    if attached.is_running and use.is_last and (seconds := use.keep_warm):
+    if attached.is_running and use.is_last() and (seconds := use.keep_warm):
         try:
             use.longest_seconds = max(use.longest_seconds, seconds)
             paid_seconds = None if use.succession is None else use.succession.keep_warm(seconds)

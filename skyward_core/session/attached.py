@@ -73,8 +73,6 @@ class Attached:
     final: CostFinal | None = None
     receipt: Mapping[str, Any] | None = None
     why_ended: SkywardError | None = None
-    own_size = None
-    """None: the process that keeps the pool sets its size."""
 
     def __init__(
         self,
@@ -144,6 +142,9 @@ class Attached:
             self._payments = payments = LeasePayments(lease.pool_id, lease_seconds, self.emit)
             self.paid_seconds = payments.paid_seconds
             self._beats.append(PeriodicThread("skyward-money", payments.beat_seconds, payments.renew, self._on_trouble))
+
+    def own_size(self) -> None:
+        """None: the process that keeps the pool sets its size."""
 
     def emit(self, event: SkywardEvent) -> int:
         """Queue an event for the callbacks; return its number in `events`."""

@@ -63,12 +63,10 @@ class NamedSession(Session):
         self._stepping_down = threading.Lock()
         """Held while the session becomes one of a client, or checks that."""
 
-    @property
     @override
     def own_size(self) -> PoolSize | None:
-        return self.size if self.is_steward else None
+        return self.size if self.is_steward() else None
 
-    @property
     def is_steward(self) -> bool:
         """Whether this process still keeps the pool. If that is not certain, asks the ledger. Raises LedgerError."""
         try:

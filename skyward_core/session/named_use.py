@@ -314,7 +314,6 @@ class NamedUse:
 
     # ── leave ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    @property
     def is_last(self) -> bool:
         """Whether no other process uses the pool, at this moment. Raises LedgerError.
 

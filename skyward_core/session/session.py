@@ -129,7 +129,6 @@ class Session:
             self._ended,
         )
 
-    @property
     def own_size(self) -> PoolSize | None:
         """The size of the pool, if this process may set it; None before the pool is open."""
         return self.size

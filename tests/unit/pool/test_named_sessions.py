@@ -61,7 +61,6 @@ class Use:
         self.steps.append("leave")
         return NameState.IN_USE if self.is_used else NameState.WARM
 
-    @property
     def is_last(self) -> bool:
         """Another process leaves right after this was read."""
         self.is_used = False
@@ -229,7 +228,8 @@ class Replaced(NamedSession):
         """Always."""
         return True
 
-    is_steward = True
+    def is_steward(self) -> bool:
+        return True
 
     def detach(self, lease_seconds: float) -> Lease:
         raise NotSteward("another process keeps the pool now")
@@ -244,7 +244,7 @@ def test_an_opener_that_is_replaced_while_it_leaves_leaves_as_a_client(
 ) -> None:
     """No error reaches the program, and the machines are not ended."""
     use, _ = extending
-    monkeypatch.setattr(Use, "is_last", property(lambda self: self.steps.append("look") or False))
+    monkeypatch.setattr(Use, "is_last", lambda self: bool(self.steps.append("look")))
     use.is_used = not is_last
     if not is_last:
         monkeypatch.setattr(use, "leave", lambda **_: use.steps.append("leave") or NameState.IN_USE)

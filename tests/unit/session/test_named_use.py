@@ -167,7 +167,7 @@ def test_a_process_that_is_the_last_one_after_an_outage_ends_the_pool(use: Named
     """After the time in which others would have renewed their rows; asking twice makes it no longer."""
     joined(use)
     clock.seconds = 200.0
-    assert use.is_last
+    assert use.is_last()
     assert use.leave() is NameState.CLOSING
     assert 200.0 + RENEW_SECONDS <= clock.seconds < 202.0 + RENEW_SECONDS
 
