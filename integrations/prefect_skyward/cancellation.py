@@ -92,7 +92,7 @@ class Cancellation:
         with SyncClientContext.get_or_create() as context:
             state = context.client.read_flow_run(self._flow_run_id).state
             if state is None or not state.is_cancelled():
-                message = "The flow run was cancelled, and no process has stopped it."
+                message = "The flow run was cancelled: its calls were stopped, and its machines given back."
                 context.client.set_flow_run_state(self._flow_run_id, Cancelled(message=message), force=True)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,7 +26,7 @@ from skyward_core.errors import ZERO_USD, BadRequest
 if TYPE_CHECKING:
     from skyward_core.ledger.ledger import Ledger
     from skyward_core.ledger.names_policy import Activity, NamedPool
-    from skyward_core.ledger.rows import Attempt, PoolEntry, PoolRow, UnreadableRow
+    from skyward_core.ledger.rows import Attempt, Intent, PoolEntry, PoolRow, UnreadableRow
 
 
 def ps(
@@ -129,34 +129,53 @@ def warm(
 
 def pools_of(ledger: Ledger, rows: Sequence[PoolRow], unreadable: list[UnreadableRow]) -> list[dict[str, Any]]:
     """Return pools as in `skyward ps --json`."""
-    rates = _rates(ledger, unreadable)
+    rented = _rented(ledger, unreadable)
     names = {named.pool_id: named for named in ledger.names.all_named(unreadable=unreadable)}
     uses = ledger.names.activity(names, unreadable=unreadable) if names else {}
     now = datetime.now(UTC)
     return [
-        _pool_json(row, rates.get(row.entry.id, ZERO_USD), now, names.get(row.entry.id), uses.get(row.entry.id))
+        _pool_json(row, rented.get(row.entry.id, ()), now, names.get(row.entry.id), uses.get(row.entry.id))
         for row in rows
     ]
 
 
-def _rates(ledger: Ledger, unreadable: list[UnreadableRow]) -> dict[str, Decimal]:
-    """Return USD per hour of what each pool has rented now, by pool id."""
-    rates: dict[str, Decimal] = {}
+def _rented(ledger: Ledger, unreadable: list[UnreadableRow]) -> dict[str, list[Intent]]:
+    """Return what each pool has rented now, by pool id."""
+    rented: dict[str, list[Intent]] = {}
     for intent in ledger.open_intents(unreadable=unreadable):
         if intent.cloud_id is not None:
-            rates[intent.pool_id] = rates.get(intent.pool_id, ZERO_USD) + intent.price.per_hour
-    return rates
+            rented.setdefault(intent.pool_id, []).append(intent)
+    return rented
+
+
+def _unrecorded_usd(rented: Iterable[Intent], now: datetime) -> Decimal:
+    """Return what machines may have cost since their owner's last record."""
+    return (
+        sum(
+            (
+                intent.price.per_hour * Decimal(max(0.0, _age_seconds(intent, now) - sum(intent.seconds.values())))
+                for intent in rented
+            ),
+            ZERO_USD,
+        )
+        / 3600
+    )
+
+
+def _age_seconds(intent: Intent, now: datetime) -> float:
+    return (now - intent.intended_at).total_seconds()
 
 
 def _pool_json(
     row: PoolRow,
-    usd_per_hour: Decimal,
+    rented: Sequence[Intent],
     now: datetime,
     named: NamedPool | None = None,
     use: Activity | None = None,
 ) -> dict[str, Any]:
     """Return a pool as in `skyward ps --json`. `use` is there for a pool with a name."""
     entry = row.entry
+    state = _pool_state(entry, now)
     idle_since = None if use is None or entry.ended_at is not None else use.idle_since
     return {
         "pool": entry.id,
@@ -166,7 +185,7 @@ def _pool_json(
         "idle_since": None if idle_since is None else iso(idle_since),
         "idle_seconds": None if idle_since is None else round(max(0.0, (now - idle_since).total_seconds()), 3),
         "warm_until": None if named is None or named.warm_until is None or entry.ended_at else iso(named.warm_until),
-        "state": _pool_state(entry, now),
+        "state": state,
         "owner": entry.owner.name,
         "work": entry.work.labels(),
         "provider": str(entry.provider.get("name", "?")),
@@ -178,8 +197,9 @@ def _pool_json(
         "resources": row.resources,
         "age_seconds": round(((entry.ended_at or now) - entry.created_at).total_seconds(), 3),
         "lease_seconds": round((entry.lease_expires_at - now).total_seconds(), 3),
-        "usd_per_hour": float(usd_per_hour),
+        "usd_per_hour": float(sum((intent.price.per_hour for intent in rented), ZERO_USD)),
         "cost_usd": float(row.cost_usd),
+        "unrecorded_usd": float(_unrecorded_usd(rented, now)) if state.startswith("dead") else 0.0,
         "saved_usd": float(row.on_demand_usd - row.cost_usd),
     }
 
@@ -226,7 +246,9 @@ def _pool_row(pool: Mapping[str, Any]) -> list[str]:
         duration(pool["age_seconds"]),
         "" if pool["state"] == "ended" else duration(pool["lease_seconds"]),
         _rate(pool["usd_per_hour"]),
-        money(pool["cost_usd"]),
+        f"up to {money(pool['cost_usd'] + pool['unrecorded_usd'])}"
+        if pool["unrecorded_usd"]
+        else money(pool["cost_usd"]),
     ]
 
 

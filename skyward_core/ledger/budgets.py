@@ -540,7 +540,7 @@ def _too_little(
     """Return the error of launches whose first minute costs more than is left of a `max_cost`."""
     words = _first_minute(wanted, cost, ending_seconds)
     return BudgetExceeded(
-        f"{words}; of max_cost={limit:f} {left:f} USD are left. Raise max_cost, or ask for fewer or cheaper machines",
+        f"{words}; {left:f} USD of max_cost={limit:f} are left. Raise max_cost, or ask for fewer or cheaper machines",
         left_usd=left,
     )
 

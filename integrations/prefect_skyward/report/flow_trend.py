@@ -22,7 +22,7 @@ from prefect.client.schemas.filters import (
     FlowRunFilterState,
     FlowRunFilterStateType,
 )
-from prefect.client.schemas.objects import TERMINAL_STATES
+from prefect.client.schemas.objects import TERMINAL_STATES, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.utilities.urls import url_for
 
@@ -36,9 +36,13 @@ if TYPE_CHECKING:
 COST_LABEL, FINAL_LABEL = "skyward.cost_usd", "skyward.is_final"
 MEASURE_LABEL, PERCENT_LABEL = "skyward.utilisation_of", "skyward.utilisation_percent"
 ENDED = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=sorted(TERMINAL_STATES))))
+BEGUN_STATES = (StateType.RUNNING, StateType.CANCELLING, StateType.PAUSED)
+BEGUN = FlowRunFilter(
+    state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[*sorted(TERMINAL_STATES), *BEGUN_STATES]))
+)
 MOST_RUNS = 30
 READ_RUNS = 50
-"""How many of the newest runs that have ended are read; some may have rented nothing."""
+"""How many of the newest runs are read; some may have rented nothing."""
 BAR_CHARACTERS, NAME_CHARACTERS, STATE_CHARACTERS = 4, 18, 12
 """Prefect's page is 708 pixels wide beside its margins, and cuts a wider table off."""
 
@@ -60,13 +64,14 @@ class RunFigures:
 def write_trend(flow_id: UUID, known: Mapping[UUID, Mapping[str, str]] = MappingProxyType({})) -> None:
     """Write the artifact of a flow; nothing if none of its runs has rented machines.
 
+    It has the runs that have ended, and those with a final bill: one whose process was killed may be Running for ever.
     `known`: the figures of runs whose labels may be older than these.
     """
     flow = asked(lambda client: client.read_flow(flow_id))
     newest = asked(
         lambda client: client.read_flow_runs(
             flow_filter=FlowFilter(id=FlowFilterId(any_=[flow_id])),
-            flow_run_filter=ENDED,
+            flow_run_filter=BEGUN,
             sort=FlowRunSort.START_TIME_DESC,
             limit=READ_RUNS,
         )
@@ -78,6 +83,7 @@ def write_trend(flow_id: UUID, known: Mapping[UUID, Mapping[str, str]] = Mapping
         _row(run, figures)
         for run in newest
         if COST_LABEL in (figures := {**(run.labels or {}), **late.get(run.id, {})})
+        and (run.state_type in TERMINAL_STATES or is_final(figures))
     ][:MOST_RUNS]
     if runs:
         write_of_no_run(key_of(flow.name, flow_id), trend_page(runs), trend_summary(runs))

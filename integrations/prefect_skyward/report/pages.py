@@ -74,6 +74,11 @@ def usd(amount: float) -> str:
     return f"${amount:.{decimals}f}"
 
 
+def machines(count: int) -> str:
+    """Return a number of machines in words."""
+    return f"{count} machine{'' if count == 1 else 's'}"
+
+
 def duration(seconds: float) -> str:
     """Return seconds in words."""
     if seconds < 60:
@@ -96,7 +101,8 @@ def summary(state: RunState) -> str:
 
 def used(measure: str, percent: float | None) -> str:
     """Return a mean utilisation in words; "" for none."""
-    return "" if percent is None else f"{measure} {percent:.0f} %".strip()
+    # labels have one decimal: a percentage that was read from there is the same in words
+    return "" if percent is None else f"{measure} {round(percent, 1):.0f} %".strip()
 
 
 def cost_tag(amount: float, measure: str = "", percent: float | None = None, *, is_final: bool = True) -> str:
@@ -254,16 +260,19 @@ def _receipt_words(pool_ids: Sequence[str]) -> str:
 
 def settled_page(whole_usd: float, tasks: Sequence[Mapping[str, Any]], pool_ids: Sequence[str]) -> str:
     """Return the markdown of the cost of a run whose process could not write it: by the ledger."""
-    rest = total([whole_usd, *(-row["USD"] for row in tasks)])
-    rows = [[_cell(row["task"]), usd(row["USD"])] for row in tasks[:MOST_TASK_LINES]]
-    others = total([rest, *(row["USD"] for row in tasks[MOST_TASK_LINES:])])
-    rows += [["other tasks, opening, idle time, the end", usd(others)]]
-    rows += [["**Total**", f"**{usd(whole_usd)}**"]]
+    by_task: dict[str, list[float]] = {}
+    for row in tasks:
+        by_task.setdefault(row["task"], []).append(row["USD"])
+    shown = sorted(by_task.items(), key=lambda item: -sum(item[1]))[:MOST_TASK_LINES]
+    rows = [[_cell(task), str(len(amounts)), usd(total(amounts))] for task, amounts in shown]
+    others = total([whole_usd, *(-amount for _, amounts in shown for amount in amounts)])
+    rows += [["other tasks, opening, idle time, the end", "", usd(others)]]
+    rows += [["**Total**", "", f"**{usd(whole_usd)}**"]]
     words = (
         "This run uses no machines now, and its process has not written its bill: it was killed, Prefect's API did not"
         " answer it, or machines were not confirmed gone at its end. These figures are the ledger's."
     )
-    return f"{words}\n\n{table(['task', 'USD'], rows)}\n\n{_receipt_words(pool_ids)}"
+    return f"{words}\n\n{table(['task', 'task runs', 'USD'], rows)}\n\n{_receipt_words(pool_ids)}"
 
 
 def node_rows(state: RunState, now: float) -> list[dict[str, Any]]:

@@ -33,11 +33,11 @@ from prefect_skyward.report.notices import Notice, RunWarning, Sieve, exceeded, 
 from prefect_skyward.report.pages import RunState
 from prefect_skyward.report.pool_state import PoolState, SharedPool
 from prefect_skyward.report.prefect_api import COST_KEY, LABEL_SECONDS, RunApi
-from prefect_skyward.report.settlement import TASKS_KEY, begin_bill, settle_earlier_runs
-from prefect_skyward.report.task_costs import total, with_the_ledger
+from prefect_skyward.report.settlement import NODES_KEY, TASKS_KEY, begin_bill, settle_earlier_runs
+from prefect_skyward.report.task_costs import nodes_with_the_ledger, total, with_the_ledger
 from prefect_skyward.ui import RunLog
 
-NODES_KEY, MACHINES_KEY, TASK_RUN_KEY = "skyward-nodes", "skyward-machines", "skyward-task-run"
+MACHINES_KEY, TASK_RUN_KEY = "skyward-machines", "skyward-task-run"
 WRITE_SECONDS = 15.0
 """The least time between two updates. The start and the readiness of a pool are written at once."""
 BATCH_SECONDS = 0.05
@@ -352,11 +352,11 @@ class RunReport:
         if not (
             self._state.is_final or any(pool.ready_seconds is not None or pool.trouble for pool in self._state.pools)
         ):
-            self._try(self._write_labels_if_due)
+            self._try(self._write_live_labels)
             return True
         # the cost is first: an API that is slow may not take all
         has_cost = self._try(self._write_cost) and self._try(self._write_tag)
-        self._try(self._write_labels_if_due)
+        self._try(self._write_live_labels)
         written = [self._try(write) for write in (self._write_nodes, self._write_tasks, self._write_runs)]
         return has_cost and all(written)
 
@@ -406,9 +406,11 @@ class RunReport:
     def _write_nodes(self) -> None:
         own = {pool.pool_id for pool in self._state.pools}
         earlier = [row for row in self._earlier_rows.get(NODES_KEY, []) if row.get("pool") not in own]
+        if self._state.is_final and earlier:  # the process of an earlier attempt may have been killed
+            earlier = nodes_with_the_ledger(earlier, {row["pool"]: sky.receipt_of(row["pool"]) for row in earlier})
         rows = earlier + pages.node_rows(self._state, time.monotonic())
         if rows:
-            self._api.write(NODES_KEY, "table", rows, f"{len(rows)} machines · {pages.summary(self._state)}")
+            self._api.write(NODES_KEY, "table", rows, f"{pages.machines(len(rows))} · {pages.summary(self._state)}")
 
     def _write_tasks(self) -> None:
         tasks = self._state.tasks
@@ -441,8 +443,8 @@ class RunReport:
                 TASK_RUN_KEY, "markdown", pages.task_page(run), pages.task_summary(run), task_run_id=run.task_run_id
             )
 
-    def _write_labels_if_due(self) -> None:
-        if self._due_at < math.inf and not self._state.is_final:
+    def _write_live_labels(self) -> None:
+        if not self._state.is_final:
             with suppress(HTTPStatusError):  # of a busy server; the last ones say the same and more
                 self._write_labels()
 

@@ -11,7 +11,7 @@ pool any more. If its process lives, and rents again, its report writes all of i
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -24,13 +24,14 @@ from prefect.client.schemas.filters import (
     FlowRunFilterState,
     FlowRunFilterStateType,
 )
-from prefect.client.schemas.objects import TERMINAL_STATES, StateType
+from prefect.client.schemas.objects import TERMINAL_STATES
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.context import FlowRunContext, TaskRunContext
 
 import skyward_core as sky
 from prefect_skyward.report import pages
 from prefect_skyward.report.flow_trend import (
+    BEGUN_STATES,
     COST_LABEL,
     ENDED,
     FINAL_LABEL,
@@ -42,19 +43,18 @@ from prefect_skyward.report.flow_trend import (
 )
 from prefect_skyward.report.notices import FINAL
 from prefect_skyward.report.prefect_api import COST_KEY, RunApi, asked, figures_of
-from prefect_skyward.report.task_costs import total, with_the_ledger
+from prefect_skyward.report.task_costs import nodes_with_the_ledger, total, with_the_ledger
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
 
-TASKS_KEY = "skyward-tasks"
+NODES_KEY, TASKS_KEY = "skyward-nodes", "skyward-tasks"
 MICRO_USD = 1e-6
 MOST_RUNS = 50
 """How many of a flow's runs that have ended last are looked at, and of those that have not ended."""
 MOST_RUNS_OF_ALL = 200
 """The same for all flows together."""
-BEGUN = [StateType.RUNNING, StateType.CANCELLING, StateType.PAUSED]
-NOT_ENDED = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=BEGUN)))
+NOT_ENDED = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=list(BEGUN_STATES))))
 
 
 def settle_flow_runs() -> int:
@@ -139,10 +139,13 @@ def _settle(run: FlowRun) -> bool:
     if not parts or not all(part.is_final for part in parts):
         return False  # another call finds it again
     api = RunApi(run.id)
-    data = api.read([TASKS_KEY, COST_KEY]).get(TASKS_KEY)
-    rows = with_the_ledger(json.loads(data) if isinstance(data, str) else data or [], parts)
+    tables = api.read([TASKS_KEY, NODES_KEY, COST_KEY])
+    rows = with_the_ledger(_rows(tables.get(TASKS_KEY)), parts)
     usd = total(float(part.cost_usd) for part in parts)
     api.write(TASKS_KEY, "table", rows, f"{len(rows)} task runs")
+    pools = {part.pool_id: sky.receipt_of(part.pool_id) for part in parts}
+    if nodes := nodes_with_the_ledger(_rows(tables.get(NODES_KEY)), pools):
+        api.write(NODES_KEY, "table", nodes, f"{pages.machines(len(nodes))} · {pages.usd(usd)}")
     written = figures_of([run.id]).get(run.id, {})
     shown = {**(run.labels or {}), **written}
     measure, share = str(shown.get(MEASURE_LABEL, "")), shown.get(PERCENT_LABEL)
@@ -155,8 +158,22 @@ def _settle(run: FlowRun) -> bool:
     api.tag(tag)
     _emit_bills(api, run, parts, usd)
     used = {} if percent is None else {MEASURE_LABEL: measure, PERCENT_LABEL: percent}
-    api.label({**used, COST_LABEL: usd, FINAL_LABEL: True})  # last
+    api.label({**_of_machines(pools), **used, COST_LABEL: usd, FINAL_LABEL: True})  # last
     return True
+
+
+def _rows(table: Any) -> list[dict[str, Any]]:
+    return json.loads(table) if isinstance(table, str) else table or []
+
+
+def _of_machines(pools: Mapping[str, Mapping[str, Any]]) -> dict[str, str | int]:
+    """Return the labels of a run's pools that the report writes too, by their receipts."""
+    machines = [one for receipt in pools.values() for one in receipt["resources"] if one["kind"] == "instance"]
+    return {
+        "skyward.pool_id": ",".join(sorted(pools)),
+        "skyward.provider": ",".join(sorted({receipt["provider"] for receipt in pools.values()})),
+        "skyward.nodes": len(machines),
+    }
 
 
 def _emit_bills(api: RunApi, run: FlowRun, parts: Sequence[sky.CostPart], usd: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,6 +93,25 @@ def with_the_ledger(rows: Iterable[dict[str, Any]], parts: Iterable[sky.CostPart
             task[part.work.task_run] = part.work.task
     known = [{**row, "USD": round(usd.pop(row["task run"], row["USD"]), 6)} for row in rows]
     return known + [{"task": task[one], "task run": one, "USD": round(its, 6)} for one, its in usd.items()]
+
+
+def nodes_with_the_ledger(
+    rows: Iterable[dict[str, Any]], receipts: Mapping[str, Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the rows of machines as the receipts of their pools have them: a killed process has left them as rented.
+
+    A shared pool's rows have no cost.
+    """
+    machines = {one["cloud_id"]: one for receipt in receipts.values() for one in receipt["resources"]}
+    return [_node_with_the_ledger(row, machines.get(row["instance id"])) for row in rows]
+
+
+def _node_with_the_ledger(row: dict[str, Any], machine: Mapping[str, Any] | None) -> dict[str, Any]:
+    if machine is None or machine["gone_at"] is None or row["state"] == "lost":
+        return row
+    seconds = round(sum(machine["seconds"].values()), 1)
+    usd = row["USD"] if row["USD"] == "" else round(machine["cost_usd"], 6)
+    return {**row, "seconds": seconds, "USD": usd, "state": "ended"}
 
 
 def total(amounts: Iterable[float]) -> float:

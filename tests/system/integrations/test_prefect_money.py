@@ -330,7 +330,9 @@ def test_a_run_whose_process_could_not_write_its_bill_gets_it_by_the_ledger(monk
     with monkeypatch.context() as dead:
         dead.setattr(RunApi, "emit", lambda *_, **__: None)
         dead.setattr(RunApi, "tag", lambda *_: None)
-        dead.setattr(RunApi, "label", lambda api, labels, *_: label(api, {**labels, "skyward.is_final": False}))
+        dead.setattr(RunApi, "label", lambda api, *_: label(api, {"skyward.is_final": False}))
+        node_rows = pages.node_rows
+        dead.setattr(pages, "node_rows", lambda *of: [{**row, "state": "rented"} for row in node_rows(*of)])
         unwritten()
         unwritten()
         wait_for_late_reports()  # the second one settles the first one, as far as it may
@@ -347,8 +349,15 @@ def test_a_run_whose_process_could_not_write_its_bill_gets_it_by_the_ledger(monk
     assert found["labels"]["skyward.is_final"]
     assert found["labels"]["skyward.cost_usd"] == pytest.approx(usd, abs=1e-6)
     assert found["tags"][0].startswith(pages.usd(usd))
+    assert (found["labels"]["skyward.provider"], found["labels"]["skyward.nodes"]) == ("local", 1)
+    (nodes,) = [one for one in artifacts(ids[0]) if one["key"] == "skyward-nodes"]
+    (node,) = json.loads(nodes["data"])
+    assert (node["state"], node["USD"]) == ("ended", pytest.approx(usd, abs=1e-6))
+    assert nodes["description"] == f"1 machine · {pages.usd(usd)}"
     RunApi(UUID(ids[0])).label({"skyward.is_final": False})
     assert complete_bills() >= 1
+    (card,) = asked("/artifacts/latest/filter", {"artifacts": {"key": {"any_": ["skyward-flow-unwritten"]}}})
+    assert "| Running |" in card["data"], "a run that will never end is in the sum of its flow"
     (event,) = wait_until(lambda: events_of(ids[0]))
     assert (event["event"], event["payload"]["flow_run_usd"]) == ("skyward.cost.final", pytest.approx(usd, abs=1e-6))
     assert {one["prefect.resource.role"] for one in event["related"]} >= {"flow-run", "flow"}
