@@ -199,7 +199,7 @@ def _pool_json(
         "lease_seconds": round((entry.lease_expires_at - now).total_seconds(), 3),
         "usd_per_hour": float(sum((intent.price.per_hour for intent in rented), ZERO_USD)),
         "cost_usd": float(row.cost_usd),
-        "unrecorded_usd": float(_unrecorded_usd(rented, now)) if state.startswith("dead") else 0.0,
+        "unrecorded_usd": float(_unrecorded_usd(rented, now)) if state not in ("live", "ended") else 0.0,
         "saved_usd": float(row.on_demand_usd - row.cost_usd),
     }
 

@@ -247,6 +247,14 @@ def _lives(transport: Any) -> bool:
         return True  # an outage is no end
 
 
+def _workers(client: Any) -> Mapping[str, Any]:
+    """Return the workers that a scheduler names. Raises OSError if it is gone: Dask's client has nothing then."""
+    found = client.scheduler_info(n_workers=-1)
+    if "workers" not in found:
+        raise OSError("the scheduler of the pool does not answer")
+    return cast(Mapping[str, Any], found["workers"])
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerStacks:
     """The slots of one worker, RANK-INDEX."""
@@ -261,9 +269,7 @@ def stacks_of(observer: Observer) -> list[WorkerStacks]:
     Raises BadRequest if the nodes were started by an earlier release, which cannot do this.
     """
     client: Any = observer.client()
-    names: dict[str, str] = {
-        str(address): str(one["name"]) for address, one in client.scheduler_info(n_workers=-1)["workers"].items()
-    }
+    names: dict[str, str] = {str(address): str(one["name"]) for address, one in _workers(client).items()}
     try:
         found = client.run(stacks_of_worker, on_error="raise")
     except (ImportError, AttributeError) as error:
@@ -311,7 +317,7 @@ class SampleFeed:
 
     def uses(self) -> list[NodeUse]:
         """Return the use of each node, by rank. Raises OSError if the scheduler does not answer."""
-        slots = _slots(self._client.scheduler_info(n_workers=-1)["workers"], self._client.processing())
+        slots = _slots(_workers(self._client), self._client.processing())
         return [
             NodeUse(one.rank, one.id, tuple(self._samples.get(one.id, ())), *slots.get(one.rank, (0, 0)))
             for one in self._observer.instances
@@ -364,7 +370,7 @@ class PoolUses:
             return why
         try:
             return self._feed(pool_id).uses()
-        except (SkywardError, OSError, ImportError) as error:
+        except Exception as error:  # of any kind: one pool must not keep a page from the others
             if (known := self._feeds.pop(pool_id, None)) is not None:
                 known[0].__exit__(None, None, None)
             self._failed[pool_id] = (time.monotonic(), str(error).partition("\n")[0])

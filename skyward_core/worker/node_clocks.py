@@ -347,10 +347,11 @@ class Clocks:
         """
         if self.max_lifetime_seconds is not None and now - started >= self.max_lifetime_seconds:
             return f"alive for {self.max_lifetime_seconds:g} s (max_lifetime)"
-        if paid_until is not None and now >= paid_until:
-            return "the money is used up (max_cost, budget)"
+        # before the money: that of a warm pool is reserved for the warm time, and ends with it
         if warm_until is not None and now >= warm_until:
             return "its warm time is over (keep_warm)"
+        if paid_until is not None and now >= paid_until:
+            return "the money is used up (max_cost, budget)"
         if lease_until is not None and now >= lease_until:
             return "no sign of life from a client, and the lease has run out (lease_seconds)"
         if now - busy_at >= self.timeout_seconds:

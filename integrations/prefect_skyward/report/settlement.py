@@ -110,8 +110,10 @@ def _runs(of: FlowFilter | None, most: int) -> list[FlowRun]:
 
 
 def _is_open(run: FlowRun) -> bool:
-    """Whether its process has begun to write its costs, and has not ended that."""
-    return (run.labels or {}).get(FINAL_LABEL) is False
+    """Whether its process has begun to write its costs, and has not ended that; or was killed, perhaps, before a busy
+    server has taken the first label.
+    """
+    return (run.labels or {}).get(FINAL_LABEL, run.state_type not in BEGUN_STATES) is False
 
 
 def _has_ended_without(run: FlowRun) -> bool:

@@ -284,6 +284,26 @@ def test_a_second_attempt_whose_labels_are_refused_does_not_keep_the_bill_of_the
     )
 
 
+def test_a_killed_run_is_settled_though_no_label_of_it_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy server has refused them, and then the process was killed: Prefect shows the run as Running for ever."""
+    ids: list[str] = []
+
+    @flow(name="unlabelled", task_runner=SkywardTaskRunner(provider=sky.Local(price_per_hour=PRICE)))
+    def unlabelled() -> None:
+        ids.append(current_run.id)
+        assert double.submit(1).result() == 2
+
+    with monkeypatch.context() as dead:
+        dead.setattr(RunApi, "label", lambda *_: None)
+        unlabelled()
+        wait_for_late_reports()
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(UUID(ids[0]), Running(), force=True)
+    assert settle_flow_runs() >= 1
+    (found,) = asked("/flow_runs/filter", {"flow_runs": {"id": {"any_": ids}}})
+    assert found["labels"]["skyward.is_final"]
+
+
 def test_a_bill_that_still_grows_is_not_called_final(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine may be left that is not confirmed gone. Whoever asks next, once it is gone, makes the bill final."""
     ids: list[str] = []

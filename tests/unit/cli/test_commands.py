@@ -38,17 +38,20 @@ def test_ps_lists_open_pools(skyward: Skyward) -> None:
     assert "the newest 2" in skyward("ps --all --limit 2")
 
 
-def test_ps_says_up_to_how_much_a_dead_pool_may_have_cost(skyward: Skyward) -> None:
+def test_ps_says_up_to_how_much_a_pool_may_have_cost_that_no_process_keeps(skyward: Skyward) -> None:
     """Nobody records what its machines cost; these began an hour before what is recorded of them."""
-    for pool, owner in (("sky-dead", DEAD), ("sky-live", HERE)):
+    for pool, owner in (("sky-dead", DEAD), ("sky-warm", DEAD), ("sky-live", HERE)):
         skyward.open(pool, owner=owner, age_seconds=1800, machines=2)
     skyward.damage("UPDATE skyward_resources SET intended_microseconds = intended_microseconds - 3600000000")
+    skyward.damage("UPDATE skyward_pools SET lives_by_lease = 1 WHERE id = 'sky-warm'")
     found = {one["pool"]: one for one in skyward.json("ps")}
-    assert found["sky-dead"]["cost_usd"] == 2.0
+    assert {one["cost_usd"] for one in found.values()} == {2.0}
     assert found["sky-dead"]["unrecorded_usd"] == pytest.approx(4.0, abs=0.05)
+    assert found["sky-warm"]["unrecorded_usd"] == pytest.approx(4.0, abs=0.05)
     assert found["sky-live"]["unrecorded_usd"] == 0.0, "its owner records it within seconds"
     costs = {row[0]: row[-1] for row in lines(skyward("ps"))[1:]}
     assert costs["sky-dead"].startswith("up to 6.0")
+    assert costs["sky-warm"].startswith("up to 6.0")
     assert costs["sky-live"] == "2.0000"
 
 

@@ -16,7 +16,7 @@ from skyward_core.cli import calls as view
 from skyward_core.errors import Unreachable
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.live import observer as metrics
-from skyward_core.live.observer import PoolUses, call_list, calls_of
+from skyward_core.live.observer import PoolUses, SampleFeed, call_list, calls_of
 from skyward_core.live.pool_nodes import PoolNodes, command_on, login_command, read_place
 from skyward_core.machines.instances import Endpoint, Instance, InstanceState
 from skyward_core.machines.owner import Owner
@@ -156,6 +156,28 @@ def test_a_pool_out_of_reach_is_tried_again_later(ledger: Ledger, monkeypatch: p
         monkeypatch.setattr(metrics, "AGAIN_SECONDS", 0.0)
         uses.of("sky-1")
     assert tried == ["sky-1", "sky-1"]
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [(None, "the scheduler of the pool does not answer"), (KeyError("version"), "'version'")],
+    ids=["scheduler is gone", "unknown error"],
+)
+def test_a_pool_that_ends_while_it_is_looked_at_is_out_of_reach(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, error: Exception | None, why: str
+) -> None:
+    """The thread of `skyward ui` goes on with the other pools. Dask's client has no workers then."""
+
+    def info(**_: Any) -> dict[str, Any]:
+        if error is not None:
+            raise error
+        return {}
+
+    client = SimpleNamespace(subscribe_topic=lambda *_: None, scheduler_info=info, processing=dict)
+    observer = SimpleNamespace(client=lambda: client, instances=(), __exit__=lambda *_: None)
+    with PoolUses(ledger) as uses:
+        monkeypatch.setattr(uses, "_feed", lambda _: SampleFeed(observer))  # type: ignore[arg-type]
+        assert uses.of("sky-1") == why
 
 
 # ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────────────

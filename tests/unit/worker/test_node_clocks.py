@@ -64,6 +64,13 @@ def test_each_clock_names_its_setting() -> None:
     assert "lease_seconds" in (clocks.verdict(now=50, started=0, busy_at=50, lease_until=50) or "")
 
 
+def test_a_warm_pool_whose_time_is_over_does_not_blame_the_money() -> None:
+    """The money that is reserved for it ends with its warm time."""
+    of = Clocks(HOUR).verdict
+    assert "keep_warm" in (of(now=50, started=0, busy_at=50, lease_until=90, paid_until=49, warm_until=50) or "")
+    assert "max_cost" in (of(now=50, started=0, busy_at=50, lease_until=90, paid_until=49, warm_until=51) or "")
+
+
 @given(
     now=uptimes,
     started=uptimes,
