@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import queue
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +82,7 @@ class DurableAttempt(TaskAttempt):
                     self._log.warning("the pool of try %d is gone, and so is its call: it begins again", adopted.number)
                 adopted = None
                 self._generation = replace(mine, pool_id=self._pool_id())
-            with self._phases.phase("call", pool_id=self._pool_id()):
+            with self._phases.phase("call", pool_id=self._pool_id()), self._calls_running(len(calls)):
                 results = self._results(self._started(calls, adopted))
                 has_results = True
                 return results
@@ -95,6 +95,17 @@ class DurableAttempt(TaskAttempt):
             # an orphan leaves the pool to its lease, as a process that is killed, and the next try adopts it
             if not self.is_orphan or self._retry_seconds is None:
                 self._leave(is_to_stay_warm=is_to_stay_warm, has_results=has_results)
+
+    @contextmanager
+    def _calls_running(self, count: int) -> Generator[None]:
+        """Count the samples of the nodes meanwhile as those of calls: a pool says nothing of detached calls itself."""
+        with self._writing:
+            self.progress.calls_run(count)
+        try:
+            yield
+        finally:
+            with self._writing:
+                self.progress.calls_run(0)
 
     def _begin(self, pool_name: str) -> tuple[Generation, Generation | None]:
         """Return the generation that this try would begin, and the one of an earlier try whose call may be adopted."""

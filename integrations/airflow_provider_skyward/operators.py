@@ -340,6 +340,9 @@ class SkywardOperator(BaseOperator):
             attempt.note_cursors(cursors)
             return attempt.finish(count, self.pool_spec.max_cost, str(event.get("money", "")))
 
+        if attempt.is_cleared:  # Airflow resumes a task too that was cleared while its result was fetched
+            self._attempt = None
+            return self.execute(context)
         with ledger_of(self.skyward_conn_id):
             return self._finished(attempt, run, context)
 

@@ -101,6 +101,10 @@ class Progress:
         self.live_cost = None
         self._write()
 
+    def calls_run(self, count: int) -> None:
+        """Say that so many calls run from now on, of those for which the pool has no event."""
+        self._use.running(count)
+
     def utilisation(self) -> dict[str, float]:
         """Return the means and the maxima over all nodes while calls ran, in percent; none of what was not measured."""
         return self._use.numbers()

@@ -195,6 +195,42 @@ def test_the_live_cost_of_a_task_on_a_shared_pool_is_that_of_the_ledger(airflow:
     assert answer.keys() == {"use", "detached"}
 
 
+SAMPLED = """
+from airflow_provider_skyward.durable_attempt import DurableAttempt
+
+class TaskInstance:
+    dag_id, run_id, task_id, map_index, try_number, max_tries = "sampled", "r", "t", -1, 1, 1
+    def xcom_push(self, key, value):
+        self.pushed = {**getattr(self, "pushed", {}), key: value}
+
+class Store(dict):
+    set = dict.__setitem__
+
+results = DurableAttempt._results
+
+def results_and_a_sample(attempt, calls):
+    attempt._inbox.put(sky.Metrics("i-0", 0, cpu_percent=50.0, memory_percent=25.0, memory_used_mb=1.0, memory_total_mb=4.0))
+    found = results(attempt, calls)
+    attempt._drain()
+    return found
+
+DurableAttempt._results = results_and_a_sample
+try:
+    operator = SkywardOperator(task_id="t", python_callable=abs, op_args=[-3], provider=LOCAL, durable=True)
+    instance = TaskInstance()
+    operator.execute({"ti": instance, "task_state_store": Store()})
+finally:
+    DurableAttempt._results = results
+answer = instance.pushed["skyward_cost"]["utilisation"]
+"""
+
+
+def test_the_utilisation_of_a_durable_task_has_the_samples_of_the_time_of_its_calls(airflow: Airflow) -> None:
+    """A pool says nothing of detached calls itself."""
+    answer = airflow.evaluate(SAMPLED, POOLS_HEAD)
+    assert answer["cpu_percent_max"] >= 50.0
+
+
 TAMPERED = """
 class TaskInstance:
     dag_id, run_id, task_id, map_index, try_number = "tampered", "r", "use", -1, 1

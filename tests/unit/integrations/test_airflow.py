@@ -1007,3 +1007,19 @@ def test_the_order_goes_through_stdin_and_no_argument_has_a_secret(monkeypatch: 
 def test_type_checkers_know_each_keyword_of_the_pool() -> None:
     missing = sorted(set(POOL_KEYWORDS) - set(DecoratorKeywords.__annotations__))
     assert not missing, f"add {missing} to integrations/airflow_provider_skyward/keyword_types.py"
+
+
+@pytest.mark.parametrize(("max_tries", "begins_anew"), [(3, False), (4, True)], ids=["resumed", "cleared"])
+def test_a_task_that_was_cleared_while_its_result_was_fetched_begins_anew(
+    max_tries: int, begins_anew: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Airflow resumes it where it was, and a clear raises the number of its last try. Its old pool is gone."""
+    done: list[str] = []
+    before = Generation(1, Phase.STARTED, "pool", "call", pool_id="sky-old", max_tries=3)
+    states = SimpleNamespace(get={STATE_KEY: before.to_json()}.get, set=lambda *_: None)
+    instance = SimpleNamespace(**{**INSTANCE, "try_number": 2}, max_tries=max_tries)
+    operator = SkywardOperator(task_id="t", python_callable=len, provider="local")
+    monkeypatch.setattr(SkywardOperator, "execute", lambda *_: done.append("execute"))
+    monkeypatch.setattr(SkywardOperator, "_finished", lambda *_: done.append("finish"))
+    operator.execute_complete({"ti": instance, "task_state_store": states}, {"calls": 1, "cursors": [0]})
+    assert done == ["execute" if begins_anew else "finish"]
