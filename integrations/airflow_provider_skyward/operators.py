@@ -167,7 +167,7 @@ class SkywardOperator(BaseOperator):
         **kwargs: Unpack[PoolKeywords],
     ) -> None:
         keywords: dict[str, Any] = {**kwargs}
-        _refuse_unknown(type(self).__name__, keywords)
+        _refuse_unknown(f"{type(self).__name__} of task {keywords.get('task_id', '?')!r}", keywords)
         given = as_keywords(spec) | {
             field: keywords.pop(name) for name, field in POOL_FIELDS.items() if name in keywords
         }
@@ -485,8 +485,10 @@ def _refuse_beside_broadcast(
 
 
 def _refuse_unknown(operator: str, keywords: Mapping[str, Any]) -> None:
-    for name in keywords:
-        if name not in KNOWN_KEYWORDS and not name.startswith("_"):
-            near = get_close_matches(name, KNOWN_KEYWORDS, 1, cutoff=0.8)  # lower, words meet that only look alike
-            hint = f"did you mean {near[0]!r}?" if near else f"the pool's keywords are {', '.join(POOL_KEYWORDS)}"
-            raise sky.BadRequest(f"{operator} has no keyword {name!r}; {hint}")
+    unknown = [name for name in keywords if name not in KNOWN_KEYWORDS and not name.startswith("_")]
+    if not unknown:
+        return
+    # with a lower cutoff words meet that only look alike
+    near = [match for name in unknown for match in get_close_matches(name, KNOWN_KEYWORDS, 1, cutoff=0.8)]
+    hint = f"did you mean {' and '.join(map(repr, near))}?" if near else f"the pool has {', '.join(POOL_KEYWORDS)}"
+    raise sky.BadRequest(f"{operator} has no keyword {' and '.join(map(repr, unknown))}; {hint}")

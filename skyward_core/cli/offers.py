@@ -83,7 +83,7 @@ def offers(
     shown = found.offers[:limit]
     if as_json:
         print_json(_offers_json(found, shown))
-        return 0
+        return 0 if shown else FAILED
     if shown:
         print_table(*_offers_table(shown))
         print(_offers_summary(found, shown))

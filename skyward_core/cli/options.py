@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -75,9 +76,9 @@ def open_ledger(context: typer.Context) -> Ledger:
     """Open the ledger of `--ledger`, or the default one. It is opened only after the command line was read without a
     fault.
     """
-    from skyward_core.ledger.ledger import Ledger, default_url
+    from skyward_core.ledger.ledger import Ledger
 
-    return Ledger(context.obj or default_url())
+    return Ledger(_ledger_url(context))
 
 
 def open_settled_ledger(context: typer.Context) -> Ledger:
@@ -85,11 +86,28 @@ def open_settled_ledger(context: typer.Context) -> Ledger:
     other writers for some seconds only, and for no provider.
     """
     from skyward_core.cleanup.pool_record import settle_here
-    from skyward_core.ledger.ledger import Ledger, default_url
+    from skyward_core.ledger.ledger import Ledger
 
-    ledger = Ledger(context.obj or default_url(), busy_timeout_seconds=SETTLE_BUSY_SECONDS)
+    ledger = Ledger(_ledger_url(context), busy_timeout_seconds=SETTLE_BUSY_SECONDS)
     settle_here(ledger)
     return ledger
+
+
+def _ledger_url(context: typer.Context) -> str:
+    """Return the URL of the ledger; say so if a file that was named is not there: it may be a mistake, and an empty
+    ledger has no open pools.
+    """
+    from skyward_core.cli.printing import print_warnings
+    from skyward_core.ledger.ledger import default_url
+    from skyward_core.ledger.sql_engine import parse_url
+
+    named: str | None = context.obj
+    if named is None:
+        return default_url()
+    url = parse_url(named)
+    if url.get_backend_name() == "sqlite" and not Path(str(url.database)).exists():
+        print_warnings([f"there was no ledger at {url.database}: a new one is made, and it knows no pool"])
+    return named
 
 
 def providers_from(texts: Sequence[str] | None) -> Sequence[Provider]:

@@ -152,6 +152,10 @@ def test_keywords_may_be_templates_results_and_defaults(airflow: Airflow) -> Non
     ("task", "words"),
     [
         ("skyward(acelerator='A100')", "no keyword 'acelerator'; did you mean 'accelerator'?"),
+        (
+            "skyward(acelerator='A100', nodez=2)",
+            "of task 'use' has no keyword 'acelerator' and 'nodez'; did you mean 'accelerator' and 'nodes'?",
+        ),
         ("skyward(retires=2)", "no keyword 'retires'; did you mean 'retries'?"),
         ("skyward(nodes=0)", "nodes=0"),
         ("skyward(memory='32 gigs')", "32 gigs"),
@@ -170,7 +174,7 @@ def test_keywords_may_be_templates_results_and_defaults(airflow: Airflow) -> Non
         ("run(command='a', script='b.py')", "write command= or script=, one of them"),
         ("run(command='a', args=['b'])", "write them into the command"),
         ("run(command='a', map_over='x')", "map_over is for functions"),
-        ("run(command='a', acelerator='A100')", "SkywardRunOperator has no keyword 'acelerator'"),
+        ("run(command='a', acelerator='A100')", "SkywardRunOperator of task 'run' has no keyword 'acelerator'"),
         ("run(command='{{ params.c }}', provider='local', nodes=2, broadcast=True, skip_on_exit_code=None)", ""),
         ("SkywardCreatePool(task_id='c', name='x', hold=60)", "hold=60: with name= the pool is shared with other runs"),
         ("SkywardCreatePool(task_id='c', name='{{ params.n }}', keep_warm='{{ params.s }}')", ""),

@@ -125,6 +125,15 @@ def test_a_ledger_that_cannot_be_opened_ends_the_command(skyward: Skyward, tmp_p
         assert "broken.db" in skyward(f"--ledger sqlite:///{tmp_path}/broken.db {line}", code=cli.FAILED)
 
 
+def test_a_named_ledger_that_is_not_there_is_made_and_said_to_be_empty(skyward: Skyward, tmp_path: Path) -> None:
+    """A mistyped name would else read as: no pools are open."""
+    place = tmp_path / "mistyped.db"
+    for errors in (f"there was no ledger at {place}: a new one is made, and it knows no pool\n", ""):
+        code, output, found = skyward.run(f"--ledger sqlite:///{place} ps")
+        assert (code, found.removeprefix("skyward: ")) == (0, errors)
+        assert output.startswith("no open pools")
+
+
 # ── wrong command lines ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
