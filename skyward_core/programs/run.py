@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO, cast, override
 
-from skyward_core.compute import ComputeFunction, PendingCompute
+from skyward_core.compute import ComputeFunction, PendingCompute, refuse_wrong_arguments
 from skyward_core.config.settings import Settings
 from skyward_core.engine.futures import CallFuture
 from skyward_core.errors import BadRequest, CallCrashed, RemoteError, SkywardError
@@ -155,8 +155,12 @@ def _call(module: str, function: str, args: Sequence[str]) -> PendingCompute[Any
         found = getattr(found, name)
     if not callable(found):
         raise BadRequest(f"{module}:{function} is no function: it is {type(found).__name__}")
-    pending: Any = found(*args) if isinstance(found, ComputeFunction) else PendingCompute(found, tuple(args))
-    return pending
+    called = found.local if isinstance(found, ComputeFunction) else found
+    try:
+        refuse_wrong_arguments(called, args, {})
+    except TypeError as error:  # before anything is rented
+        raise BadRequest(f"{error}: write the arguments behind {module}:{function}, each is a text") from error
+    return PendingCompute(called, tuple(args))
 
 
 class ProgramOutput:

@@ -105,7 +105,7 @@ def test_a_function_is_found_in_the_working_directory(project: Path) -> None:
     )
     program = read_target("work:f", ["1"])
     assert (program.name, program.is_script, program.call.args) == ("work:f", False, ("1",))
-    assert read_target("work:C.g", []).call.args == ()
+    assert read_target("work:C.g", ["2"]).call.args == ("2",)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +117,7 @@ def test_a_function_is_found_in_the_working_directory(project: Path) -> None:
         ("work:", "names no function"),
         ("work:g", "has no 'g'"),
         ("work:X", "is no function: it is int"),
+        ("work:h", "missing 1 required positional argument: 'x': write the arguments behind work:h"),
         ("broken:f", "SyntaxError"),
         ("broken.py", "is no Python program"),
         ("failing:f", "ZeroDivisionError: division by zero"),
@@ -124,7 +125,7 @@ def test_a_function_is_found_in_the_working_directory(project: Path) -> None:
     ],
 )
 def test_a_wrong_target_is_refused_before_anything_is_rented(project: Path, target: str, words: str) -> None:
-    (project / "work.py").write_text("X = 1\ndef f(): pass\n")
+    (project / "work.py").write_text("X = 1\ndef f(): pass\ndef h(x): pass\n")
     (project / "broken.py").write_text("def\n")
     (project / "failing.py").write_text("1 / 0\n")
     (project / "bytes.py").write_bytes(b"\xff\xfe")
