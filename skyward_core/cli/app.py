@@ -15,8 +15,7 @@ from typing import Annotated, Any, NoReturn, TextIO
 import typer
 
 from skyward_core.cli import budget, calls, config, cost, live, offers, pools, run, sweep, values
-from skyward_core.cli.options import FAILED
-from skyward_core.cli.printing import one_line
+from skyward_core.cli.printing import FAILED, one_line
 from skyward_core.errors import BadRequest, SkywardError
 
 HELP_OPTIONS = {"help_option_names": ["--help", "-h"]}

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from skyward_core.cli import values
-from skyward_core.cli.options import FAILED, AsJson, provider_from
-from skyward_core.cli.printing import print_json, print_table, print_warnings
+from skyward_core.cli.options import AsJson, provider_from
+from skyward_core.cli.printing import FAILED, print_json, print_table, print_warnings
 
 if TYPE_CHECKING:
     from skyward_core.config.report import Configuration, Value

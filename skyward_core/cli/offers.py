@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from skyward_core.cli import values
-from skyward_core.cli.options import FAILED, AsJson, providers_from
-from skyward_core.cli.printing import duration, money, number_of, print_json, print_table, print_warnings
+from skyward_core.cli.options import AsJson, providers_from
+from skyward_core.cli.printing import FAILED, duration, money, number_of, print_json, print_table, print_warnings
 
 if TYPE_CHECKING:
     from skyward_core.machines.offers import Offer

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from skyward_core.cli import values
+from skyward_core.cli.printing import print_warnings
 from skyward_core.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from skyward_core.live.pool_nodes import PoolNodes
     from skyward_core.providers.base import Provider
 
-FAILED, TO_DO = 1, 3
-"""Exit codes: something failed; a dry run has found something to do. 0 is success, 2 a command line with a fault."""
 SHOWN_ROWS = 100
 SETTLE_BUSY_SECONDS = 5.0
 
@@ -97,7 +96,6 @@ def _ledger_url(context: typer.Context) -> str:
     """Return the URL of the ledger; say so if a file that was named is not there: it may be a mistake, and an empty
     ledger has no open pools.
     """
-    from skyward_core.cli.printing import print_warnings
     from skyward_core.ledger.ledger import default_url
     from skyward_core.ledger.sql_engine import parse_url
 

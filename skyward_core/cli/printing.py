@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from skyward_core.cli.options import FAILED
-
 if TYPE_CHECKING:
     from rich.console import Console
 
+FAILED, TO_DO = 1, 3
+"""Exit codes: something failed; a dry run has found something to do. 0 is success, 2 a command line with a fault."""
 READABLE_CHARACTERS = 16
 """A text needs at least this many columns before it is folded."""
 WIDE = 400

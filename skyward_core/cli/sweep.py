@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from skyward_core.cli import values
-from skyward_core.cli.options import FAILED, TO_DO, AsJson, open_ledger, providers_from
-from skyward_core.cli.printing import first_of, iso, number_of, print_json, print_table, print_warnings
+from skyward_core.cli.options import AsJson, open_ledger, providers_from
+from skyward_core.cli.printing import FAILED, TO_DO, first_of, iso, number_of, print_json, print_table, print_warnings
 
 if TYPE_CHECKING:
     from skyward_core.cleanup.policy import Finding
