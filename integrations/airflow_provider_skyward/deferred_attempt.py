@@ -72,9 +72,8 @@ class DeferredAttempt(DurableAttempt):
         """Return the results of adopted calls that have ended, write their last lines, and end the pool."""
         return self._fetched(lambda: self._ended_calls)
 
-    @property
-    def is_cleared(self) -> bool:
-        """Whether a user has cleared the task since its call began: then this try makes another one."""
+    def was_cleared(self) -> bool:
+        """Ask Airflow whether a user has cleared the task since its call began: then this try makes another one."""
         generation = self._stored()
         return generation is not None and generation.is_cleared(getattr(self._task_instance, "max_tries", None))
 

@@ -340,7 +340,7 @@ class SkywardOperator(BaseOperator):
             attempt.note_cursors(cursors)
             return attempt.finish(count, self.pool_spec.max_cost, str(event.get("money", "")))
 
-        if attempt.is_cleared:  # Airflow resumes a task too that was cleared while its result was fetched
+        if attempt.was_cleared():  # Airflow resumes a task too that was cleared while its result was fetched
             self._attempt = None
             return self.execute(context)
         with ledger_of(self.skyward_conn_id):
@@ -490,5 +490,9 @@ def _refuse_unknown(operator: str, keywords: Mapping[str, Any]) -> None:
         return
     # with a lower cutoff words meet that only look alike
     near = [match for name in unknown for match in get_close_matches(name, KNOWN_KEYWORDS, 1, cutoff=0.8)]
-    hint = f"did you mean {' and '.join(map(repr, near))}?" if near else f"the pool has {', '.join(POOL_KEYWORDS)}"
+    hint = (
+        f"did you mean {' and '.join(map(repr, near))}?"
+        if near
+        else f"the pool's keywords are {', '.join(POOL_KEYWORDS)}"
+    )
     raise sky.BadRequest(f"{operator} has no keyword {' and '.join(map(repr, unknown))}; {hint}")

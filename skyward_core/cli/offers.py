@@ -189,7 +189,7 @@ def _task_json(system: str, one: TaskQuote) -> dict[str, Any]:
         "timeout_seconds": task.timeout_seconds,
         "asks_for": None if one.spec is None else _asked_for(one.spec),
         "reason": one.reason or None,
-        "candidates": [] if quote is None else [asdict(one) for one in quote.candidates],
+        "candidates": [] if quote is None else [asdict(candidate) for candidate in quote.candidates],
         "price_per_hour": None if quote is None else quote.price_per_hour,
         "ceiling_usd": one.ceiling_usd,
         "run_ceiling_usd": one.run_ceiling_usd,

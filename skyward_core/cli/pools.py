@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     from skyward_core.ledger.names_policy import Activity, NamedPool
     from skyward_core.ledger.rows import Attempt, Intent, PoolEntry, PoolRow, UnreadableRow
 
+OLD_SECONDS = 60.0
+"""A process that keeps a pool records its cost every five seconds; a record that is older than this has no successor,
+or a late one.
+"""
+
 
 def ps(
     context: typer.Context,
@@ -149,21 +154,16 @@ def _rented(ledger: Ledger, unreadable: list[UnreadableRow]) -> dict[str, list[I
 
 
 def _unrecorded_usd(rented: Iterable[Intent], now: datetime) -> Decimal:
-    """Return what machines may have cost since their owner's last record."""
-    return (
-        sum(
-            (
-                intent.price.per_hour * Decimal(max(0.0, _age_seconds(intent, now) - sum(intent.seconds.values())))
-                for intent in rented
-            ),
-            ZERO_USD,
-        )
-        / 3600
-    )
+    """Return what machines may have cost since the last record, of those whose last record is old."""
+    from skyward_core.ledger.rows import SECONDS_PER_HOUR
+
+    since = [(one.price.per_hour, _unrecorded_seconds(one, now)) for one in rented]
+    amounts = (price * Decimal(seconds) for price, seconds in since if seconds > OLD_SECONDS)
+    return sum(amounts, ZERO_USD) / SECONDS_PER_HOUR
 
 
-def _age_seconds(intent: Intent, now: datetime) -> float:
-    return (now - intent.intended_at).total_seconds()
+def _unrecorded_seconds(intent: Intent, now: datetime) -> float:
+    return (now - intent.intended_at).total_seconds() - sum(intent.seconds.values())
 
 
 def _pool_json(
@@ -175,7 +175,6 @@ def _pool_json(
 ) -> dict[str, Any]:
     """Return a pool as in `skyward ps --json`. `use` is there for a pool with a name."""
     entry = row.entry
-    state = _pool_state(entry, now)
     idle_since = None if use is None or entry.ended_at is not None else use.idle_since
     return {
         "pool": entry.id,
@@ -185,7 +184,7 @@ def _pool_json(
         "idle_since": None if idle_since is None else iso(idle_since),
         "idle_seconds": None if idle_since is None else round(max(0.0, (now - idle_since).total_seconds()), 3),
         "warm_until": None if named is None or named.warm_until is None or entry.ended_at else iso(named.warm_until),
-        "state": state,
+        "state": _pool_state(entry, now),
         "owner": entry.owner.name,
         "work": entry.work.labels(),
         "provider": str(entry.provider.get("name", "?")),
@@ -199,7 +198,7 @@ def _pool_json(
         "lease_seconds": round((entry.lease_expires_at - now).total_seconds(), 3),
         "usd_per_hour": float(sum((intent.price.per_hour for intent in rented), ZERO_USD)),
         "cost_usd": float(row.cost_usd),
-        "unrecorded_usd": float(_unrecorded_usd(rented, now)) if state not in ("live", "ended") else 0.0,
+        "unrecorded_usd": float(_unrecorded_usd(rented, now)),
         "saved_usd": float(row.on_demand_usd - row.cost_usd),
     }
 

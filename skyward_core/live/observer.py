@@ -373,7 +373,8 @@ class PoolUses:
         except Exception as error:  # of any kind: one pool must not keep a page from the others
             if (known := self._feeds.pop(pool_id, None)) is not None:
                 known[0].__exit__(None, None, None)
-            self._failed[pool_id] = (time.monotonic(), str(error).partition("\n")[0])
+            kind = "" if isinstance(error, (SkywardError, OSError)) else f"{type(error).__name__}: "
+            self._failed[pool_id] = (time.monotonic(), f"{kind}{error}".partition("\n")[0])
             return self._failed[pool_id][1]
 
     def _feed(self, pool_id: str) -> SampleFeed:

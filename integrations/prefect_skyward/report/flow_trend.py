@@ -37,7 +37,7 @@ COST_LABEL, FINAL_LABEL = "skyward.cost_usd", "skyward.is_final"
 MEASURE_LABEL, PERCENT_LABEL = "skyward.utilisation_of", "skyward.utilisation_percent"
 ENDED = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=sorted(TERMINAL_STATES))))
 BEGUN_STATES = (StateType.RUNNING, StateType.CANCELLING, StateType.PAUSED)
-BEGUN = FlowRunFilter(
+ENDED_OR_BEGUN = FlowRunFilter(
     state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[*sorted(TERMINAL_STATES), *BEGUN_STATES]))
 )
 MOST_RUNS = 30
@@ -71,7 +71,7 @@ def write_trend(flow_id: UUID, known: Mapping[UUID, Mapping[str, str]] = Mapping
     newest = asked(
         lambda client: client.read_flow_runs(
             flow_filter=FlowFilter(id=FlowFilterId(any_=[flow_id])),
-            flow_run_filter=BEGUN,
+            flow_run_filter=ENDED_OR_BEGUN,
             sort=FlowRunSort.START_TIME_DESC,
             limit=READ_RUNS,
         )

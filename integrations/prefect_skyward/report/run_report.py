@@ -407,7 +407,8 @@ class RunReport:
         own = {pool.pool_id for pool in self._state.pools}
         earlier = [row for row in self._earlier_rows.get(NODES_KEY, []) if row.get("pool") not in own]
         if self._state.is_final and earlier:  # the process of an earlier attempt may have been killed
-            earlier = nodes_with_the_ledger(earlier, {row["pool"]: sky.receipt_of(row["pool"]) for row in earlier})
+            pools = {row["pool"] for row in earlier}
+            earlier = nodes_with_the_ledger(earlier, {pool_id: sky.receipt_of(pool_id) for pool_id in pools})
         rows = earlier + pages.node_rows(self._state, time.monotonic())
         if rows:
             self._api.write(NODES_KEY, "table", rows, f"{pages.machines(len(rows))} · {pages.summary(self._state)}")

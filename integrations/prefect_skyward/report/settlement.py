@@ -145,7 +145,7 @@ def _settle(run: FlowRun) -> bool:
     rows = with_the_ledger(_rows(tables.get(TASKS_KEY)), parts)
     usd = total(float(part.cost_usd) for part in parts)
     api.write(TASKS_KEY, "table", rows, f"{len(rows)} task runs")
-    pools = {part.pool_id: sky.receipt_of(part.pool_id) for part in parts}
+    pools = {pool_id: sky.receipt_of(pool_id) for pool_id in {part.pool_id for part in parts}}
     if nodes := nodes_with_the_ledger(_rows(tables.get(NODES_KEY)), pools):
         api.write(NODES_KEY, "table", nodes, f"{pages.machines(len(nodes))} · {pages.usd(usd)}")
     written = figures_of([run.id]).get(run.id, {})

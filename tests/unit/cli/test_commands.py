@@ -42,7 +42,8 @@ def test_ps_says_up_to_how_much_a_pool_may_have_cost_that_no_process_keeps(skywa
     """Nobody records what its machines cost; these began an hour before what is recorded of them."""
     for pool, owner in (("sky-dead", DEAD), ("sky-warm", DEAD), ("sky-live", HERE)):
         skyward.open(pool, owner=owner, age_seconds=1800, machines=2)
-    skyward.damage("UPDATE skyward_resources SET intended_microseconds = intended_microseconds - 3600000000")
+    earlier = "intended_microseconds - (CASE pool_id WHEN 'sky-live' THEN 30 ELSE 3600 END) * 1000000"
+    skyward.damage(f"UPDATE skyward_resources SET intended_microseconds = {earlier}")
     skyward.damage("UPDATE skyward_pools SET lives_by_lease = 1 WHERE id = 'sky-warm'")
     found = {one["pool"]: one for one in skyward.json("ps")}
     assert {one["cost_usd"] for one in found.values()} == {2.0}

@@ -160,7 +160,7 @@ def test_a_pool_out_of_reach_is_tried_again_later(ledger: Ledger, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("error", "why"),
-    [(None, "the scheduler of the pool does not answer"), (KeyError("version"), "'version'")],
+    [(None, "the scheduler of the pool does not answer"), (KeyError("version"), "KeyError: 'version'")],
     ids=["scheduler is gone", "unknown error"],
 )
 def test_a_pool_that_ends_while_it_is_looked_at_is_out_of_reach(
