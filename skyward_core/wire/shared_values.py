@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, NoReturn, cast
 
 from skyward_core.errors import NodeLost
@@ -118,13 +117,17 @@ class _Packing(threading.local):
 _packing = _Packing()
 
 
-@contextmanager
-def noted() -> Generator[Mapping[str, SharedValue]]:
-    """Let references be pickled in this thread; yields the values of those that were, by name."""
-    used = _packing.used = dict[str, SharedValue]()
-    try:
-        yield used
-    finally:
+class NotedValues:
+    """Lets references be pickled in this thread, in a `with` block that gets the values of those that were, by name.
+
+    A class, because each call has such a block, and one of `contextlib` takes 3 us.
+    """
+
+    def __enter__(self) -> Mapping[str, SharedValue]:
+        used = _packing.used = dict[str, SharedValue]()
+        return used
+
+    def __exit__(self, *_: object) -> None:
         _packing.used = None
 
 

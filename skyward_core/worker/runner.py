@@ -35,6 +35,8 @@ from skyward_core.worker.call_groups import MemoryAllowance
 from skyward_core.worker.metrics import is_context_broken
 from skyward_core.worker.stacks import answer_requests
 
+NOTHING_AROUND = contextlib.nullcontext()
+"""For a call without variables, or without a run: each block of `contextlib` costs it some microseconds."""
 _SPARE_BYTES = 64
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -114,7 +116,8 @@ def run_calls(line: RunnerChannels) -> NoReturn:
         line.outcomes.send(pickle.dumps(_fit(outcome, line, spent), protocol=5))
         if outcome.kind is OutcomeKind.ERROR and is_context_broken(outcome.text):
             break  # the next call gets a new process; the slot takes it from the queue
-        shared_values.begin_call({})
+        if request.shared:
+            shared_values.begin_call({})
         del packet, request, call, outcome, spent  # frees the memory of this call before the wait for the next one
     os._exit(0)
 
@@ -166,7 +169,7 @@ def _run(packet: Packet, functions: dict[str, sources.Loaded], mask: Mask, sende
     call = packet.call
     started = time.perf_counter()
     try:
-        with _variables(call.env):
+        with _variables(call.env) if call.env else NOTHING_AROUND:
             value, memory = _invoke(packet, functions, sender)
         spent = (call.arguments.path, memory) if call.arguments.path and memory and packet.may_reuse else None
         return (
@@ -189,21 +192,20 @@ def _invoke(packet: Packet, functions: dict[str, sources.Loaded], sender: ItemSe
     if packet.fresh:
         functions.clear()
     sources.begin_call()
-    shared_values.begin_call(dict(packet.shared))
+    if packet.shared:
+        shared_values.begin_call(dict(packet.shared))
     function = functions.get(packet.call.function)
     if function is None:
         assert packet.function is not None
-        with _lost_with_its_machine("function"):
-            parts = packet.function.contents(is_last_reader=False)
-        function = sources.unpack(*parts)
+        large = packet.function
+        function = sources.unpack(*_in_memory("function", lambda: large.contents(is_last_reader=False)))
         if packet.call.keeps_function:
             functions[packet.call.function] = function
     sources.install(function.sources)  # another call may have brought other texts since
-    with _lost_with_its_machine("arguments"):
-        memory, data, buffers = packet.call.arguments.open()
+    memory, data, buffers = _in_memory("arguments", packet.call.arguments.open)
     args, kwargs, *run = sources.unpack(data, buffers).value
     log_records.of_this_process.set(packet.call.levels)
-    with running_for(RunContext(*run[0]) if run else None):
+    with running_for(RunContext(*run[0])) if run else NOTHING_AROUND:
         value = function.value(*args, **kwargs)
         if packet.call.ahead:
             sender.send_all(packet.call, asyncio.run(value) if inspect.iscoroutine(value) else value)
@@ -235,11 +237,10 @@ def _variables(env: tuple[tuple[str, str], ...]) -> Generator[None]:
                 os.environ[name] = value
 
 
-@contextlib.contextmanager
-def _lost_with_its_machine(what: str) -> Generator[None]:
-    """Raise NodeLost instead of FileNotFoundError, because the machine with the large value in its memory is gone."""
+def _in_memory[T](what: str, read: Callable[[], T]) -> T:
+    """Read a value of a call that may be in a file in memory. Raises NodeLost if the machine that had it is gone."""
     try:
-        yield
+        return read()
     except FileNotFoundError as error:
         raise NodeLost(
             f"the machine that had the call's large {what} in its memory is gone: submit it again"
@@ -303,7 +304,7 @@ def _fit(outcome: Outcome, line: RunnerChannels, spent: Spent) -> Outcome:
         outcome.text if len(outcome.text) < INLINE_BYTES else f"{outcome.text[:20_000]}\n ...\n{outcome.text[-20_000:]}"
     )
     if outcome.parcel.nbytes + len(text) < INLINE_BYTES and not outcome.parcel.buffers:
-        return outcome._replace(text=text)
+        return outcome if text is outcome.text else outcome._replace(text=text)
     if line.room is not None:
         line.room.make(outcome.parcel.nbytes)
     parcel, is_moved = outcome.parcel.moved_into_spent_file(*spent) if spent is not None else (outcome.parcel, False)

@@ -170,6 +170,8 @@ class RedrawnLines:
         """Whether the line that goes on is drawn over another one."""
         self._is_nested = False
         """Whether the lines are bars below each other."""
+        self.is_new = True
+        """Whether this has seen nothing: then a call's end costs nothing here."""
 
     def are_all_plain(self, text: str) -> bool:
         """Return whether nothing of this text, which is to come, is redrawn."""
@@ -179,6 +181,7 @@ class RedrawnLines:
         """Yield the lines of a text to pass on. Its last line is whole. `records` is how log records begin: they pass,
         and cut the line before them.
         """
+        self.is_new = False
         pieces = _ENDS.split(text)
         for piece, end in zip(pieces[::2], [*pieces[1::2], ""], strict=True):
             before, found, record = piece.partition(records)
@@ -193,6 +196,7 @@ class RedrawnLines:
         """Yield the last state, if it is time; `unfinished` is the text of the line that goes on, which is a state if
         it stands still.
         """
+        self.is_new = False
         if unfinished != self._unfinished:
             self._unfinished, self._unfinished_since = unfinished, now
         stands = self._is_redrawn and unfinished.strip() and now - self._unfinished_since >= SECONDS_BETWEEN_STATES
@@ -202,6 +206,8 @@ class RedrawnLines:
 
     def end(self) -> Iterator[str]:
         """Yield the last state, if it has not passed: the call has ended."""
+        if self.is_new:
+            return
         held = self._held
         self.__init__()
         if held:
@@ -265,10 +271,14 @@ class Stream:
         if end:
             part, self.rest = self.rest[:end], self.rest[end:]
             yield self.marks_seen, self._remember((*self._passing(part), *(self.redrawn.end() if flush else ())))
-        if late := tuple(self.redrawn.due(self.rest.partition(MARK_START)[0].decode(errors="ignore"), self.clock())):
+        if (self.rest or not self.redrawn.is_new) and (
+            late := tuple(self.redrawn.due(self.rest.partition(MARK_START)[0].decode(errors="ignore"), self.clock()))
+        ):
             yield self.marks_seen, self._remember(late)
 
     def _passing(self, part: bytes) -> tuple[str, ...]:
+        if not part:
+            return ()
         text = part.decode("utf-8", errors="backslashreplace")
         if self.redrawn.are_all_plain(text):
             return tuple(text.removesuffix("\n").split("\n")) if text else ()

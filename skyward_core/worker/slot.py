@@ -23,7 +23,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from skyward_core.wire.log_records import LogLines, split_records
 from skyward_core.wire.masking import Mask, SecretValues
@@ -489,7 +489,7 @@ class _BatchRun:
             call, self._first_since = self._sent.popleft(), self._progress_at
             slot.spent(outcome.seconds, call.use)
             assert call.call_id == outcome.call_id
-            last_lines = self._last_lines()
+            tails = self._forget_output()
             slot.ended += 1
             if outcome.kind is OutcomeKind.RETURNED:
                 # it has not begun: its function was in a packet that was taken back
@@ -498,9 +498,10 @@ class _BatchRun:
             if slot.killed_for is OutcomeKind.TIMED_OUT:  # it has handled the signal, and ended after its deadline
                 outcome.parcel.release()
                 outcome = _timed_out(call, outcome.seconds)
+            if (outcome.items, outcome.use) != (self._items, call.use):
+                outcome = outcome._replace(items=self._items, use=call.use)
             is_killed = outcome.kind in {OutcomeKind.CRASH, OutcomeKind.TIMED_OUT}
-            outcome = outcome._replace(items=self._items, use=call.use)
-            self._news.append(outcome._replace(output=last_lines) if is_killed else outcome)
+            self._news.append(outcome._replace(output=self._last_lines(tails)) if is_killed else outcome)
 
     def _await_marks(self) -> None:
         """Read the output of the call that has just ended, to its mark: the runner writes the marks before the outcome,
@@ -528,12 +529,16 @@ class _BatchRun:
                     else:
                         self._news.append(Output(call_id, stream.name, tuple(map(mask, item.texts)), now, item.level))
 
-    def _last_lines(self) -> tuple[str, ...]:
-        """Return the last lines of the call that has just ended or died."""
+    def _forget_output(self) -> list[tuple[bytes, tuple[str, ...]]]:
+        """Return the last output of the call that has just ended or died, of each stream with its mark."""
+        return [(stream.mark, stream.forget(self.slot.ended)) for stream in self.slot.streams]
+
+    def _last_lines(self, tails: Sequence[tuple[bytes, tuple[str, ...]]]) -> tuple[str, ...]:
+        """Return the last lines of a call from what `_forget_output` has returned."""
         lines = (
             text
-            for stream in self.slot.streams
-            for item in split_records(stream.mark, stream.forget(self.slot.ended))
+            for mark, output in tails
+            for item in split_records(mark, output)
             if isinstance(item, LogLines)
             for text in item.texts
         )
@@ -550,7 +555,7 @@ class _BatchRun:
                 self._cut(stream)
             self._cut(stream, flush=True)
         unstarted = self._take_back()
-        output, pid = self._last_lines(), slot.pid
+        output, pid = self._last_lines(self._forget_output()), slot.pid
         end = slot.factory.exit_of(pid)
         is_by_kernel = slot.killed_for is None and end is not None and end.is_out_of_memory
         kind, text = (
