@@ -304,7 +304,7 @@ class SkywardOperator(BaseOperator):
         except Killed:
             raise AirflowException("the task was asked to stop while its function ran; the pool is closed") from None
         except sky.SkywardError as error:
-            raise_as_airflows(error)
+            raise_as_airflows(error, self)
             raise
         finally:
             self._attempt = None
@@ -392,7 +392,7 @@ class SkywardOperator(BaseOperator):
         except BaseException as error:
             if not attempt.is_orphan:
                 attempt.push_bill()
-            raise_as_airflows(error)
+            raise_as_airflows(error, self)
             raise
         finally:
             if not attempt.has_ended:  # else a kill from here on has this attempt to end

@@ -92,7 +92,7 @@ class SkywardCreatePool(SkywardOperator):
         except Killed:
             raise AirflowException("the task was asked to stop before the pool was ready; the pool is ended") from None
         except sky.SkywardError as error:
-            raise_as_airflows(error)
+            raise_as_airflows(error, self)
             raise
         finally:
             self._attempt = None

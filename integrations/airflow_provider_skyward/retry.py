@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from airflow.sdk import ExceptionRetryPolicy, RetryAction, RetryRule
+from airflow.sdk import BaseOperator, ExceptionRetryPolicy, RetryAction, RetryRule
 from airflow.sdk.exceptions import AirflowFailException, AirflowSkipException
 
 import skyward_core as sky
@@ -13,10 +13,17 @@ CAPACITY_WAIT = timedelta(minutes=10)
 """Clouds say nothing about when machines come back; a shorter wait mostly asks again for nothing."""
 
 
-def raise_as_airflows(error: BaseException) -> None:
+AS_WRITTEN = (sky.BadRequest, sky.CredentialsError)
+"""Final too, unless the task has a policy that may say otherwise: bad input, and credentials that are missing or
+refused. Dagster's steps have the same rule.
+"""
+
+
+def raise_as_airflows(error: BaseException, task: BaseOperator) -> None:
     """Raise what makes Airflow skip a task, or not try it again, for an error that asks for it; return for others.
 
-    A policy is not asked: another try would meet the same error, or pay a second time for work that is done.
+    For an error that is final by itself a policy is not asked: another try would meet the same error, or pay a second
+    time for work that is done.
     """
     if isinstance(error, sky.Skip):
         raise AirflowSkipException(str(error) or "the function has asked to be skipped") from error
@@ -26,6 +33,21 @@ def raise_as_airflows(error: BaseException) -> None:
         ) from error
     if isinstance(error, sky.SkywardError) and error.is_final:
         raise AirflowFailException(f"{error}: not tried again") from error
+    if isinstance(error, AS_WRITTEN) and not task.retry_policy:
+        connection: str | None = getattr(task, "provider_conn_id", None)
+        raise AirflowFailException(f"{error}: not tried again{_where(error, connection)}") from error
+
+
+def _where(error: BaseException, connection: str | None) -> str:
+    """Return where this task has its credentials from, if the error is about them."""
+    if not isinstance(error, sky.CredentialsError):
+        return ""
+    if connection:
+        return f". The task has its credentials from the connection {connection!r} (provider_conn_id)"
+    return (
+        ". The task has no connection, and looks in the worker's environment: put the credentials into a connection of"
+        ' Airflow, and name it, provider_conn_id="..."'
+    )
 
 
 def default_retry_policy(capacity_wait: timedelta = CAPACITY_WAIT) -> ExceptionRetryPolicy:

@@ -24,7 +24,7 @@ import pytest
 if (AIRFLOW := importlib.util.find_spec("airflow")) is None:
     pytest.skip("Airflow is not installed", allow_module_level=True)
 
-from airflow.sdk.exceptions import AirflowRuntimeError, ErrorType
+from airflow.sdk.exceptions import AirflowFailException, AirflowRuntimeError, ErrorType
 from airflow.sdk.execution_time.comms import ErrorResponse
 
 import skyward_core as sky
@@ -45,6 +45,7 @@ from airflow_provider_skyward.keyword_types import DecoratorKeywords
 from airflow_provider_skyward.operators import SkywardOperator
 from airflow_provider_skyward.pool_keywords import POOL_KEYWORDS, as_plain_data
 from airflow_provider_skyward.progress import Progress
+from airflow_provider_skyward.retry import default_retry_policy, raise_as_airflows
 from airflow_provider_skyward.task_attempt import Killed, idle_machines
 from skyward_core.concurrency import threads as afterwards
 
@@ -860,6 +861,32 @@ def test_a_pool_that_is_gone_says_whether_the_money_has_ended_it(
     assert world.done == ["release sky-old"]
     bill = world.pushed["skyward_cost"]
     assert (bill["is_final"], bill["pool_id"], bill["all_tries_usd"]) == (True, "sky-old", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "connection", "words"),
+    [
+        (sky.CredentialsError("there is no key"), None, ('name it, provider_conn_id="..."',)),
+        (sky.CredentialsError("there is no key"), "verda_team", ("from the connection 'verda_team'",)),
+        (sky.BadRequest("nodes=0"), None, ("nodes=0: not tried again",)),
+    ],
+)
+def test_what_another_try_meets_again_is_not_tried_again(
+    error: sky.SkywardError, connection: str | None, words: tuple[str, ...]
+) -> None:
+    """Bad input and credentials: a task without a policy fails at once; a policy may decide otherwise."""
+    task = SkywardOperator(task_id="train", python_callable=nothing, provider="verda", provider_conn_id=connection)
+    with pytest.raises(AirflowFailException) as failed:
+        raise_as_airflows(error, task)
+    assert all(word in str(failed.value) for word in ("not tried again", *words))
+    assert failed.value.__cause__ is error
+    task.retry_policy = default_retry_policy()
+    raise_as_airflows(error, task)
+
+
+@pytest.mark.parametrize("error", [sky.NoCapacity("none"), sky.NodeLost("gone"), sky.ProviderFailed("an outage")])
+def test_what_may_pass_is_tried_again(error: sky.SkywardError) -> None:
+    raise_as_airflows(error, SkywardOperator(task_id="train", python_callable=nothing))
 
 
 def test_the_bill_of_a_try_that_begins_again_leaves_out_the_earlier_ones(world: World) -> None:
