@@ -41,6 +41,7 @@ IDLE_SECONDS = 8.0
 """How long a process may do nothing inside a transaction. Then the server ends its connection: the process is stopped,
 and holds locks. Those who open a pool by name wait for a lock a little longer (`named_use.LEDGER_BUSY_SECONDS`).
 """
+SQLITE_HEADER = b"SQLite format 3\0"
 BESIDE = ("-wal", "-shm", "-journal", sqlite_writers.QUEUE_ENDING)
 """Endings of the files beside a database: those of SQLite, which makes them with the mode of that one
 (sqlite.org/wal.html), and the queue of its writers.
@@ -152,13 +153,24 @@ def _deny_others(file: Path) -> None:
             " command as that user, or name another ledger"
         )
     if status.st_mode & 0o077:
+        is_main = not file.name.endswith(BESIDE)
+        if is_main and not _may_be_ledger(file):
+            return  # a file of another kind, named by mistake: SQLite raises an error for it
         file.chmod(0o600)
-        if not file.name.endswith(BESIDE):
+        if is_main:
             _log.warning(
                 "other users could read the ledger %s (mode %04o); its mode is 0600 now",
                 file,
                 S_IMODE(status.st_mode),
             )
+
+
+def _may_be_ledger(file: Path) -> bool:
+    """Return whether a file is empty or one of SQLite. It is opened: this process may hold no lock on it yet, as on a
+    ledger of mode 0600 that it has open.
+    """
+    with file.open("rb") as opened:
+        return opened.read(len(SQLITE_HEADER)) in {b"", SQLITE_HEADER}
 
 
 def _prepare_sqlite(connection: PoolProxiedConnection, busy_timeout_seconds: float) -> None:

@@ -89,7 +89,10 @@ def test_the_page_shows_an_open_pool_and_its_end(tmp_path: Path, monkeypatch: py
                 assert "2 of 2" in text_of(page, "pools")
                 assert "InsufficientInstanceCapacity" in text_of(page, "refusals")
                 assert page.locator("#days rect").count() == 1
-                assert page.locator("#owners tbody tr").count() == 1
+                assert page.locator("#costs tbody tr").count() == 1
+                page.locator("#by").select_option("task")
+                page.locator("#costs tbody").get_by_text("train").wait_for()
+                assert "Task" in page.inner_text("#costs thead")
                 assert "72.0000 USD per hour" in page.inner_text("#figures")
                 page.get_by_role("button", name=pool.id).click()
                 page.wait_for_selector("#receipt tbody tr")

@@ -100,6 +100,15 @@ def test_closing_a_ledger_in_use_closes_every_connection(
             assert connections() == 0
 
 
+def test_a_file_that_was_named_by_mistake_keeps_its_mode(tmp_path: Path) -> None:
+    path = tmp_path / "results.csv"
+    path.write_text("day,usd\n")
+    path.chmod(0o644)
+    with pytest.raises(LedgerError, match="is damaged, or no ledger"):
+        Ledger(f"sqlite:///{path}")
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
 @pytest.mark.parametrize("garbage", [b"not a database at all" * 100, b"SQLite format 3\0" + b"\x5a" * 5000])
 def test_a_garbage_file_is_refused_and_not_changed(tmp_path: Path, garbage: bytes) -> None:
     path = tmp_path / "ledger.db"
