@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from skyward_core.errors import NotYetSupported as NotYetSupported
     from skyward_core.errors import OfferGone as OfferGone
     from skyward_core.errors import PoolClosed as PoolClosed
+    from skyward_core.errors import PoolStopped as PoolStopped
     from skyward_core.errors import ProviderFailed as ProviderFailed
     from skyward_core.errors import ProvisioningTimeout as ProvisioningTimeout
     from skyward_core.errors import QuotaExceeded as QuotaExceeded
@@ -196,7 +197,7 @@ _HOMES = {
     "errors": (
         "BadRequest BootstrapFailed BudgetExceeded CallCrashed CallOutOfMemory CallTimedOut CredentialsError"
         " GiveUp GroupNotFormed HostKeyChanged InstancesLeft LeaseLost LeaseTampered LedgerConflict"
-        " LedgerError NoCapacity NodeLost NotPicklable NotYetSupported OfferGone PoolClosed ProviderFailed"
+        " LedgerError NoCapacity NodeLost NotPicklable NotYetSupported OfferGone PoolClosed PoolStopped ProviderFailed"
         " ProvisioningTimeout QuotaExceeded RankFailed RateLimited RemoteError ResultNotLoaded Skip"
         " SkywardError Unreachable"
     ),

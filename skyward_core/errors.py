@@ -525,6 +525,12 @@ class LeaseLost(SkywardError):
     """
 
 
+class PoolStopped(LeaseLost):
+    """Somebody has stopped the pool on purpose, with `skyward stop`: no orchestrator tries the step again."""
+
+    is_final = True
+
+
 class LedgerError(SkywardError):
     """The ledger could not be read or written: mend what the message names, then try again.
 

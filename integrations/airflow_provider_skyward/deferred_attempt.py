@@ -144,6 +144,8 @@ class DeferredAttempt(DurableAttempt):
                         raise
                     return False
                 self._drain()
+            except sky.PoolStopped:
+                raise
             except (sky.NodeLost, sky.LeaseLost, sky.BadRequest) as error:
                 self._log.warning("the pool %s is gone: %s", pool_id, error)
                 return False

@@ -11,8 +11,8 @@ import skyward_core as sky
 from dagster_skyward.metadata import NODES, POOL_ID, RUNNING_COST_USD, RUNNING_SECONDS, Usage, numbers_of
 from dagster_skyward.step_events import Listener
 
-UNSEEN_SECONDS = 3.0
-"""For how long calls have waited for slots before that is known (`skyward_core.session.pool_uses`)."""
+UNSEEN_SECONDS = 2.0
+"""For how long calls have waited for slots, at least, before that is known (`skyward_core.session.pool_uses`)."""
 
 
 @dataclass(slots=True)

@@ -101,6 +101,7 @@ def release(
     ledger: Ledger | None,
     credentials: Provider | None = None,
     why: str = "it was stopped on purpose",
+    stopped_by: str = "",
     clock: Clock = utc_now,
     monotonic: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
@@ -113,6 +114,8 @@ def release(
         ledger: None if only the lease and the provider's tags are known.
         credentials: the provider, if it needs secrets that neither the environment nor its entry has.
         why: the reason, for the evidence.
+        stopped_by: the person who does it, and how. A live owner then raises PoolStopped, which no orchestrator tries
+            again; "": the owner's process is believed to be dead, and if it is not, it raises LeaseLost.
         clock: returns the time of day.
         monotonic: counts seconds, for deadlines.
         pause: waits for so many seconds.
@@ -123,7 +126,7 @@ def release(
     lease = lease_or_pool_id if isinstance(lease_or_pool_id, Lease) else None
     pool_id = lease_or_pool_id if isinstance(lease_or_pool_id, str) else lease_or_pool_id.pool_id
     try:
-        entry = None if ledger is None else _condemned(ledger, pool_id)
+        entry = None if ledger is None else _condemned(ledger, pool_id, stopped_by)
     except UnreadableRow as error:
         if credentials is None and lease is None:
             raise LedgerError(
@@ -152,13 +155,17 @@ def release(
     return end_pool(ledger, provider, pool_id, why=why, clock=clock, monotonic=monotonic, pause=pause)
 
 
-def _condemned(ledger: Ledger, pool_id: str) -> PoolEntry | None:
+def _condemned(ledger: Ledger, pool_id: str, stopped_by: str) -> PoolEntry | None:
     """Condemn a pool whose lease may still run; if its owner renews the lease meanwhile, try again, CONDEMN_TRIES times
     at most.
     """
     for _ in range(CONDEMN_TRIES):
         entry = ledger.pool(pool_id)
-        if entry is None or entry.ended_at is not None or ledger.condemn(pool_id, seen=entry.written_lease):
+        if (
+            entry is None
+            or entry.ended_at is not None
+            or ledger.condemn(pool_id, seen=entry.written_lease, stopped_by=stopped_by)
+        ):
             return entry
     raise LedgerError(
         f"The lease of {pool_id!r} is renewed all the time, so that it could not be condemned in {CONDEMN_TRIES} tries."

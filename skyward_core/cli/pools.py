@@ -70,12 +70,19 @@ def stop(
 ) -> int:
     """End a pool, live or not, by its id or its name."""
     from skyward_core.cleanup.release import release
+    from skyward_core.machines.owner import Owner
 
     with open_ledger(context) as ledger:
         pool_id = id_of(ledger, pool)
         credentials = None if provider is None else provider_from(provider)
         is_known = _is_known(ledger, pool_id)
-        ended = release(pool_id, ledger=ledger, credentials=credentials, why="it was stopped with `skyward stop`")
+        ended = release(
+            pool_id,
+            ledger=ledger,
+            credentials=credentials,
+            why="it was stopped with `skyward stop`",
+            stopped_by=f"{Owner.here().name} with `skyward stop`",
+        )
     print(_stopped(pool_id, ended, is_known=is_known, provider=None if credentials is None else credentials.name))
     return 0
 

@@ -390,7 +390,8 @@ class EngineThread:
 
         def pinged() -> None:
             self.dispatcher.pinged(epoch, is_answered=busy_times is not None)
-            self._on_seen(busy_times or ())
+            if busy_times is not None:
+                self._on_seen(busy_times)
 
         self.post(pinged)
 
@@ -433,6 +434,7 @@ class EngineThread:
         return {"listed": listed, "waiting": waiting}
 
     def _on_seen(self, busy_times: Collection[BusyTime]) -> None:
+        self.slot_seconds.reported()
         for instance_id, process, seconds, by_use in busy_times:
             for use, own_seconds in by_use.items():
                 self.slot_seconds.seen(use, instance_id, process, own_seconds)

@@ -53,6 +53,10 @@ class SlotSeconds:
         """By use and instance id."""
         self._seen_at: dict[str, float] = {}
         """When a worker has last reported running calls of a use, on the monotonic clock."""
+        self.reported_at = 0.0
+        """When the scheduler has last told what workers have reported, of any use, on the same clock. It is asked every
+        few seconds (`dispatcher.PING_SECONDS`).
+        """
 
     def of(self, use: str) -> dict[str, float]:
         """Return the seconds of one use, by instance id."""
@@ -61,6 +65,10 @@ class SlotSeconds:
     def seen_at(self, use: str) -> float | None:
         """Return when workers have counted the running calls of a use last, on the monotonic clock; None: never."""
         return self._seen_at.get(use)
+
+    def reported(self) -> None:
+        """The scheduler has told what workers have reported. `seen` follows for each use whose calls run."""
+        self.reported_at = time.monotonic()
 
     def ran(self, use: str, instance_id: str, seconds: float) -> None:
         """Calls of a use have ended that have kept slots of a machine busy for so many seconds in total."""
@@ -74,7 +82,7 @@ class SlotSeconds:
         if not seconds:
             return
         its = self._on(use, instance_id)
-        self._seen_at[use] = time.monotonic()
+        self._seen_at[use] = max(time.monotonic(), self.reported_at)
         before = its.seconds
         known = its.processes.get(process, 0.0)
         if seconds > known:

@@ -129,19 +129,23 @@ class Pools:
             if connection.execute(wanted.values({**later, **more})).rowcount == 0:
                 must_live(connection, pool_id)
 
-    def condemn(self, pool_id: str, *, seen: datetime) -> bool:
+    def condemn(self, pool_id: str, *, seen: datetime, stopped_by: str = "") -> bool:
         """Condemn one pool, and return whether it is dead; see `condemn_all`. `seen` is its `written_lease`."""
-        return pool_id in self.condemn_all({pool_id: seen})
+        return pool_id in self.condemn_all({pool_id: seen}, stopped_by=stopped_by)
 
-    def condemn_all(self, seen: Mapping[str, datetime]) -> set[str]:
+    def condemn_all(self, seen: Mapping[str, datetime], *, stopped_by: str = "") -> set[str]:
         """Condemn pools, each unless its lease was renewed: `seen` has the ends that were read, as they were written.
 
-        From now on nothing is requested for them.
+        From now on nothing is requested for them. `stopped_by`: who stops them on purpose.
         Returns the ids of those that are dead: condemned now or before, or ended. The leases of the others were
         renewed: read them again. Raises LedgerConflict if one is unknown.
         """
         p = POOLS.c
-        condemned = func.coalesce(p.condemned_microseconds, stamp(self._database.clock()))
+        values: dict[str, Any] = {
+            "condemned_microseconds": func.coalesce(p.condemned_microseconds, stamp(self._database.clock()))
+        }
+        if stopped_by:
+            values["stopped_by"] = stopped_by[:NAME_CHARACTERS]
         dead: set[str] = set()
         with self._database.write() as connection:
             for pool_id, lease_expires_at in sorted(seen.items()):
@@ -149,7 +153,7 @@ class Pools:
                     p.lease_expires_microseconds == stamp(lease_expires_at)
                 ) | p.condemned_microseconds.is_not(None)
                 wanted = update(POOLS).where(p.id == pool_id, p.ended_microseconds.is_(None), is_unchanged)
-                is_done = connection.execute(wanted.values(condemned_microseconds=condemned)).rowcount != 0
+                is_done = connection.execute(wanted.values(values)).rowcount != 0
                 if is_done or known_pool(connection, pool_id).ended_at is not None:
                     dead.add(pool_id)
         return dead
@@ -273,6 +277,7 @@ def _end_of_machines(connection: Connection, pool_id: str, now: int) -> int:
 def must_live(connection: Connection, pool_id: str, *, is_alone: bool = False) -> None:
     """Raise LeaseLost if a pool is condemned or has ended; it cannot be condemned before the transaction ends."""
     entry = known_pool(connection, pool_id, is_alone=is_alone)
+    entry.raise_if_stopped()
     if entry.ended_at is not None:
         raise LeaseLost(
             f"Pool {pool_id!r} has ended, at {entry.ended_at:%Y-%m-%d %H:%M:%S} UTC; nothing more is rented for it."

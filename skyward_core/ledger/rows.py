@@ -12,7 +12,7 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from enum import StrEnum
 from typing import Any
 
-from skyward_core.errors import ZERO_USD, LedgerError
+from skyward_core.errors import ZERO_USD, LedgerError, PoolStopped
 from skyward_core.machines.offers import Extra
 from skyward_core.machines.owner import Owner, OwnerState
 from skyward_core.work import NO_WORK, Work
@@ -79,7 +79,8 @@ class PoolEntry:
 
     `provider` is the result of `Provider.to_json()`. `ended_at` is None until the end of the pool is recorded.
     `lives_by_lease`: the pool was detached, or has detached calls, and outlives its owner until its lease expires.
-    `condemned_at`: a sweep has condemned it and ends its machines. `account` is the account that pays.
+    `condemned_at`: a sweep or `release` has condemned it, and ends its machines. `stopped_by` is the user who has
+    stopped it on purpose, "" for nobody. `account` is the account that pays.
     `run_account` is the one that all pools of its run share (`Ledger.open_pool`).
     `provider_account` is the provider's account that has the machines ("": unknown). `work` is that to which the pool
     belongs: it bears what no call has used. A pool with a `name` and without a work belongs to nobody.
@@ -99,12 +100,22 @@ class PoolEntry:
     provider_account: str = ""
     work: Work = NO_WORK
     name: str = ""
+    stopped_by: str = ""
     trouble: str = ""
     """Why its owner could not be read; "" if it could. Then only its lease shows whether it lives."""
     lease_shift: timedelta | None = None
     """By how much this computer's time of day was set forward since the lease was written in this boot of it; that is
     a part of `lease_expires_at`. None: the lease was written elsewhere, and `lease_expires_at` is as it was written.
     """
+
+    def raise_if_stopped(self) -> None:
+        """Raise PoolStopped if somebody has stopped the pool on purpose."""
+        if self.stopped_by:
+            at = self.condemned_at or self.ended_at
+            raise PoolStopped(
+                f"Pool {self.id!r} was stopped by {self.stopped_by}{f' at {at:%Y-%m-%d %H:%M:%S} UTC' if at else ''}:"
+                " nothing more is rented for it. Open another if it is still wanted."
+            )
 
     @property
     def belongs_to_nobody(self) -> bool:
@@ -125,7 +136,9 @@ class PoolEntry:
         if self.ended_at is not None:
             return "the pool has ended"
         if self.condemned_at is not None:
-            return "the pool was judged dead before"
+            return (
+                f"the pool was stopped by {self.stopped_by}" if self.stopped_by else "the pool was judged dead before"
+            )
         if owner_state is OwnerState.ALIVE and not self.lives_by_lease and self.lease_shift is None:
             return ""
         if self.lease_expires_at <= now:

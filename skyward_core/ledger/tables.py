@@ -111,6 +111,8 @@ POOLS = Table(
     *_clock_columns("lease"),
     # a pool with a name and without a work belongs to nobody: its rest is its own (`bills.py`)
     Column("name", String(NAME_CHARACTERS), nullable=False, server_default=""),
+    # set with `condemned_microseconds` when somebody stops the pool on purpose
+    Column("stopped_by", String(255), nullable=False, server_default=""),
 )
 Index("skyward_pools_by_run", POOLS.c.work_run)
 
@@ -378,6 +380,7 @@ def pool_of(row: Values) -> PoolEntry:
         provider_account=row["provider_account"],
         work=work_of(row),
         name=row["name"],
+        stopped_by=row["stopped_by"],
         trouble=trouble,
     )
 

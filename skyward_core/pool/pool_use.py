@@ -218,7 +218,8 @@ class PoolUse:
     def is_waiting(self) -> bool:
         """Whether it has calls, and none of them holds a slot: they wait at their workers for slots that others hold.
 
-        It is known three seconds after the calls were made; of a pool that belongs to this use alone it is never so.
+        It is known two to seven seconds after the calls were made; of a pool that belongs to this use alone it is
+        never so.
         """
         return self._book is not None and self._book.is_waiting(self.id)
 

@@ -168,9 +168,9 @@ LEAST_SECONDS = 1.0
 """The least time between two notes."""
 STOP_SECONDS = 5.0
 """How long the end of a use waits for its last calls, which were stopped: the time that they hold slots is counted."""
-UNSEEN_SECONDS = 3.0
-"""If no worker has reported running calls for so long, they wait there for slots that others hold. Workers report twice
-a second.
+REPORT_SECONDS = 2.0
+"""A call that has a slot is in the reports of its worker by then: workers report twice a second. If a later report
+lacks it, it waits there for a slot that others hold.
 """
 LOOK_SECONDS = 0.02
 LEDGER_BUSY_SECONDS = 10.0
@@ -206,11 +206,13 @@ def use_count(
     )
 
 
-def slots_held(at_workers: int, seen_at: float | None, submitted_at: float, now: float) -> int:
-    """Return how many slots a use holds, of the batches that are at workers. `seen_at`: when workers have last
-    reported its running calls. Times are those of one clock, in seconds.
+def slots_held(at_workers: int, seen_at: float | None, submitted_at: float, reported_at: float) -> int:
+    """Return how many slots a use holds, of the batches that are at workers.
+
+    `reported_at`: when reports of workers have come last, `seen_at`: when they last had running calls of the use. Times
+    are those of one clock, in seconds.
     """
-    return at_workers if now - max(seen_at or submitted_at, submitted_at) <= UNSEEN_SECONDS else 0
+    return at_workers if reported_at - max(seen_at or submitted_at, submitted_at) <= REPORT_SECONDS else 0
 
 
 class UseBook:
@@ -406,5 +408,6 @@ class UseBook:
         slot_seconds = self._cluster.owner.slot_seconds
         now = time.monotonic()
         seen_at, submitted_at = slot_seconds.seen_at(use_id), self._since.get(use_id, now)
-        held, since = slots_held(held, seen_at, submitted_at, now), max(seen_at or 0.0, submitted_at)
+        held = slots_held(held, seen_at, submitted_at, slot_seconds.reported_at)
+        since = max(seen_at or 0.0, submitted_at)
         return use_count(slot_seconds.of(use_id), self._prices, held, now - since if held else 0.0)

@@ -246,6 +246,7 @@ def _must_live(ledger: Ledger, pool_id: str) -> None:
             f"the ledger has no pool {pool_id!r}: is SKYWARD_LEDGER the ledger in which it was opened? `skyward ps`"
             " lists its pools"
         )
+    entry.raise_if_stopped()
     if entry.ended_at is not None:
         raise NodeLost(f"pool {pool_id} is not there any more: it ended at {entry.ended_at:%Y-%m-%d %H:%M:%S} UTC")
     if entry.condemned_at is not None:

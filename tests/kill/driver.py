@@ -387,7 +387,9 @@ class _Cluster:
     is_idle = True
     busy_at = 0.0
     owner = SimpleNamespace(
-        connection=None, futures={}, slot_seconds=SimpleNamespace(of=lambda _: {}, seen_at=lambda _: None)
+        connection=None,
+        futures={},
+        slot_seconds=SimpleNamespace(of=lambda _: {}, seen_at=lambda _: None, reported_at=0.0),
     )
     topic = "the driver's"
     dispatcher = SimpleNamespace(members=SimpleNamespace(nodes={}))

@@ -1,6 +1,6 @@
 """The migration of a release that follows this one: it adds a column to the pools, and a table.
 
-`migrations.MIGRATIONS = (ADDED,)` makes this process that release.
+`migrations.MIGRATIONS = (*migrations.MIGRATIONS, ADDED)` makes this process that release.
 """
 
 from collections.abc import Callable

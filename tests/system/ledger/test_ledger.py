@@ -156,16 +156,17 @@ def test_a_lease_is_renewed_and_never_shortened(ledger: Ledger) -> None:
     assert ledger.pool("unknown") is None
 
 
-@pytest.mark.parametrize("is_condemned", [True, False])
-def test_nothing_is_requested_for_a_dead_pool(ledger: Ledger, is_condemned: bool) -> None:
+@pytest.mark.parametrize("how", ["condemned", "stopped", "stopped and ended", "ended"])
+def test_nothing_is_requested_for_a_dead_pool(ledger: Ledger, how: str) -> None:
     """Every method that spends raises LeaseLost, and its provider cannot change. Facts are still recorded."""
     ledger.set_account(Account("team", USD(10), Period.RUN))
     intent = intend(ledger, "old")
-    if is_condemned:
-        assert ledger.condemn("p", seen=LATER)
-    else:
+    is_stopped = how.startswith("stopped")
+    if how != "ended":
+        assert ledger.condemn("p", seen=LATER, stopped_by="ada@lab with `skyward stop`" if is_stopped else "")
+    if how.endswith("ended"):
         ledger.end_pool("p")
-    words = "was judged dead at 2026-11-21 12:00:00" if is_condemned else "has ended, at 2026-11-21 12:00:00"
+    words = {"condemned": "was judged dead at", "ended": "has ended, at"}.get(how, "was stopped by ada@lab with .* at")
     for spend in (
         lambda: ledger.renew("p", LATER),
         lambda: ledger.live_by_lease("p", LATER),
@@ -175,8 +176,9 @@ def test_nothing_is_requested_for_a_dead_pool(ledger: Ledger, is_condemned: bool
         lambda: ledger.roll("team", "p", USD(1), USD(1)),
         lambda: ledger.turn_to("p", {"name": "aws"}, "1234"),
     ):
-        with pytest.raises(LeaseLost, match=words):
+        with pytest.raises(LeaseLost, match=f"{words} 2026-11-21 12:00:00") as refused:
             spend()
+        assert refused.value.is_final == is_stopped, "no orchestrator tries again what somebody has stopped"
     assert ledger.left_usd("team", "p") == 10
     assert ledger.bind(intent, "i-1").cloud_id == "i-1"
     ledger.note_all({intent.id: {Bucket.IDLE: 1}})

@@ -157,7 +157,7 @@ def test_a_minimal_role_is_enough(
             with pytest.raises(Exception, match=r"permission denied|must be owner"), other.begin() as connection:
                 connection.execute(text(statement))
         other.dispose()
-        monkeypatch.setattr(migrations, "MIGRATIONS", (ADDED,))  # only the owner may migrate
+        monkeypatch.setattr(migrations, "MIGRATIONS", (*migrations.MIGRATIONS, ADDED))  # only the owner may migrate
         with pytest.raises(LedgerError, match="SQLSTATE 42501"):
             Ledger(theirs)
     finally:

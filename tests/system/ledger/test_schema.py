@@ -53,7 +53,7 @@ def test_a_ledger_of_this_release_is_migrated_by_the_next_one(
     """Its entries stay. The migration runs once, and this release refuses the ledger then."""
     intent = intend(ledger)
     with monkeypatch.context() as patch:
-        patch.setattr(migrations, "MIGRATIONS", (ADDED,))
+        patch.setattr(migrations, "MIGRATIONS", (*migrations.MIGRATIONS, ADDED))
         for _ in range(2):
             with Ledger(url) as newer:
                 assert newer.intents() == [intent]
@@ -68,7 +68,7 @@ def test_a_ledger_of_this_release_is_migrated_by_the_next_one(
 
 def test_a_migration_that_fails_changes_nothing(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the schema nor the version."""
-    monkeypatch.setattr(migrations, "MIGRATIONS", (ADDED, migration(THIS + 2, fail)))
+    monkeypatch.setattr(migrations, "MIGRATIONS", (*migrations.MIGRATIONS, ADDED, migration(THIS + 2, fail)))
     with pytest.raises(RuntimeError, match="power"), ledger._database.write() as connection:
         migrate(connection)
     assert versions(url_of(ledger)) == (str(THIS), str(THIS))
@@ -124,7 +124,7 @@ def test_a_migration_writes_no_records_of_alembic_below_warnings(
         other.join()
 
     Ledger(f"sqlite:///{tmp_path}/ledger.db").close()
-    monkeypatch.setattr(migrations, "MIGRATIONS", (migration(THIS + 1, logs),))
+    monkeypatch.setattr(migrations, "MIGRATIONS", (*migrations.MIGRATIONS, migration(THIS + 1, logs)))
     Ledger(f"sqlite:///{tmp_path}/ledger.db").close()
     logger.info("afterwards")
     assert [record.getMessage() for record in caplog.records] == ["a warning", "of another thread", "afterwards"]
@@ -141,7 +141,7 @@ print("alembic" in sys.modules)
 NEXT_RELEASE = """
 from skyward_core.ledger import migrations
 from tests.ledger.next_release import ADDED
-migrations.MIGRATIONS = (ADDED,)
+migrations.MIGRATIONS = (*migrations.MIGRATIONS, ADDED)
 """
 
 
@@ -192,7 +192,7 @@ def test_threads_may_create_and_migrate_different_ledgers_at_once(
     urls = [f"sqlite:///{tmp_path}/{number}.db" for number in range(4)]
     for url in urls:
         Ledger(url).close()
-    monkeypatch.setattr(migrations, "MIGRATIONS", (ADDED,))
+    monkeypatch.setattr(migrations, "MIGRATIONS", (*migrations.MIGRATIONS, ADDED))
     barrier = threading.Barrier(4)
 
     def migrate_one(url: str) -> None:
