@@ -18,7 +18,7 @@ from dagster.components.definitions import LazyDefinitions
 import skyward_core as sky
 from dagster_skyward.configuration import FIELDS, spec_of
 from dagster_skyward.executor import skyward_executor
-from dagster_skyward.lifecycle import spec_of_step
+from dagster_skyward.lifecycle import OF_RUNS, spec_of_step
 
 ASSETS = "__ASSET_JOB"
 """Dagster's name for a run of assets that are in no job of their own; the ledger has it too."""
@@ -135,7 +135,10 @@ def _value(resource: Any, name: str) -> Any:
 
 
 def _spec(resource: Any, tags: Mapping[str, str]) -> tuple[sky.PoolSpec | None, str]:
-    return _spec_of({name: _value(resource, name) for name in FIELDS}, tags)
+    values = {name: _value(resource, name) for name in FIELDS}
+    if _value(resource, "sharing") in OF_RUNS:
+        values.pop("keep_warm", None)  # then it is none of the spec's, whose name comes from the run
+    return _spec_of(values, tags)
 
 
 def _spec_of(values: Mapping[str, Any], tags: Mapping[str, str]) -> tuple[sky.PoolSpec | None, str]:

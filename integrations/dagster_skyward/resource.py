@@ -4,6 +4,7 @@ The pool opens when a step first uses it. The steps of a process share it, and o
 It closes with the resource, or with the last step that needs it.
 """
 
+import difflib
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing, contextmanager
@@ -23,6 +24,7 @@ from dagster_skyward.credentials import SkywardCredentials
 from dagster_skyward.final_errors import not_tried_again
 from dagster_skyward.in_process import InProcessPool
 from dagster_skyward.lifecycle import (
+    OF_A_CALL,
     OF_RUNS,
     Lifecycle,
     divided_keywords,
@@ -285,11 +287,27 @@ def _divided[R](
 ) -> tuple[sky.PendingCompute[R], dict[str, Any]]:
     """Return the call, and the settings for its pool.
 
-    Raises BadRequest, NotPicklable, and TypeError for what the function does not take.
+    Raises BadRequest, also for what the function does not take, and NotPicklable.
     """
+    if not callable(fn):
+        raise sky.BadRequest(
+            f"{fn!r} is no function: write compute.run(context, fn, ...), with the context of the step, or None, before"
+            " the function"
+        )
     kwargs, settings = divided_keywords(fn.local if isinstance(fn, sky.ComputeFunction) else fn, keywords)
-    sky.compute(fn)(*args, **kwargs)  # raises TypeError
+    try:
+        sky.compute(fn)(*args, **kwargs)
+    except TypeError as error:
+        raise sky.BadRequest(f"{error}{_setting_that_was_meant(error, kwargs)}") from error
     return plain_pending(fn, args, kwargs), settings
+
+
+def _setting_that_was_meant(error: TypeError, kwargs: Mapping[str, Any]) -> str:
+    """Return words about the setting of a call that a keyword may stand for; "" if it is like none."""
+    for name in kwargs:
+        if f"'{name}'" in str(error) and (meant := difflib.get_close_matches(name, OF_A_CALL, 1)):
+            return f". For the pool of this call: did you mean {meant[0]!r}?"
+    return ""
 
 
 def _result[R](value: R, use: Use) -> PoolResult[R]:
