@@ -69,10 +69,22 @@ def note_open(instance: dg.DagsterInstance, run_id: str) -> None:
 
 def forget_parent(instance: dg.DagsterInstance, run: dg.DagsterRun) -> None:
     """A re-execution begins with its parent's tags: it has cost nothing yet."""
+    if _has_total_of_parent(instance, run):
+        instance.add_run_tags(run.run_id, {TOTAL_TAG: _usd(0)})
+
+
+def _has_total_of_parent(instance: dg.DagsterInstance, run: dg.DagsterRun) -> bool:
     total = run.tags.get(TOTAL_TAG)
     parent = None if total is None or run.parent_run_id is None else instance.get_run_by_id(run.parent_run_id)
-    if parent is not None and parent.tags.get(TOTAL_TAG) == total:
-        instance.add_run_tags(run.run_id, {TOTAL_TAG: _usd(0)})
+    return parent is not None and parent.tags.get(TOTAL_TAG) == total
+
+
+def forget_parents(instance: dg.DagsterInstance) -> None:
+    """Do the same for the newest runs that have ended and whose steps have used no pool. Raises LedgerError."""
+    for record in instance.get_run_records(dg.RunsFilter(tags={STATE_TAG: REPORTED}, statuses=FINISHED), RUNS_AT_ONCE):
+        run = record.dagster_run
+        if _has_total_of_parent(instance, run) and not sky.cost_parts(sky.Work(system="dagster", run=run.run_id)):
+            instance.add_run_tags(run.run_id, {TOTAL_TAG: _usd(0)})
 
 
 def settle(instance: dg.DagsterInstance, run: dg.DagsterRun, steps: Collection[str] | None = None) -> bool:

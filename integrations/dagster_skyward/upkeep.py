@@ -11,7 +11,7 @@ import dagster as dg
 import skyward_core as sky
 from dagster_skyward.backfills import is_pool_of_backfill, runs_to_come
 from dagster_skyward.run_steps import KEEP_TAG, WILL_RETRY_TAG, pools_of, release_pools
-from dagster_skyward.settlement import report_rests, settle_ended_runs
+from dagster_skyward.settlement import forget_parents, report_rests, settle_ended_runs
 
 
 def upkeep(cron_schedule: str = "*/10 * * * *", *, providers: Sequence[sky.Provider] | None = None) -> dg.Definitions:
@@ -51,6 +51,7 @@ def _report_costs(context: dg.SensorEvaluationContext) -> dg.SkipReason:
     """
     open_pools = report_rests(context.instance, json.loads(context.cursor or "[]"))
     settled = settle_ended_runs(context.instance, open_pools)
+    forget_parents(context.instance)
     context.update_cursor(json.dumps(sorted(open_pools)))
     return dg.SkipReason(f"all costs are reported of: {', '.join(settled) or 'no further run'}")
 

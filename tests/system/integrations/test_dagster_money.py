@@ -37,6 +37,7 @@ from dagster_skyward.settlement import (  # noqa: E402
     STATE_TAG,
     TOTAL_TAG,
     forget_parent,
+    forget_parents,
     note_open,
     report_rests,
     settle,
@@ -214,6 +215,24 @@ def test_a_re_execution_has_not_the_total_of_its_parent(bill: Bill, instance: An
         again = instance.create_run_for_job(ops, tags=tags, parent_run_id=parent.run_id, root_run_id=parent.run_id)
         forget_parent(instance, again)
         assert instance.get_run_by_id(again.run_id).tags[TOTAL_TAG] == expected
+
+
+@pytest.mark.parametrize("has_used_a_pool", [False, True])
+def test_a_re_execution_that_used_no_pool_has_cost_nothing(bill: Bill, instance: Any, has_used_a_pool: bool) -> None:
+    """It was canceled in the queue, or its steps need none: no step of it has forgotten the parent's total."""
+    parent = run_of([made], instance)
+    tags = {TOTAL_TAG: "0.500000", STATE_TAG: REPORTED}
+    instance.add_run_tags(parent.run_id, tags)
+    again = instance.create_run_for_job(
+        ops, tags=tags, parent_run_id=parent.run_id, root_run_id=parent.run_id, status=dg.DagsterRunStatus.CANCELED
+    )
+    if has_used_a_pool:  # for as much as the parent, by chance
+        bill.open(work(again, "made"))
+        bill.use(work(again, "made"), 0.5)
+        bill.end()
+    forget_parents(instance)
+    assert instance.get_run_by_id(again.run_id).tags[TOTAL_TAG] == ("0.500000" if has_used_a_pool else "0.000000")
+    assert instance.get_run_by_id(parent.run_id).tags[TOTAL_TAG] == "0.500000"
 
 
 def test_no_cost_is_negative(bill: Bill, instance: Any, caplog: pytest.LogCaptureFixture) -> None:
