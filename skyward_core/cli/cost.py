@@ -61,8 +61,9 @@ def cost(
     return print_warnings(unreadable)
 
 
-def receipt(context: typer.Context, pool: PoolId) -> int:
-    """Show what a pool has rented and what became of it, as JSON."""
+def receipt(context: typer.Context, pool: PoolId, *, as_json: AsJson = True) -> int:
+    """Show what a pool has rented and what became of it, always as JSON."""
+    del as_json
     from skyward_core.ledger.receipt import receipt as receipt_of
 
     unreadable: list[UnreadableRow] = []
@@ -89,8 +90,13 @@ def users(
     with open_settled_ledger(context) as ledger:
         pool_id = id_of(ledger, name)
         found = users_of(ledger, pool_id, split=split, unreadable=unreadable)
+        if not found and (entry := ledger.pool(pool_id)) is not None:
+            raise BadRequest(
+                f"the pool {pool_id} is not shared: all of it is for {entry.work or entry.owner.name}. `skyward receipt"
+                f" {pool_id}` has its cost"
+            )
         if not found:
-            raise BadRequest(f"the ledger has no pool with the name {name!r}, and no users of a pool of this id")
+            raise BadRequest(f"the ledger has no pool with the name or the id {name!r}: look with `skyward ps --all`")
         noted = sum((row.cost_usd for row in ledger.cost_rows(CostBy.POOL, pool_id=pool_id)), ZERO_USD)
         pool = ledger.pool(pool_id)
     # what calls have held is noted some seconds before the time of their machines

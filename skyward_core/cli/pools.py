@@ -67,6 +67,7 @@ def stop(
         str | None,
         typer.Option(parser=values.printable, metavar="NAME", help="whose machines, if the ledger does not know"),
     ] = None,
+    as_json: AsJson = False,
 ) -> int:
     """End a pool, live or not, by its id or its name."""
     from skyward_core.cleanup.release import release
@@ -83,7 +84,10 @@ def stop(
             why="it was stopped with `skyward stop`",
             stopped_by=f"{Owner.here().name} with `skyward stop`",
         )
-    print(_stopped(pool_id, ended, is_known=is_known, provider=None if credentials is None else credentials.name))
+    if as_json:
+        print_json({"pool": pool_id, "ended": list(ended), "is_known": is_known})
+    else:
+        print(_stopped(pool_id, ended, is_known=is_known, provider=None if credentials is None else credentials.name))
     return 0
 
 

@@ -201,6 +201,13 @@ def test_a_budget_is_set_and_listed(skyward: Skyward) -> None:
     assert skyward.json("budget list")[1]["left_usd"] == 9.0
 
 
+def test_users_says_where_the_cost_of_a_pool_is_that_nobody_shares(skyward: Skyward) -> None:
+    skyward.open("sky-live", work=Work(system="cron", run="1"))
+    words = "the pool sky-live is not shared: all of it is for cron:1. `skyward receipt sky-live` has its cost"
+    assert words in skyward("users sky-live", code=cli.FAILED)
+    assert "no pool with the name or the id 'nonesuch'" in skyward("users nonesuch", code=cli.FAILED)
+
+
 # ── sweep and stop ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
