@@ -52,16 +52,32 @@ def _bill(work: sky.Work) -> dict[str, Any]:
     try:
         pools = sky.receipts_of(work)
         costs = sky.cost_of(work)
+        opened = {pool["pool_id"] for pool in pools}
+        shares = {pool_id: usd for pool_id, usd in costs.items() if pool_id not in opened}
+        used = [found for pool_id in shares if (found := _used(pool_id, work)) is not None]
     except sky.LedgerError as error:
         raise HTTPException(503, "the ledger could not be read; the api-server's log says why") from error
-    opened = {pool["pool_id"] for pool in pools}
     return {
         "cost_usd": sum(costs.values()),
-        "shares": {pool_id: usd for pool_id, usd in costs.items() if pool_id not in opened},
+        "shares": shares,
+        "used": used,
         "on_demand_usd": sum(pool["on_demand_usd"] for pool in pools),
         "saved_usd": sum(pool["saved_usd"] for pool in pools),
         "pools": [pool | {"users": _users_of(pool, work.workflow)} for pool in pools],
     }
+
+
+def _used(pool_id: str, work: sky.Work) -> dict[str, Any] | None:
+    """Return the machines of a pool that another work has opened, and the uses of it by this one; None if the ledger
+    does not have it any more.
+    """
+    try:
+        pool = sky.receipt_of(pool_id)
+    except sky.LedgerConflict:
+        return None
+    wanted = work.labels().items()
+    its = {name: pool[name] for name in ("pool_id", "name", "created_at", "ended_at", "resources")}
+    return its | {"users": [user for user in pool["users"] if wanted <= user["work"].items()]}
 
 
 def _users_of(pool: dict[str, Any], dag_id: str) -> list[dict[str, Any]]:

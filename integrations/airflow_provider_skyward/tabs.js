@@ -204,20 +204,37 @@ function TaskTab({ dagId, runId, taskId, mapIndex }) {
   const index = { map_index: mapIndex ?? -1 };
   const { data: stored } = useAnswer(`${instance}/state-store/skyward_metrics`, index);
   const { data: links } = useAnswer(`${instance}/links`, index);
-  return h(Page, { state }, ({ pools, shares, cost_usd, saved_usd }) => h(React.Fragment, null,
+  return h(Page, { state }, ({ pools, shares, used, cost_usd, saved_usd }) => h(React.Fragment, null,
     links && h(Links, { links: links.extra_links }),
     h(Figures, { pairs: [
       ["Cost of all tries", usd(cost_usd)], ["Saved by spot", usd(saved_usd)], ["Machines now", live(pools).length],
       ["Rate now", `${usd(sum(live(pools).map((one) => one.price_per_hour_usd)))} per hour`]] }),
     Object.keys(shares).length > 0 && h(Shares, { shares }),
     stored?.value && h(Live, { metrics: stored.value }),
+    used.length > 0 && h(Uses, { used }),
+    pools.length > 0 && h(OwnPools, { pools })));
+}
+
+// What a task has used of pools that others have opened: in the order of its tries.
+function Uses({ used }) {
+  const uses = used.flatMap((pool) => pool.users.map((user) => [pool, user]))
+    .sort(([, one], [, other]) => (one.work.attempt ?? "").localeCompare(other.work.attempt ?? "", undefined, { numeric: true }));
+  return h(React.Fragment, null,
+    h(Section, { title: "Tries" }, h(Table, { head: ["Try", "Pool", "Slot time", "Cost of its calls"],
+      rows: uses.map(([pool, user]) => [user.work.attempt ?? "", pool.name || pool.pool_id, duration(user.slot_seconds),
+        usd(user.cost_usd)]) })),
+    h(Section, { title: "Machines of these pools" }, h(Nodes, { pools: used })));
+}
+
+function OwnPools({ pools }) {
+  return h(React.Fragment, null,
     h(Section, { title: "What the time was spent on" }, h(Buckets, { pools })),
     h(Section, { title: "Machines" }, h(Nodes, { pools })),
     h(Section, { title: "Tries" }, h(Table, { head: ["Try", "Pools", "Begun", "Ended", "Cost"],
       rows: groups(pools, (pool) => pool.work.attempt ?? "").map(([number, some]) => [
         number, some.map((pool) => pool.pool_id).join(", "), time(some[0].created_at), time(some.at(-1).ended_at),
         usd(costOf(some))]) })),
-    h(Section, { title: "Events" }, h(Events, { pools }))));
+    h(Section, { title: "Events" }, h(Events, { pools })));
 }
 
 const share = (cost, limit) => (limit ? `${usd(limit)} (${((100 * cost) / limit).toFixed(0)} % used)` : "no limit");

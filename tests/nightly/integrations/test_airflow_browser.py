@@ -69,6 +69,16 @@ def test_the_pages_of_a_task_and_of_its_run(page: Page, server: AirflowServer, t
     take(page, "task-log")
 
 
+def test_the_page_of_a_task_on_the_pool_of_a_setup(page: Page, server: AirflowServer, tmp_path: Path) -> None:
+    """It has the task's uses of the pool, by try, and the pool's machines. The rest of the pool is the setup's."""
+    (tmp_path / "go").touch()
+    run = server.trigger("shared", folder=str(tmp_path))
+    run.wait("success")
+    page.goto(f"{server.url}/dags/shared/runs/{run.run_id}/tasks/work/plugin/skyward")
+    text = shown(page, "Slot time", "Machines of these pools", "36.0000", f"{run.tab()['cost_usd']:.4f} USD")
+    assert "What the time was spent on" not in text
+
+
 def one_sample(page: Page, metrics: dict[str, Any]) -> None:
     """The chart of a task with one sample, as short tasks have it, shows a point for each kind."""
     stored = {"key": "skyward_metrics", "value": metrics | {"course": [[1_800_000_000.0, 40.0, 70.0, 0.01]]}}

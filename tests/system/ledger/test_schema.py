@@ -66,6 +66,24 @@ def test_a_ledger_of_this_release_is_migrated_by_the_next_one(
     assert versions(url) == (str(THIS + 1), str(THIS + 1))
 
 
+def test_a_ledger_of_the_first_version_is_migrated_to_this_one(ledger: Ledger, url: str) -> None:
+    """Version 14 adds who has stopped a pool. The entries stay, and the tables are those that are declared."""
+    intent = intend(ledger)
+    with ledger._database.write() as connection:
+        connection.exec_driver_sql("ALTER TABLE skyward_pools DROP COLUMN stopped_by")
+        connection.exec_driver_sql("UPDATE skyward_meta SET value = '13' WHERE name = 'version'")
+        connection.exec_driver_sql(f"UPDATE {ALEMBIC_TABLE} SET version_num = '13'")
+    with Ledger(url) as newer:
+        assert newer.intents() == [intent]
+        assert [(pool.id, pool.stopped_by) for pool in newer.pools()] == [("p", "")]
+        assert versions(url) == (str(THIS), str(THIS))
+        assert newer.condemn("p", seen=newer.pools()[0].written_lease, stopped_by="ada@lab")
+        assert newer.pools()[0].stopped_by == "ada@lab"
+        with newer._database.read() as connection:
+            opts = {"version_table": ALEMBIC_TABLE, "compare_server_default": connection.dialect.name != "sqlite"}
+            assert compare_metadata(MigrationContext.configure(connection, opts=opts), METADATA) == []
+
+
 def test_a_migration_that_fails_changes_nothing(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the schema nor the version."""
     monkeypatch.setattr(migrations, "MIGRATIONS", (*migrations.MIGRATIONS, ADDED, migration(THIS + 2, fail)))
