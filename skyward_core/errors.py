@@ -143,6 +143,10 @@ class SkywardError(Exception):
     """Whether another try of the same work meets the same error, or would pay a second time for work that is done.
     Orchestrators do not try such work again.
     """
+    needs_change = False
+    """Whether another try fails until somebody changes the request or the credentials. Orchestrators do not try such
+    work again either, unless the user's own policy for retries says so.
+    """
 
     def __init__(self, *args: object) -> None:
         super().__init__(*map(_shown, args))
@@ -174,6 +178,8 @@ def _shown(argument: object) -> object:
 class BadRequest(SkywardError, ValueError):
     """The spec cannot be met as it is written; nothing was started and nothing spent."""
 
+    needs_change = True
+
 
 class NotYetSupported(BadRequest, NotImplementedError):
     """The spec is sound, but this version does not do it yet; nothing was started and nothing spent."""
@@ -195,6 +201,7 @@ class NotPicklable(SkywardError, TypeError):
 class CredentialsError(SkywardError):
     """The provider refused our credentials, or there are none."""
 
+    needs_change = True
     is_about_spot = False
     """Whether on-demand machines are not concerned: the provider refuses spot machines only."""
 

@@ -13,12 +13,6 @@ CAPACITY_WAIT = timedelta(minutes=10)
 """Clouds say nothing about when machines come back; a shorter wait mostly asks again for nothing."""
 
 
-AS_WRITTEN = (sky.BadRequest, sky.CredentialsError)
-"""Final too, unless the task has a policy that may say otherwise: bad input, and credentials that are missing or
-refused. Dagster's steps have the same rule.
-"""
-
-
 def raise_as_airflows(error: BaseException, task: BaseOperator) -> None:
     """Raise what makes Airflow skip a task, or not try it again, for an error that asks for it; return for others.
 
@@ -33,7 +27,7 @@ def raise_as_airflows(error: BaseException, task: BaseOperator) -> None:
         ) from error
     if isinstance(error, sky.SkywardError) and error.is_final:
         raise AirflowFailException(f"{error}: not tried again") from error
-    if isinstance(error, AS_WRITTEN) and not task.retry_policy:
+    if isinstance(error, sky.SkywardError) and error.needs_change and not task.retry_policy:
         connection: str | None = getattr(task, "provider_conn_id", None)
         raise AirflowFailException(f"{error}: not tried again{_where(error, connection)}") from error
 

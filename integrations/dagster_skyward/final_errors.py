@@ -11,10 +11,6 @@ import dagster as dg
 
 import skyward_core as sky
 
-FINAL = (sky.BadRequest, sky.CredentialsError)
-"""Final beside the errors that are so by themselves (`is_final`): bad input and refused credentials, as in Airflow's
-`default_retry_policy`.
-"""
 SKIP_ADVICE = (
     "Dagster skips what is downstream of an output that was not made: give the asset output_required=False (an op"
     " dg.Out(is_required=False)), write it with `yield`, and `except sky.Skip: return`"
@@ -39,7 +35,7 @@ def refuse_retries(error: Exception) -> None:
     """
     if isinstance(error, dg.Failure) or not isinstance(error, sky.SkywardError):
         return
-    if not error.is_final and not isinstance(error, FINAL):
+    if not error.is_final and not error.needs_change:
         return
     if isinstance(error, sky.Skip):
         error.advised(SKIP_ADVICE)

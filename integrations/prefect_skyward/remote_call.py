@@ -200,14 +200,16 @@ def _timed_out(seconds: float | None) -> TimeoutError:
 
 def unless_the_work_is_done(condition: Callable[..., Any] | None) -> Callable[..., Any]:
     """Return a task's retry condition for all failures but the final ones: another try would meet the same error, or do
-    work a second time that is done. A condition that this function has made is returned as it is.
+    work a second time that is done. Bad input and credentials are left to the user's own condition.
+
+    A condition that this function has made is returned as it is.
     """
     if getattr(condition, IS_GUARDED, False):
         return cast("Callable[..., Any]", condition)
 
     def may_be_tried_again(task: Task[Any, Any], task_run: TaskRun, state: State[Any]) -> Any:
         error = state.data
-        if isinstance(error, sky.SkywardError) and error.is_final:
+        if isinstance(error, sky.SkywardError) and (error.is_final or (error.needs_change and condition is None)):
             is_done = isinstance(error, sky.ResultNotLoaded)
             why = ": that would do its work a second time" if is_done else ""
             task_run_logger(task_run, task).error("%s. The task is not tried again%s", str(error).rstrip("."), why)

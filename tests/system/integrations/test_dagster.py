@@ -33,7 +33,7 @@ from dagster_skyward import (  # noqa: E402  # noqa: E402
     step_pools,
 )
 from dagster_skyward.configuration import spec_of  # noqa: E402
-from dagster_skyward.final_errors import FINAL, refuse_retries  # noqa: E402
+from dagster_skyward.final_errors import refuse_retries  # noqa: E402
 from dagster_skyward.lifecycle import CONFIG_TAG, spec_of_step  # noqa: E402
 from dagster_skyward.metadata import ACCELERATOR, COST_USD, NODES, POOL_ID, RUNNING_COST_USD, SECONDS  # noqa: E402
 from skyward_core.ledger.ledger import Ledger, default_url  # noqa: E402
@@ -529,7 +529,14 @@ def test_the_error_keeps_what_it_has() -> None:
     assert isinstance(found, sky.BudgetExceeded)
     assert (found.account, found.__notes__, found.allow_retries) == ("team", ["try later"], False)
     assert isinstance(found.__cause__, KeyError)
-    for kind in (*FINAL, sky.NotPicklable, sky.ResultNotLoaded, sky.GiveUp):
+    for kind in (
+        sky.BadRequest,
+        sky.CredentialsError,
+        sky.PoolStopped,
+        sky.NotPicklable,
+        sky.ResultNotLoaded,
+        sky.GiveUp,
+    ):
         final: Any = kind("no")
         refuse_retries(final)
         assert (isinstance(final, kind), str(final), final.allow_retries) == (True, "no", False)

@@ -44,6 +44,7 @@ from prefect_skyward import (
     on_skyward,
     pool_life,
     refuse_old_prefect,
+    remote_call,
     waiting_state,
 )
 from prefect_skyward.nested_runs import has_died, left_by
@@ -967,3 +968,22 @@ def test_the_form_of_a_pool_offers_each_provider() -> None:
     """A form needs a list that is written down."""
     missing = sorted({name.lower() for name in sky.PROVIDERS} - set(get_args(blocks.CLOUDS)))
     assert not missing, f"add {missing} to CLOUDS of integrations/prefect_skyward/blocks.py"
+
+
+@pytest.mark.parametrize(
+    ("error", "by_default", "by_own_condition"),
+    [
+        (sky.BadRequest("nodes=0"), False, True),
+        (sky.CredentialsError("there is no key"), False, True),
+        (sky.PoolStopped("by ada"), False, False),
+        (sky.NodeLost("gone"), True, True),
+    ],
+)
+def test_bad_input_and_credentials_are_tried_again_only_if_the_user_says_so(
+    error: sky.SkywardError, by_default: bool, by_own_condition: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_call, "task_run_logger", lambda *_: logging.getLogger("test"))
+    state: Any = SimpleNamespace(data=error)
+    nothing: Any = None
+    assert remote_call.unless_the_work_is_done(None)(nothing, nothing, state) is by_default
+    assert remote_call.unless_the_work_is_done(lambda *_: True)(nothing, nothing, state) is by_own_condition
