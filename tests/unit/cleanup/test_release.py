@@ -386,11 +386,11 @@ class BusyLedger(FailingLedger):
         super().__init__(ledger, [])
         self.renewals = renewals
 
-    def condemn(self, pool_id: str, *, seen: datetime) -> bool:
+    def condemn(self, pool_id: str, *, seen: datetime, stopped_by: str = "") -> bool:
         if self.renewals:
             self.renewals -= 1
             self._ledger.renew(pool_id, seen + timedelta(seconds=1))
-        return self._ledger.condemn(pool_id, seen=seen)
+        return self._ledger.condemn(pool_id, seen=seen, stopped_by=stopped_by)
 
 
 def test_a_pool_that_is_renewed_meanwhile_is_condemned_with_its_new_lease(world: World) -> None:
