@@ -34,7 +34,7 @@ def raise_as_airflows(error: BaseException, task: BaseOperator) -> None:
 
 def _where(error: BaseException, connection: str | None) -> str:
     """Return where this task has its credentials from, if the error is about them."""
-    if not isinstance(error, sky.CredentialsError):
+    if not isinstance(error, sky.CredentialsError) or isinstance(error, sky.LeaseTampered):
         return ""
     if connection:
         return f". The task has its credentials from the connection {connection!r} (provider_conn_id)"

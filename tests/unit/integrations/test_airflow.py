@@ -869,6 +869,7 @@ def test_a_pool_that_is_gone_says_whether_the_money_has_ended_it(
         (sky.CredentialsError("there is no key"), None, ('name it, provider_conn_id="..."',)),
         (sky.CredentialsError("there is no key"), "verda_team", ("from the connection 'verda_team'",)),
         (sky.BadRequest("nodes=0"), None, ("nodes=0: not tried again",)),
+        (sky.LeaseTampered("an altered XCom"), None, ("an altered XCom: not tried again",)),
     ],
 )
 def test_what_another_try_meets_again_is_not_tried_again(
@@ -879,6 +880,7 @@ def test_what_another_try_meets_again_is_not_tried_again(
     with pytest.raises(AirflowFailException) as failed:
         raise_as_airflows(error, task)
     assert all(word in str(failed.value) for word in ("not tried again", *words))
+    assert ("provider_conn_id" in str(failed.value)) == (type(error) is sky.CredentialsError)
     assert failed.value.__cause__ is error
     task.retry_policy = default_retry_policy()
     raise_as_airflows(error, task)
