@@ -392,7 +392,9 @@ def test_labels_of_the_flow_run_have_the_cost_and_the_pool(run: SimpleNamespace)
     use = (
         f" · processor {labels['skyward.utilisation_percent']:.0f} %" if "skyward.utilisation_percent" in labels else ""
     )
-    assert sorted(found["tags"]) == sorted(["of a user", "$5", pages.usd(run.usd) + use])  # one of two attempts
+    # one tag of two attempts; labels stay, so the use may be that of the first one if the second was too short for a sample
+    (tag,) = {*found["tags"]} - {"of a user", "$5"}
+    assert (len(found["tags"]), tag in {pages.usd(run.usd), pages.usd(run.usd) + use}) == (3, True)
     assert labels["skyward.cost_usd"] == pytest.approx(run.usd, abs=1e-4)
     assert labels["skyward.pool_id"] == run.pool_ids[1]
     assert (labels["skyward.provider"], labels["skyward.nodes"], labels["skyward.is_final"]) == ("local", 2, True)

@@ -92,7 +92,8 @@ def test_a_runner_that_starts_late_takes_no_call(runners: Runners, tmp_path: Pat
         slot.cancel("skyward-client")
         third = batch_of(third="pass")._replace(topic="skyward-client")
         assert Run(slot, third).endings() == {"third": OutcomeKind.RESULT}
-        assert len(os.listdir("/proc/self/fd")) == descriptors
+        # other tests of this process may have a thread that opens one for a moment; one that is lost here stays
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors, "the end of the channels")
     finally:
         slot.close()
 
