@@ -5,6 +5,8 @@ The ledger is that of the api-server's settings (`SKYWARD_LEDGER`). It also has 
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,28 +45,34 @@ def bill_of_run(dag_id: str, run_id: RunId) -> dict[str, Any]:
 
 
 def bill_of_task(dag_id: str, run_id: RunId, task_id: TaskId, map_index: int = -1) -> dict[str, Any]:
-    """Return the bill of a task instance: of all its tries."""
+    """Return the bill of a task instance, of all its tries, and what it has used of pools that others have opened."""
     task_run = "" if map_index < 0 else str(map_index)
-    return _bill(sky.Work(system="airflow", workflow=dag_id, run=run_id, task=task_id, task_run=task_run))
+    work = sky.Work(system="airflow", workflow=dag_id, run=run_id, task=task_id, task_run=task_run)
+    bill = _bill(work)
+    with _ledger_errors():
+        return bill | {"used": [found for pool_id in bill["shares"] if (found := _used(pool_id, work)) is not None]}
 
 
 def _bill(work: sky.Work) -> dict[str, Any]:
-    try:
+    with _ledger_errors():
         pools = sky.receipts_of(work)
         costs = sky.cost_of(work)
-        opened = {pool["pool_id"] for pool in pools}
-        shares = {pool_id: usd for pool_id, usd in costs.items() if pool_id not in opened}
-        used = [found for pool_id in shares if (found := _used(pool_id, work)) is not None]
-    except sky.LedgerError as error:
-        raise HTTPException(503, "the ledger could not be read; the api-server's log says why") from error
+    opened = {pool["pool_id"] for pool in pools}
     return {
         "cost_usd": sum(costs.values()),
-        "shares": shares,
-        "used": used,
+        "shares": {pool_id: usd for pool_id, usd in costs.items() if pool_id not in opened},
         "on_demand_usd": sum(pool["on_demand_usd"] for pool in pools),
         "saved_usd": sum(pool["saved_usd"] for pool in pools),
         "pools": [pool | {"users": _users_of(pool, work.workflow)} for pool in pools],
     }
+
+
+@contextmanager
+def _ledger_errors() -> Generator[None]:
+    try:
+        yield
+    except sky.LedgerError as error:
+        raise HTTPException(503, "the ledger could not be read; the api-server's log says why") from error
 
 
 def _used(pool_id: str, work: sky.Work) -> dict[str, Any] | None:

@@ -22,6 +22,7 @@ from airflow_provider_skyward.airflow_compat import known_level
 from airflow_provider_skyward.bills import costs_of
 from airflow_provider_skyward.generations import STATE_KEY, Generation, Phase, begun, may_adopt, pool_name_of
 from airflow_provider_skyward.pool_keywords import PLACEHOLDER
+from airflow_provider_skyward.retry import fails_for_good
 from airflow_provider_skyward.stop_order import order_stop
 from airflow_provider_skyward.task_attempt import Killed, TaskAttempt
 from airflow_provider_skyward.task_log import alarm_waits, lines_for_log
@@ -46,11 +47,13 @@ ENDED = frozenset({"ended", "cancelled", "lost", "forgotten"})
 class DurableAttempt(TaskAttempt):
     """The pool and the detached calls of one execution.
 
-    `retry_seconds` is when the next try may begin, None if this is the last one.
+    `retry_seconds` is when the next try may begin, None if this is the last one. `has_policy`: the task has its own
+    policy for retries.
     """
 
-    def __init__(self, log: Any, context: Context, retry_seconds: float | None) -> None:
+    def __init__(self, log: Any, context: Context, retry_seconds: float | None, *, has_policy: bool = False) -> None:
         super().__init__(log, context)
+        self._has_policy = has_policy
         self._states: Any = context["task_state_store"]  # type: ignore[typeddict-item] - Airflow 3.3
         self._retry_seconds = retry_seconds
         self._generation: Generation | None = None
@@ -88,8 +91,8 @@ class DurableAttempt(TaskAttempt):
                 return results
         except Exception as error:
             self._note_orphaned(error)
-            is_final = isinstance(error, sky.SkywardError) and error.is_final
-            is_to_stay_warm = self._retry_seconds is not None and not is_final
+            is_last = self._retry_seconds is None or fails_for_good(error, has_policy=self._has_policy)
+            is_to_stay_warm = not is_last
             raise
         finally:
             # an orphan leaves the pool to its lease, as a process that is killed, and the next try adopts it
@@ -128,15 +131,16 @@ class DurableAttempt(TaskAttempt):
     def _end_lost(self, before: Generation) -> None:
         """End what may be left of a pool that is not adopted: its call must not run beside the next one.
 
-        Raises what `sky.release` raises. Then nothing is rented, and the next try does the same again.
+        Raises what `sky.release` raises, and Unreachable if the machines are elsewhere. Then nothing is rented, and the
+        next try does the same again.
         """
         try:
             with self._interruptible():
                 sky.release(before.pool_id, credentials=self.credentials)
         except sky.BadRequest as error:
             costs = costs_of(self._work, self._log)
-            if costs is None or before.pool_id in {one.pool_id for one in costs}:  # its machines are elsewhere
-                raise
+            if costs is None or before.pool_id in {one.pool_id for one in costs}:
+                raise sky.Unreachable(f"the machines of try {before.number} are elsewhere: {error}") from error
             self._log.warning("nothing is known of the pool of try %d: %s", before.number, error)
         self._log.warning("the pool of try %d is ended, and so is its call: it begins again", before.number)
 

@@ -433,7 +433,8 @@ class SkywardOperator(BaseOperator):
         if is_durable and can_store(context):
             instance = context["ti"]  # pyright: ignore[reportTypedDictNotRequiredAccess]
             is_last = instance.try_number > (getattr(instance, "max_tries", 0) or 0)
-            return DurableAttempt(self.log, context, None if is_last else self.retry_delay.total_seconds())
+            retry_seconds = None if is_last else self.retry_delay.total_seconds()
+            return DurableAttempt(self.log, context, retry_seconds, has_policy=bool(self.retry_policy))
         if self.durable:
             raise sky.BadRequest(
                 "durable=True needs the task state store of Airflow 3.3: update Airflow, or leave `durable` out; then a"

@@ -25,11 +25,16 @@ def raise_as_airflows(error: BaseException, task: BaseOperator) -> None:
         raise AirflowFailException(
             f"{error}: not tried again. Allow more (max_cost, budget), or ask for less"
         ) from error
-    if isinstance(error, sky.SkywardError) and error.is_final:
-        raise AirflowFailException(f"{error}: not tried again") from error
-    if isinstance(error, sky.SkywardError) and error.needs_change and not task.retry_policy:
+    if fails_for_good(error, has_policy=bool(task.retry_policy)):
         connection: str | None = getattr(task, "provider_conn_id", None)
         raise AirflowFailException(f"{error}: not tried again{_where(error, connection)}") from error
+
+
+def fails_for_good(error: BaseException, *, has_policy: bool) -> bool:
+    """Return whether a task is not tried again after an error. `has_policy`: it has a policy for retries of its own."""
+    if not isinstance(error, sky.SkywardError):
+        return False
+    return error.is_final or (error.needs_change and not has_policy)
 
 
 def _where(error: BaseException, connection: str | None) -> str:

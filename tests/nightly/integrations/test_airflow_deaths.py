@@ -8,6 +8,8 @@ ledger's. What was seen is printed as a table.
 import importlib.util
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -153,6 +155,13 @@ def end_machines(job: Job) -> None:
         wait_until(lambda machine=machine: not kill_instance(machine), f"the end of {machine}")
 
 
+def stop_pools(job: Job) -> None:
+    """Stop the pools by hand, as an operator does."""
+    for pool in job.receipts():
+        command = [sys.executable, "-m", "skyward_core.cli", "--ledger", job.server.ledger_url, "stop", pool["pool_id"]]
+        subprocess.run(command, check=True, timeout=LONG)
+
+
 def mark_alone(state: str) -> Callable[[Job], None]:
     """Mark a task that nobody follows: its machines end all the same."""
 
@@ -213,6 +222,7 @@ DEATHS: dict[str, Death] = {
     "SIGTERM while it rents": Death(rent, evict),
     "SIGTERM in the call": Death(run_in_worker, evict),
     "the machine is gone": Death(strike=end_machines),
+    "`skyward stop`": Death(strike=stop_pools),
     "cleared while it runs": Death(strike=lambda job: job.run.clear()),
     "cleared while its result is fetched": Death(run_in_worker, lambda job: job.run.clear()),
     "cleared after its success": Death(succeed, lambda job: job.run.clear()),
@@ -234,6 +244,7 @@ SEEN: dict[str, dict[str, Seen]] = {
     "SIGTERM while it rents": dict.fromkeys(KINDS, ONCE),
     "SIGTERM in the call": dict.fromkeys(KINDS, ANEW) | {"deferrable": ADOPTED, "shared pool": ANEW_SHARED},
     "the machine is gone": dict.fromkeys(KINDS, ANEW) | {"durable=False": REPLACED, "shared pool": Seen(2, None)},
+    "`skyward stop`": dict.fromkeys(KINDS, FAILED),
     "cleared while it runs": dict.fromkeys(KINDS, ANEW) | {"shared pool": ANEW_SHARED},
     "cleared while its result is fetched": {"deferrable": ANEW},
     "cleared after its success": dict.fromkeys(KINDS, ANEW),

@@ -40,6 +40,7 @@ from airflow_provider_skyward.airflow_compat import is_supervisor_gone, known_le
 from airflow_provider_skyward.bills import SETTLED_KEY, Cost, bill_of, make_final, micro, settle_bills
 from airflow_provider_skyward.call_follower import LEASE_SECONDS, CallFollower
 from airflow_provider_skyward.deferred_attempt import DeferredAttempt
+from airflow_provider_skyward.durable_attempt import DurableAttempt
 from airflow_provider_skyward.generations import STATE_KEY, Generation, Phase, begun, may_adopt, pool_name_of
 from airflow_provider_skyward.keyword_types import DecoratorKeywords
 from airflow_provider_skyward.operators import SkywardOperator
@@ -503,12 +504,14 @@ class World:
         self.costs = {"sky-old": 1.0}
 
     def attempt(self) -> DeferredAttempt:
+        return DeferredAttempt(logging.getLogger("test"), self.context(), None)
+
+    def context(self) -> Any:
         instance = SimpleNamespace(
             dag_id="d", run_id="r", task_id="t", map_index=-1, try_number=2, xcom_push=self.push, max_tries=3
         )
         states = SimpleNamespace(get=self.states.get, set=self.states.__setitem__)
-        context: Any = {"ti": instance, "task_state_store": states}
-        return DeferredAttempt(logging.getLogger("test"), context, None)
+        return {"ti": instance, "task_state_store": states}
 
     def start(self) -> Generation:
         return self.attempt().start(sky.PoolSpec.of(provider="local"), [nothing()])
@@ -828,16 +831,40 @@ def test_nothing_is_rented_while_the_ledger_is_away(world: World, monkeypatch: p
 
 @pytest.mark.parametrize(("costs", "is_rented"), [({}, True), ({"sky-old": 1.0}, False)])
 def test_a_pool_that_no_ledger_knows_is_nothing_to_end(world: World, costs: dict[str, float], is_rented: bool) -> None:
-    """But a pool that the ledger has, and that cannot be ended from here, is."""
+    """But a pool that the ledger has, and that cannot be ended from here, is: another try may run where it can."""
     world.why_not_attached = [sky.BadRequest("no such pool")]
     world.why_not_released = sky.BadRequest("no such pool, or processes of another computer")
     world.costs = costs
     if is_rented:
         assert world.start().pool_id == "sky-new"
     else:
-        with pytest.raises(sky.BadRequest):
+        with pytest.raises(sky.Unreachable, match="the machines of try 1 are elsewhere"):
             world.start()
     assert ("rent" in world.done) is is_rented
+
+
+@pytest.mark.parametrize(
+    ("error", "has_policy", "stays"),
+    [
+        (sky.NodeLost("gone"), False, True),
+        (sky.BadRequest("no such value"), False, False),
+        (sky.BadRequest("no such value"), True, True),
+        (sky.PoolStopped("by ada"), True, False),
+    ],
+)
+def test_a_pool_stays_warm_only_for_a_try_that_comes(
+    error: sky.SkywardError, has_policy: bool, stays: bool, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    attempt = DurableAttempt(logging.getLogger("test"), world.context(), 30.0, has_policy=has_policy)
+    left: list[bool] = []
+    monkeypatch.setattr(attempt, "_open_or_adopt", fail)
+    monkeypatch.setattr(attempt, "_leave", lambda *, is_to_stay_warm, **_: left.append(is_to_stay_warm))
+    with pytest.raises(type(error)):
+        attempt.run(sky.PoolSpec.of(provider="local", name="nightly", keep_warm=60), [nothing()])
+    assert left == [stays]
 
 
 @pytest.mark.parametrize(
