@@ -51,8 +51,8 @@ def _report_costs(context: dg.SensorEvaluationContext) -> dg.SkipReason:
     """
     open_pools = report_rests(context.instance, json.loads(context.cursor or "[]"))
     settled = settle_ended_runs(context.instance, open_pools)
-    forget_parents(context.instance)
     context.update_cursor(json.dumps(sorted(open_pools)))
+    forget_parents(context.instance)
     return dg.SkipReason(f"all costs are reported of: {', '.join(settled) or 'no further run'}")
 
 

@@ -82,7 +82,7 @@ class SlotSeconds:
         if not seconds:
             return
         its = self._on(use, instance_id)
-        self._seen_at[use] = max(time.monotonic(), self.reported_at)
+        self._seen_at[use] = time.monotonic()
         before = its.seconds
         known = its.processes.get(process, 0.0)
         if seconds > known:

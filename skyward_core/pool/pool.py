@@ -110,7 +110,11 @@ class DetachedCalls:
 
     def _represented(self, call_id: str, *, is_new: bool = False) -> DetachedCall[Any]:
         return DetachedCall(
-            call_id, lambda: self._session.cluster, lambda record: self._session.calls.note(record), is_new=is_new
+            call_id,
+            lambda: self._session.cluster,
+            lambda record: self._session.calls.note(record),
+            lambda: self._session.calls.raise_if_stopped(),
+            is_new=is_new,
         )
 
 

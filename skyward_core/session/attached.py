@@ -418,14 +418,18 @@ class Attached:
             self.watcher.cut()
 
     def _resume(self, seconds: float) -> bool:
-        """Connect to the scheduler again, if its machine is connected; return whether that is so."""
+        """Connect to the scheduler again, if its machine is connected; return whether that is so. Raises LeaseLost if
+        the ledger has said that the pool has ended, or is being ended.
+        """
         assert self.cluster is not None
+        if self._entry.lost is not None:
+            raise self._entry.lost
         head = self.transports.to(self.lease.nodes[0].instance)
         if head.is_connected:
             self.cluster.resume(head.address(self.lease.scheduler), seconds)
         return head.is_connected
 
-    def _give_up(self, lost: NodeLost) -> None:
+    def _give_up(self, lost: SkywardError) -> None:
         if not self._ended.is_set():
             self.on_given_up(lost)
         self._ended.set()
@@ -505,6 +509,8 @@ class KeptEntry:
         self._is_known = False
         self._has_warned = False
         self._is_over = False
+        self.lost: LeaseLost | None = None
+        """The error that the pool may not spend any more."""
 
     def renew(self) -> None:
         """Extend the pool's lease. Raises nothing."""
@@ -521,6 +527,7 @@ class KeptEntry:
             else:
                 self.close()
         except LeaseLost as error:
+            self.lost = error
             self._log(logging.ERROR, "%s", error)
             self.close()
         except LedgerError as error:  # the next renewal tries again

@@ -3,7 +3,7 @@
 `SchedulerSearch` reaches the scheduler again after the connection to it was cut:
 
     idle ──cut──▶ searching ──reached, not needed any more, or left──▶ idle
-                      └──no scheduler within one lease──▶ `give_up`
+                      └──no scheduler within one lease, or the ledger says that the pool has ended──▶ `give_up`
 
 Only one thread searches, "skyward-resume". No error ends it early: an overloaded machine has errors of many kinds, and
 the calls of a pool whose search has ended silently would wait forever.
@@ -29,7 +29,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from skyward_core.concurrency.backoff import Backoff
-from skyward_core.errors import NodeLost, PoolClosed, SkywardError
+from skyward_core.errors import LeaseLost, NodeLost, PoolClosed, SkywardError
 from skyward_core.machines.instances import Lease, Node
 from skyward_core.session.sealed_lease import PoolKeys, find_lease
 
@@ -75,10 +75,10 @@ class SchedulerSearch:
 
         Args:
             attempt: tries to connect within so many seconds. It returns whether it has, False if there was nothing to
-                connect to yet, and raises why it could not.
+                connect to yet, and raises why it could not. LeaseLost ends the search.
             is_needed: returns whether this process is cut off, and is to search.
-            give_up: called with the last error, when no scheduler was reached within `lease_seconds`. Not called when
-                the pool was left.
+            give_up: called with the last error, when no scheduler was reached within `lease_seconds`, or none can be
+                reached any more. Not called when the pool was left.
             ended: set when the pool is left.
             lease_seconds: for how long the nodes live after the last sign of life.
             log: takes a level, a message, its arguments and `error`, and does not wait for a terminal.
@@ -120,7 +120,7 @@ class SchedulerSearch:
         failures = 0
         error: Exception | None = None
         while not self._ended.wait(self._pauses.seconds(max(1, failures))):
-            if time.monotonic() - since >= self._lease_seconds:
+            if isinstance(error, LeaseLost) or time.monotonic() - since >= self._lease_seconds:
                 self._has_given_up = True
                 self._give_up(error)
                 return
@@ -146,7 +146,7 @@ class ClientWatcher:
         lease_seconds: float,
         ended: threading.Event,
         log: Callable[..., object],
-        on_given_up: Callable[[NodeLost], object] = lambda _: None,
+        on_given_up: Callable[[SkywardError], object] = lambda _: None,
     ) -> None:
         """Watch nothing before `cluster` returns one.
 
@@ -202,11 +202,13 @@ class ClientWatcher:
         return not (cluster is None or cluster.is_connected or self._is_paused or self._ended.is_set())
 
     def _give_up(self, error: Exception | None) -> None:
-        lost = NodeLost(
+        lost: SkywardError = NodeLost(
             "the head of the pool is gone, and another process may have replaced it: open the pool again by its name,"
             " or attach with its present lease"
         )
         lost.__cause__ = error
+        if isinstance(error, LeaseLost):
+            lost = error
         if (cluster := self._cluster()) is not None:
             cluster.fail_calls(lost)
         self._on_given_up(lost)

@@ -79,6 +79,7 @@ class DetachedCall[R]:
         call_id: str,
         cluster: Callable[[], Cluster],
         note: Callable[[Mapping[str, Any]], object] = lambda _: None,
+        raise_if_stopped: Callable[[], object] = lambda: None,
         *,
         is_new: bool = False,
     ) -> None:
@@ -88,6 +89,8 @@ class DetachedCall[R]:
         self._cluster = cluster
         self._note = note
         """Writes a record into the ledger, if it is new. Raises nothing."""
+        self._raise_if_stopped = raise_if_stopped
+        """Raises PoolStopped if somebody has stopped the pool. It is asked when the pool does not answer."""
         self._lock = threading.Lock()
         self._number = 0
         self._lines: list[tuple[int, list[tuple[str, int | None]]]] = []
@@ -245,9 +248,20 @@ class DetachedCall[R]:
             )
 
     def _look(self) -> Any:
-        """Ask the head for the new state of the call, and store it."""
+        """Ask the head for the new state of the call, and store it. Raises NodeLost if it does not answer, and
+        PoolStopped if it never will.
+        """
+        try:
+            known = self._store(lambda: self._cluster().detached.record(self.call_id, self._number))
+        except NodeLost:
+            self._raise_if_stopped()
+            raise
+        self._note(known)
+        return known
+
+    def _store(self, ask: Callable[[], Any]) -> Any:
         with self._lock:
-            known = self._cluster().detached.record(self.call_id, self._number)
+            known = ask()
             lines = list[tuple[str, int | None]]()
             for message in known["messages"]:
                 report: Report = pickle.loads(message)
@@ -261,7 +275,6 @@ class DetachedCall[R]:
                 self._lines.append((known["first_line"], lines))
             self._lines_in_all = known["lines_in_all"]
             self._number = known["number"] + len(known["messages"])
-        self._note(known)
         return known
 
 
@@ -324,6 +337,17 @@ class CallLedger:
         """Write the states of records of the scheduler that are new. Raises nothing."""
         states = [state_of(record, self._slots_at, time.time()) for record in records]
         self._write([one for one in states if self._written.get(one.call_id) != (one.generation, one.state)])
+
+    def raise_if_stopped(self) -> None:
+        """Raise PoolStopped if somebody has stopped the pool, by the ledger; nothing if that does not answer."""
+        with self._lock:
+            try:
+                entry = self._opened().pool(self._pool_id)
+            except LedgerError as error:
+                self._log(logging.DEBUG, "it is not known whether the pool %s was stopped: %s", self._pool_id, error)
+                return
+        if entry is not None:
+            entry.raise_if_stopped()
 
     def close(self) -> None:
         """Close the connection to the ledger; a later write opens another."""

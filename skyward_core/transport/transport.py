@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from skyward_core.concurrency.threads import side_by_side
-from skyward_core.errors import SkywardError
+from skyward_core.errors import SkywardError, Unreachable
 from skyward_core.events.events import SkywardEvent
 from skyward_core.image.local_files import NodeFile
 from skyward_core.machines.instances import Instance
@@ -271,8 +271,11 @@ class LocalTransport:
         parcel.release()
 
     def extend_lease(self, seconds: float) -> None:
-        self._write_lease(seconds)
-        self._write_paid_and_busy()
+        try:
+            self._write_lease(seconds)
+            self._write_paid_and_busy()
+        except FileNotFoundError as error:
+            raise Unreachable(f"the node {self.instance.id} has ended: its folder is gone") from error
 
     def begin_to_leave(self, mark: str) -> None:
         with self._reporting:

@@ -110,3 +110,11 @@ def test_all_nodes_are_asked_before_any_gets_another_lease() -> None:
     ):
         pytest.fail("it is not to be detached")
     assert there.lease == "700\n"
+
+
+def test_the_lease_of_a_node_of_this_machine_that_is_gone_cannot_be_extended(tmp_path: Path) -> None:
+    """It is out of reach, as one over SSH: whoever leaves its pool goes on leaving."""
+    node = local(tmp_path / "node")
+    (tmp_path / "node").rmdir()
+    with pytest.raises(Unreachable, match="the node node has ended"):
+        node.extend_lease(60.0)

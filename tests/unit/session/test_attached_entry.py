@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from skyward_core.errors import LedgerError
+from skyward_core.errors import LeaseLost, LedgerError
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.machines.owner import Owner
 from skyward_core.session.attached import KeptEntry
@@ -69,10 +69,12 @@ def test_the_lease_of_a_condemned_pool_is_not_renewed(
     entry = ledger.pool(POOL)
     assert entry is not None
     ledger.condemn(POOL, seen=entry.lease_expires_at)
+    assert kept.lost is None
     kept.renew()
     kept.renew()
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert not is_renewed(ledger)
+    assert isinstance(kept.lost, LeaseLost), "the search for a scheduler asks for it"
 
 
 def test_leaving_while_the_ledger_is_opened_leaves_nothing_open(

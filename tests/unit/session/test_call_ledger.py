@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from skyward_core.errors import PoolStopped
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import SlotUse
 from skyward_core.machines.owner import Owner
@@ -85,3 +86,23 @@ def test_a_ledger_that_is_away_is_logged_once_and_tried_again(tmp_path: Path, mo
     calls.close()
     elsewhere.close()
     assert len(logged) == 2
+
+
+def test_only_the_ledger_says_that_a_pool_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ledger that is away says nothing, and neither does that of another machine."""
+    monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path}/a file/ledger.db")
+    (tmp_path / "a file").touch()
+    calls = CallLedger("p", lambda _: 1, lambda *_: None)
+    calls.raise_if_stopped()
+    url = f"sqlite:///{tmp_path}/ledger.db"
+    monkeypatch.setenv("SKYWARD_LEDGER", url)
+    calls.raise_if_stopped()
+    with Ledger(url) as ledger:
+        expires_at = datetime.now(UTC) + timedelta(hours=1)
+        ledger.open_pool("p", owner=Owner.here(), provider={}, spec_json="{}", lease_expires_at=expires_at)
+        calls.raise_if_stopped()
+        (pool,) = ledger.pools()
+        assert ledger.condemn("p", seen=pool.written_lease, stopped_by="ada@lab")
+    with pytest.raises(PoolStopped, match="was stopped by ada@lab"):
+        calls.raise_if_stopped()
+    calls.close()

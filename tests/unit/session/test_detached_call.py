@@ -113,3 +113,26 @@ def test_the_lines_of_a_log_record_have_its_level() -> None:
     short.add("dropped")
     short.add("kept")
     assert short.reader().follow().levels == [None, None]
+
+
+def test_a_call_of_a_pool_that_somebody_has_stopped_says_so_and_not_that_a_node_is_lost() -> None:
+    """Otherwise an orchestrator would try its step again, and rent the machines anew. An outage stays one."""
+    stopped = list[sky.PoolStopped]()
+
+    class Gone:
+        def record(self, *_: object) -> None:
+            raise sky.NodeLost("the scheduler does not answer")
+
+    def raise_if_stopped() -> None:
+        if stopped:
+            raise stopped[0]
+
+    call = DetachedCall[Any](
+        "c", lambda: cast(Any, SimpleNamespace(detached=Gone())), raise_if_stopped=raise_if_stopped
+    )
+    with pytest.raises(sky.NodeLost):
+        call.follow()
+    stopped.append(sky.PoolStopped("by ada"))
+    for ask in (call.follow, call.result, call.log, lambda: call.state):
+        with pytest.raises(sky.PoolStopped, match="by ada"):
+            ask()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from skyward_core.errors import NodeLost
+from skyward_core.errors import NodeLost, PoolStopped
 from skyward_core.session import client_watch
 from skyward_core.session.client_watch import ClientWatcher, SchedulerSearch
 from tests.session.threads import Threads
@@ -72,6 +72,28 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(client_watch, "time", SimpleNamespace(monotonic=lambda: world.now))
     monkeypatch.setattr(client_watch, "threading", world.threads)
     return world
+
+
+def test_a_pool_that_has_ended_by_the_ledger_is_not_searched_any_more(world: World) -> None:
+    """Otherwise calls of a stopped pool would wait for a whole lease, and then blame a node."""
+    stopped = PoolStopped("by ada")
+    world.outcomes = [NodeLost("no answer"), stopped]
+    world.cut()
+    assert world.given_up == [stopped]
+    assert (len(world.tries), world.now < LEASE_SECONDS / 4) == (2, True)
+    world.look()
+    assert len(world.tries) == 2
+
+
+@pytest.mark.parametrize(("error", "kind"), [(PoolStopped("by ada"), PoolStopped), (OSError("refused"), NodeLost)])
+def test_the_calls_of_a_client_get_the_reason(error: Exception, kind: type[Exception]) -> None:
+    failed: list[Exception] = []
+    cluster: Any = SimpleNamespace(fail_calls=failed.append)
+    watcher = ClientWatcher(
+        lambda: cluster, lambda _: True, LEASE_SECONDS, threading.Event(), lambda *_, **__: None, failed.append
+    )
+    watcher._give_up(error)
+    assert [type(one) for one in failed] == [kind, kind]
 
 
 def test_an_error_that_nobody_foresaw_does_not_end_the_search(world: World) -> None:
