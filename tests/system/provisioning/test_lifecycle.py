@@ -122,8 +122,12 @@ class Blind(BlindProvider):
 
 
 @pytest.mark.parametrize("kind", [Stuck, Blind])
-def test_machines_that_do_not_end_are_named(tmp_path: Path, kind: type[FakeProvider]) -> None:
+def test_machines_that_do_not_end_are_named(
+    tmp_path: Path, kind: type[FakeProvider], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those that are listed at the deadline, or whose end no listing confirms."""
+    # they stay in a ledger of their own: no sweep of a later test knows the provider
+    monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path}/ledger.db")
     recorded, provider = RecordedEvents(), kind(folder=str(tmp_path))
     with pytest.raises(sky.InstancesLeft, match="fake-0, fake-1") as caught:
         open_pool(provider, recorded)
