@@ -55,6 +55,14 @@ from tests.fake_nodes import FakeNode, FakeNodes, Played, slowly
 FIRST_NETWORK, NETWORKS = 100, 100
 MOST_THREADS = 64
 """How many batches run at once, in all workers, if calls take no time. A call that takes time has its own thread."""
+JOINING_AT_ONCE = 32
+"""How many workers connect at once. On real machines each has its own processor. Here they share a loop: when 1,000
+shook hands at the same time, all ran into the limit of a connection, and began again."""
+PLAYED_CONFIG = DASK_CONFIG | {
+    # each worker would measure this one process: 500 times a second with 1,000 nodes
+    "distributed.admin.system-monitor.interval": "1h",
+    "distributed.admin.tick.interval": "1h",
+}
 
 
 class Counter:
@@ -184,17 +192,20 @@ class Members:
         self.ranks: dict[str, int] = {}
         """By id of the machine; those that have not ended."""
         self.failed_joins = 0
+        self.removed = 0
+        """How many workers have ended after they had joined: those of lost machines, and those that seemed silent."""
+        self._joining = asyncio.Semaphore(JOINING_AT_ONCE)
 
     async def serve(self, node: FakeNode, settings: NodeSettings) -> None:
         """Do what a node does with its settings: join the pool, and begin it before if it is the head."""
-        if self._generations.get(settings.instance_id) == settings.generation:
+        if self._is_current(settings):
             return
         self._generations[settings.instance_id] = settings.generation
         if settings.scheduler is None:
             address = await self._at_scheduler.run(self._schedule(settings))
             node.say(f"::skyward head {settings.generation} {address}")
             settings = replace(settings, scheduler=address)
-        await self._at_workers.run(self._join(settings))
+        asyncio.run_coroutine_threadsafe(self._keep_joined(settings), self._at_workers.loop)
 
     def end(self, instance_id: str) -> None:
         """End a machine: its connections close."""
@@ -220,15 +231,18 @@ class Members:
         self._schedulers.append(scheduler)
         return str(scheduler.address)
 
-    async def _join(self, settings: NodeSettings) -> None:
-        """Join as a new worker until that succeeds, as the supervisor of a real node would."""
+    async def _keep_joined(self, settings: NodeSettings) -> None:
+        """Join, and join anew as another worker when that failed or the scheduler removed the worker, as the supervisor
+        of a real node would.
+        """
         self.ranks[settings.instance_id] = settings.rank
-        while settings.instance_id in self.ranks:
+        while self.ranks.get(settings.instance_id) is not None and self._is_current(settings):
             slots = PlayedSlots(settings, Path(self._folder), self._call_seconds, self.counter)
             worker = self._worker(settings, slots)
             slots.worker = cast(Any, worker)
             try:
-                await worker
+                async with self._joining:
+                    await worker
             except (OSError, TimeoutError, RuntimeError):  # a busy scheduler: many join at the same time
                 self.failed_joins += 1
                 with contextlib.suppress(Exception):
@@ -236,7 +250,11 @@ class Members:
                 continue
             self.workers[settings.instance_id] = worker
             slots.announce()
-            return
+            await worker.finished()
+            self.removed += 1
+
+    def _is_current(self, settings: NodeSettings) -> bool:
+        return self._generations.get(settings.instance_id) == settings.generation
 
     def _worker(self, settings: NodeSettings, slots: PlayedSlots) -> PlayedWorker:
         return PlayedWorker(
@@ -319,6 +337,7 @@ def answer(
                 "process": time.process_time(),
                 "ran": members.counter.ran,
                 "failed_joins": members.failed_joins,
+                "removed": members.removed,
             }
         case "lose":
             members.counter.at(
@@ -343,10 +362,10 @@ def main() -> None:
     folder = tempfile.mkdtemp()
     jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
     threading.Thread(target=lambda: [jobs.get()() for _ in iter(int, 1)], name="jobs", daemon=True).start()
-    with dask.config.set(DASK_CONFIG):
+    with dask.config.set(PLAYED_CONFIG):
         members = Members(folder, options.call_seconds, options.threads)
         nodes = FakeNodes(Played(), before=slowly(0), serve=members.serve)
-        cloud = Cloud(nodes, members)
+        cloud = Cloud(nodes, members).serve()
         print(json.dumps({"url": cloud.url}), flush=True)
         for line in sys.stdin:
             print(json.dumps(answer(json.loads(line), cloud, members, jobs)), flush=True)

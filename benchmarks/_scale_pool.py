@@ -134,7 +134,8 @@ def opened_and_mapped(nodes: int, calls: int) -> tuple[Part, Part, Part]:
         with player.part() as opening:
             pool.open()
         opening.more["rented"] = max(rented) - began
-        opening.more["failed_joins"] = player.ask({"op": "times"})["failed_joins"]
+        members = player.ask({"op": "times"})
+        opening.more |= {"failed_joins": members["failed_joins"], "removed": members["removed"]}
         opening.more["logins"] = player.ask({"op": "asked"})["login"]
         try:
             opening.more["megabytes"] = memory()["VmRSS"]
@@ -220,6 +221,8 @@ def main() -> None:
     options = parser.parse_args()
     opening, mapping, closing = opened_and_mapped(options.nodes, options.calls)
     parts = {"opening": opening, "mapping": mapping, "closing": closing}
+    # the loss of a large pool takes longest, and may be stopped
+    print(json.dumps({name: asdict(part) for name, part in parts.items()}), file=sys.stderr, flush=True)
     if options.nodes > 1:  # the only node is the head: its loss is another matter
         parts["loss"] = lost(options.nodes, options.call_seconds, options.calls_each)
     print(json.dumps({name: asdict(part) for name, part in parts.items()}))

@@ -113,6 +113,7 @@ def opening_table(sizes: Sizes) -> list[str]:
             "of it renting, s": lambda rounds, _: figure(rounds, "opening", "rented"),
             "logins": lambda rounds, _: figure(rounds, "opening", "logins"),
             "joins that failed": lambda rounds, _: figure(rounds, "opening", "failed_joins"),
+            "removed as silent": lambda rounds, _: figure(rounds, "opening", "removed"),
             "client's processor, s": lambda rounds, _: figure(rounds, "opening", "client"),
             "ms a node": lambda rounds, nodes: figure(rounds, "opening", "client", 1e3 / nodes),
             "player's processor, s": lambda rounds, _: figure(rounds, "opening", "player"),

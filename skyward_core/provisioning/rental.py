@@ -206,13 +206,14 @@ class Rental:
         is_refused = is_unsure = False
         try:
             script = startup_script(self.spec, self._provider, commitment.lifetime_seconds)
-            self._emit(InstanceLaunching(count, offer.instance_type, self._provider.name))
             self._has_requested = True
             launch = self._journal.intend(offer, count, first_rank, commitment)
         except BaseException:
             self._spending_limit.returned(commitment)
             raise
         self.may_be_left = True
+        # after the intent: the ledger refuses that of a pool which somebody else has stopped
+        self._emit(InstanceLaunching(count, offer.instance_type, self._provider.name))
         began = time.monotonic()
         try:
             instances = self._provider.launch(offer, count, launch.tags, script)

@@ -62,7 +62,7 @@ one_task("attended", max_cost=5.0)
 one_task("durable", retries=4)
 one_task("deferred", deferrable=True, retries=4)
 one_task("deferred_once", deferrable=True)
-one_task("timed", deferrable=True, execution_timeout=timedelta(seconds=12))
+one_task("timed", deferrable=True, execution_timeout=timedelta(seconds=40))
 one_task("ended_with_worker", durable=False, retries=4)
 
 

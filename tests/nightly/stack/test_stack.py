@@ -25,6 +25,8 @@ pytestmark = [pytest.mark.timeout(900)]
 
 PORTS = [name for name in variables_of(read()) if name.endswith("_PORT")]
 MICRO_DOLLAR = 1e-6
+STEP_SECONDS = 300.0
+"""How long a step may take beside other tests, its installation on the nodes included."""
 LAUNCH = """mutation ($params: ExecutionParams!) { launchRun(executionParams: $params) {
   __typename ... on LaunchRunSuccess { run { runId } } ... on PythonError { message } } }"""
 STATUS = """query ($run: ID!) { runOrError(runId: $run) { ... on Run { status } } }"""
@@ -80,7 +82,7 @@ def test_a_flow_that_is_stopped_with_the_stack_gives_its_nodes_back(folder: Path
         wait_until_ready(process)
         with httpx.Client(base_url=url, timeout=60) as http:
             run = begun_flow_run(http)
-            wait_until(lambda: "on node" in log_of(http, run), "a call on a node", 300)
+            wait_until(lambda: "on node" in log_of(http, run), "a call on a node", STEP_SECONDS)
     finally:
         process.send_signal(signal.SIGINT)
         output = process.communicate(timeout=300)[0]
@@ -150,7 +152,7 @@ def cost_in_airflow(url: str) -> float:
             state = http.get(task).json()["state"]
             return state if state in {"success", "failed", "up_for_retry"} else None
 
-        state = wait_until(end, "the task")
+        state = wait_until(end, "the task", STEP_SECONDS)
         assert state == "success", http.get(f"{task}/logs/1", headers={"Accept": "application/x-ndjson"}).text[-4000:]
         assert value(http, task, "return_value") == [1, 4, 9, 16]
         cost = value(http, task, "skyward_cost")
@@ -180,7 +182,7 @@ def cost_in_prefect(url: str) -> float:
             )
             return found if is_final and found["end_time"] else None
 
-        found = wait_until(ended, "the flow run")
+        found = wait_until(ended, "the flow run", STEP_SECONDS)
         assert found["state"]["type"] == "COMPLETED", log_of(http, run)
         return float(found["labels"]["skyward.cost_usd"])
 
@@ -215,7 +217,7 @@ def cost_in_dagster(url: str, ledger: str) -> float:
             status = ask(STATUS, run=run)["runOrError"]["status"]
             return status if status in {"SUCCESS", "FAILURE", "CANCELED"} else None
 
-        assert wait_until(end, "the run") == "SUCCESS"
+        assert wait_until(end, "the run", STEP_SECONDS) == "SUCCESS"
 
         def metadata() -> list[dict[str, Any]]:
             (asset,) = ask(COSTS)["assetNodes"]
