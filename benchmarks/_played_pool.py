@@ -30,9 +30,10 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter as Counted
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -56,8 +57,8 @@ FIRST_NETWORK, NETWORKS = 100, 100
 MOST_THREADS = 64
 """How many batches run at once, in all workers, if calls take no time. A call that takes time has its own thread."""
 JOINING_AT_ONCE = 32
-"""How many workers connect at once. On real machines each has its own processor. Here they share a loop: when 1,000
-shook hands at the same time, all ran into the limit of a connection, and began again."""
+"""How many workers connect at once. On real machines each has its own processor. Here they share a loop, and each
+connection has ten seconds (DASK_CONFIG)."""
 PLAYED_CONFIG = DASK_CONFIG | {
     # each worker would measure this one process: 500 times a second with 1,000 nodes
     "distributed.admin.system-monitor.interval": "1h",
@@ -205,7 +206,8 @@ class Members:
             address = await self._at_scheduler.run(self._schedule(settings))
             node.say(f"::skyward head {settings.generation} {address}")
             settings = replace(settings, scheduler=address)
-        asyncio.run_coroutine_threadsafe(self._keep_joined(settings), self._at_workers.loop)
+        joined = asyncio.run_coroutine_threadsafe(self._keep_joined(settings), self._at_workers.loop)
+        joined.add_done_callback(_print_error)
 
     def end(self, instance_id: str) -> None:
         """End a machine: its connections close."""
@@ -236,7 +238,7 @@ class Members:
         of a real node would.
         """
         self.ranks[settings.instance_id] = settings.rank
-        while self.ranks.get(settings.instance_id) is not None and self._is_current(settings):
+        while settings.instance_id in self.ranks and self._is_current(settings):
             slots = PlayedSlots(settings, Path(self._folder), self._call_seconds, self.counter)
             worker = self._worker(settings, slots)
             slots.worker = cast(Any, worker)
@@ -271,6 +273,12 @@ class Members:
             plugins=(slots,),
             extensions={},
         )
+
+
+def _print_error(joined: Future[None]) -> None:
+    """Print why a worker does not join any more: nobody waits for it."""
+    if not joined.cancelled() and (error := joined.exception()) is not None:
+        traceback.print_exception(error)
 
 
 async def _end(worker: PlayedWorker) -> None:

@@ -91,8 +91,8 @@ class DurableAttempt(TaskAttempt):
                 return results
         except Exception as error:
             self._note_orphaned(error)
-            is_last = self._retry_seconds is None or fails_for_good(error, has_policy=self._has_policy)
-            is_to_stay_warm = not is_last
+            may_retry = self._retry_seconds is not None
+            is_to_stay_warm = may_retry and not fails_for_good(error, has_policy=self._has_policy)
             raise
         finally:
             # an orphan leaves the pool to its lease, as a process that is killed, and the next try adopts it

@@ -212,10 +212,10 @@ class Rental:
             self._spending_limit.returned(commitment)
             raise
         self.may_be_left = True
-        # after the intent: the ledger refuses that of a pool which somebody else has stopped
-        self._emit(InstanceLaunching(count, offer.instance_type, self._provider.name))
         began = time.monotonic()
         try:
+            # after the intent: the ledger refuses that of a pool which somebody else has stopped
+            self._emit(InstanceLaunching(count, offer.instance_type, self._provider.name))
             instances = self._provider.launch(offer, count, launch.tags, script)
         except NoCapacity as error:
             is_refused = True

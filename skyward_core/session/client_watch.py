@@ -5,8 +5,8 @@
     idle ──cut──▶ searching ──reached, not needed any more, or left──▶ idle
                       └──no scheduler within one lease, or the ledger says that the pool has ended──▶ `give_up`
 
-Only one thread searches, "skyward-resume". No error ends it early: an overloaded machine has errors of many kinds, and
-the calls of a pool whose search has ended silently would wait forever.
+Only one thread searches, "skyward-resume". No error but LeaseLost ends it early: an overloaded machine has errors of
+many kinds, and the calls of a pool whose search has ended silently would wait forever.
 
 `ClientWatcher` waits for lost nodes that another process replaces.
 
@@ -202,13 +202,15 @@ class ClientWatcher:
         return not (cluster is None or cluster.is_connected or self._is_paused or self._ended.is_set())
 
     def _give_up(self, error: Exception | None) -> None:
-        lost: SkywardError = NodeLost(
-            "the head of the pool is gone, and another process may have replaced it: open the pool again by its name,"
-            " or attach with its present lease"
-        )
-        lost.__cause__ = error
+        lost: SkywardError
         if isinstance(error, LeaseLost):
             lost = error
+        else:
+            lost = NodeLost(
+                "the head of the pool is gone, and another process may have replaced it: open the pool again by its"
+                " name, or attach with its present lease"
+            )
+            lost.__cause__ = error
         if (cluster := self._cluster()) is not None:
             cluster.fail_calls(lost)
         self._on_given_up(lost)

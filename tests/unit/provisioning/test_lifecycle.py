@@ -162,6 +162,7 @@ def test_the_money_of_a_launch_that_was_never_requested_is_free(
             with pytest.raises(LedgerError):
                 it.rental.launch_up_to(it.offer, 1, 0)
     assert it.provider.machines.launched == []
+    assert it.recorded.of(sky.InstanceLaunching) == []
     it.rental.launch_up_to(it.offer, 1, 0)
     assert it.limit.paid_seconds() > 400  # type: ignore[operator]  # a cent a second
 
