@@ -1,7 +1,7 @@
 """Compare Skyward, Dask and Ray on this machine in one run, then over SSH (`_far.py`): `make bench`.
 
 Each measurement is a new subprocess (`_cases.py`). The systems take turns in each round, and the table shows the median
-of the rounds. The program prints the table, and writes it to `RESULTS.md` beside this file.
+of the rounds. The program prints the table, and writes it into `RESULTS.md` beside this file, before the line OTHERS.
 
     python benchmarks/bench.py --only calls,array --rounds 5
 """
@@ -34,6 +34,8 @@ from _table import Measured, Row, table
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "RESULTS.md"
+OTHERS = "<!-- The tables below are those of other programs. Each names its own. -->"
+"""The line in RESULTS.md from which on this program keeps it as it is."""
 SYSTEMS = ("skyward", "dask", "ray")
 ROUNDS = 3
 TURNS = {"start": 2, "calls": 1, "array": 1}  # measurements of each case in a round
@@ -130,7 +132,8 @@ def main() -> int:
         print("Some measurements failed: RESULTS.md was not written.", file=sys.stderr)
         return 1
     if not only and not options.rounds:
-        RESULTS.write_text(report)
+        _, line, others = RESULTS.read_text().partition(OTHERS)
+        RESULTS.write_text(f"{report}\n{line}{others}")
     return 0
 
 
@@ -332,15 +335,19 @@ def _machine(load: tuple[float, float, float], seconds: float) -> list[str]:
         ),
         "?",
     )
-    versions = ", ".join(
-        f"{name} {_version(name)}" for name in ("skyward-core", "dask", "distributed", "ray", "numpy", "asyncssh")
-    )
+    versions = ", ".join(f"{name} {_version(name)}" for name in ("dask", "distributed", "ray", "numpy", "asyncssh"))
     loads = " → ".join(f"{one[0]:.2f}" for one in (load, os.getloadavg()))
     return [
         f"- {dt.datetime.now(dt.UTC):%Y-%m-%d %H:%M} UTC, {seconds:.0f} s; load average of the last minute, before → after: {loads}",
         f"- {cpu}, {len(os.sched_getaffinity(0))} cores, {psutil.virtual_memory().total / 1e9:.1f} GB of memory, Linux {platform.release()}",
-        f"- Python {platform.python_version()}, {versions}",
+        f"- Commit {_commit()}, Python {platform.python_version()}, {versions}",
     ]
+
+
+def _commit() -> str:
+    """Return the commit that is measured. The version of the installed package is that of its installation."""
+    described = ["git", "-C", str(HERE), "describe", "--always", "--abbrev=8", "--dirty=, and uncommitted changes"]
+    return subprocess.run(described, check=True, timeout=60, capture_output=True, text=True).stdout.strip()
 
 
 def _version(name: str) -> str:
