@@ -7,9 +7,9 @@ scheduler add, and not what machines do.
 
 1. Opening: from `open` of a pool until it is ready.
 2. Map: calls that take no time.
-3. Loss: calls of one second, of which each node has ten. When half have run, 5 % of the nodes end, and their connections
-   close. The pool rents others in their place. A machine that dies without a word is noticed only 14 s later
-   (three heartbeats in a large pool): this is not in the figures.
+3. Loss: calls of one second, of which each node has ten (`--call-seconds`, `--calls-each`). When half have run, 5 % of
+   the nodes end, and their connections close. The pool rents others in their place. A machine that dies without a word
+   is noticed only 14 s later (three heartbeats in a large pool): this is not in the figures.
 4. Ledger: commands, measured in one process, without the start of an interpreter.
 
 Each size has a process of its own. What limits a part: the threads with the most processor time, and their share of the
@@ -61,6 +61,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--call-seconds", type=float, default=1.0, help="how long calls take while nodes are lost")
+    parser.add_argument("--calls-each", type=int, default=10, help="how many calls each node has then")
     parser.add_argument("--only", choices=PARTS, help="measure only this")
     options = parser.parse_args()
     load = os.getloadavg()[0]
@@ -87,16 +88,16 @@ def main() -> None:
 def of_nodes(options: argparse.Namespace) -> list[str]:
     """Measure pools, and return the tables of the first three parts."""
     sizes: Sizes = {
-        nodes: [measured(nodes, options.calls, options.call_seconds) for _ in range(options.rounds)]
+        nodes: [measured(nodes, options.calls, options.call_seconds, options.calls_each) for _ in range(options.rounds)]
         for nodes in options.nodes
     }
     return [*opening_table(sizes), *map_table(sizes, options.calls), *loss_table(sizes)]
 
 
-def measured(nodes: int, calls: int, call_seconds: float) -> dict[str, Any]:
+def measured(nodes: int, calls: int, call_seconds: float, calls_each: int) -> dict[str, Any]:
     """Measure one size once, in a new process."""
     command = [sys.executable, "-m", "benchmarks._scale_pool", "--nodes", str(nodes), "--calls", str(calls)]
-    command += ["--call-seconds", str(call_seconds)]
+    command += ["--call-seconds", str(call_seconds), "--calls-each", str(calls_each)]
     print(f"{nodes} nodes", file=sys.stderr, flush=True)
     found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     print(json.dumps(found), file=sys.stderr, flush=True)  # the tables come when all sizes are measured
