@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from skyward_core.distributed.checkpoint import Checkpoint as Checkpoint
     from skyward_core.distributed.checkpoint import SavedCheckpoint as SavedCheckpoint
     from skyward_core.distributed.checkpoint import checkpoint as checkpoint
-    from skyward_core.distributed.torch import DistributedSampler as DistributedSampler
+    from skyward_core.distributed.frameworks import DistributedSampler as DistributedSampler
     from skyward_core.doctor import Check as Check
     from skyward_core.engine.futures import CallFuture as CallFuture
     from skyward_core.engine.packing import plain_call as plain_call
@@ -210,7 +210,7 @@ _HOMES = {
         " use_callback"
     ),
     "distributed.checkpoint": "Checkpoint SavedCheckpoint checkpoint",
-    "distributed.torch": "DistributedSampler",
+    "distributed.frameworks": "DistributedSampler",
     "doctor": "Check",
     "engine.futures": "CallFuture",
     "engine.packing": "plain_call",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from skyward_core.distributed.transformers import forget_state
+from skyward_core.distributed.frameworks import forget_state
 
 
 def test_the_state_of_accelerate_is_reset_if_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

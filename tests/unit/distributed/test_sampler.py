@@ -12,7 +12,6 @@ import pytest
 import skyward_core as sky
 
 sampler = sys.modules[sky.DistributedSampler.__module__]
-"""`skyward_core.distributed.torch` is the decorator."""
 
 
 class TorchsSampler:
