@@ -142,8 +142,8 @@ if TYPE_CHECKING:
     from skyward_core.pool.pool import ComputePool as ComputePool
     from skyward_core.pool.pool_use import PoolUse as PoolUse
     from skyward_core.pool.pool_use import UseBill as UseBill
-    from skyward_core.programs.calls import command_call as command_call
-    from skyward_core.programs.calls import script_call as script_call
+    from skyward_core.programs import command_call as command_call
+    from skyward_core.programs import script_call as script_call
     from skyward_core.providers.aws import AWS as AWS
     from skyward_core.providers.base import Provider as Provider
     from skyward_core.providers.base import select_instance as select_instance
@@ -229,7 +229,7 @@ _HOMES = {
     "pool.multi_pool": "MultiPool",
     "pool.pool": "ComputePool",
     "pool.pool_use": "PoolUse UseBill",
-    "programs.calls": "command_call script_call",
+    "programs": "command_call script_call",
     "providers.base": "Provider select_instance",
     "provisioning.quote": "Plan PlannedTask Quote",
     "secret": "Secret",

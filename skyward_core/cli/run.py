@@ -78,7 +78,7 @@ def run(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="of the pool, show warnings only")] = False,
 ) -> int:
     """Run a script or a function on a pool, with its output and its exit code. The machines end with it."""
-    from skyward_core.programs.run import ProgramOutput, read_target, run_program, spec_of
+    from skyward_core.programs import ProgramOutput, read_target, run_program, spec_of
 
     fields = _fields(pip or (), env or (), secret or (), set_ or ())
     if provider:

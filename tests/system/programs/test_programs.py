@@ -11,7 +11,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core import cli
-from skyward_core.programs.run import ProgramOutput, read_target, run_program, spec_of
+from skyward_core.programs import ProgramOutput, read_target, run_program, spec_of
 from skyward_core.worker import script as on_node
 from tests.unit.programs.test_programs import (  # noqa: F401 - fixtures  # noqa: F401 - fixtures
     project,

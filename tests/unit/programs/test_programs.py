@@ -13,7 +13,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core import cli
-from skyward_core.programs.run import Interrupted, ProgramOutput, interruptible, read_target, spec_of
+from skyward_core.programs import Interrupted, ProgramOutput, interruptible, read_target, spec_of
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +94,7 @@ def test_files_that_cannot_travel_with_a_call_are_refused(project: Path, monkeyp
     with pytest.raises(sky.BadRequest, match="write a text for bash, or a list"):
         sky.command_call([])
     (project / "large").write_bytes(b"x" * 2000)
-    monkeypatch.setattr("skyward_core.programs.calls.MOST_BYTES", 1000)
+    monkeypatch.setattr("skyward_core.programs.MOST_BYTES", 1000)
     with pytest.raises(sky.BadRequest, match="travel with each call: name fewer, include them in the image"):
         sky.command_call("true", files=["large"])
 
@@ -186,7 +186,7 @@ def test_the_first_signal_stops_and_the_next_does_not_wait(number: signal.Signal
 def test_options_become_settings(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (project / "a.py").write_text("")
     found: list[sky.PoolSpec] = []
-    run = "skyward_core.programs.run.run_program"
+    run = "skyward_core.programs.run_program"
     monkeypatch.setattr(run, lambda program, spec, output, everywhere: found.append(spec) or 0)
     line = ["run", "--provider", "local", "--pip", "numpy", "--env", "A=b=c", "--secret", "HOME", "--max-cost", "2"]
     line += ["--max-hourly-cost", "1.5", "--accelerator", "8xH100", "--accelerator", "8xA100"]
