@@ -10,7 +10,7 @@ States of a batch:
 
 A batch without large values is sent at once. A sent batch has the epoch of the connection that follows its task. When
 another connection replaces that one, the scheduler's answer decides about each batch of an earlier epoch: its task is
-known, it never came, or it is lost (`losses.py`). A batch that has not gone out when its connection ends was never
+known, it never came, or it is lost (`dispatcher.py`). A batch that has not gone out when its connection ends was never
 begun: its calls wait again.
 """
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from skyward_core.engine import actions as do
 from skyward_core.engine.calls import Calls
-from skyward_core.engine.dispatcher import Dispatcher
-from skyward_core.engine.losses import Losses
+from skyward_core.engine.dispatcher import Dispatcher, Losses
 from skyward_core.engine.outbox import Queue, Shipment
 from skyward_core.engine.shipments import Shipments
 from skyward_core.engine.state import FunctionFiles, FunctionsOnNodes, KeptCalls, Out, Phase

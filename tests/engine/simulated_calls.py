@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from skyward_core.engine import actions as do
-from skyward_core.engine.losses import HEAD_LOST
+from skyward_core.engine.dispatcher import HEAD_LOST
 from skyward_core.engine.outbox import Entry
 from skyward_core.engine.state import DECIDED_SECONDS
 from skyward_core.errors import NodeLost
