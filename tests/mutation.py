@@ -40,7 +40,7 @@ LEDGER = (
     *(f"system/ledger/test_{name}.py" for name in ("ledger", "names", "prune", "budgets", "run_accounts")),
     "unit/session/test_paid_time.py",
 )
-DISPATCHER = ("calls", "dispatcher", "losses", "outbox", "shipments", "state")
+DISPATCHER = ("calls", "dispatcher", "outbox", "shipments", "state")
 OTHERS = {
     **{f"engine/{name}": HISTORIES for name in DISPATCHER},
     "engine/recovery": ("unit/worker/test_preemption_notice.py",),
