@@ -94,6 +94,20 @@ def log_of(kind: str) -> Callable[..., None]:
     return _log_if_heard if kind == "quiet" else _log.log
 
 
+def last_log_of(kind: str) -> Callable[..., None]:
+    """As `log_of`, for what is said after the display was closed: where logging is not configured, it is on stderr."""
+    return _log_if_heard if kind == "quiet" else _log_last
+
+
+def _log_last(level: int, message: str, *args: object) -> None:
+    listener = _FallbackHandler(None)
+    listener.attach()
+    try:
+        _log.log(level, message, *args)
+    finally:
+        listener.detach()
+
+
 def _log_if_heard(level: int, message: str, *args: object, exc_info: BaseException | None = None) -> None:
     if _others_listen():
         _log.log(level, message, *args, exc_info=exc_info)

@@ -383,9 +383,12 @@ class SpendingLimit:
             spent, following = self._needed(self._paid_until)
             if spent - self._settled + following < self._held:
                 self._roll(self._paid_until)
-        until = self._first_end(now) if self._paid_until is None else self._paid_until
+        until = self._paid_until or self._within_hard_ends(self._first_end(now), hard_end)
         if usd := launch.cost(until):
-            self._accounts.reserve(self._account, self._pool_id, usd)
+            try:
+                self._accounts.reserve(self._account, self._pool_id, usd)
+            except BudgetExceeded as error:
+                raise _account_refused(error, launch, until - now) from error
             self._held += usd
         with self._lock:
             self._paid_until = until
@@ -398,10 +401,14 @@ class SpendingLimit:
         """Return the latest end of a new machine whose lease is not renewed, plus one lease."""
         return requested_at + LONGEST_BOOT_SECONDS + 2 * self._lease_seconds
 
+    def _within_hard_ends(self, until: float, hard_end: float | None) -> float:
+        """No machine lives longer than the first hard end of the pool, or that of its first launch."""
+        return min(until, *(end for end in (self._horizon, hard_end) if end is not None), math.inf)
+
     def _renew(self, now: float) -> None:
         """Reserve for two leases from now."""
         assert self._paid_until is not None
-        self._roll(max(self._paid_until, now + 2 * self._lease_seconds))
+        self._roll(max(self._paid_until, self._within_hard_ends(now + 2 * self._lease_seconds, None)))
 
     def _roll(self, until: float) -> None:
         """Settle the reservation with the real cost, and reserve for all machines until `until`; both or neither."""
@@ -497,7 +504,7 @@ class SpendingLimit:
             self._try_at = now + 1.0  # the reservation is still valid: try again until its end
 
     def _account_fill(self, now: float) -> tuple[Fill, str]:
-        if (paid_end := self._paid_end()) is None:
+        if (paid_end := self._paid_end()) is None or self._is_paid_whole():
             return Fill.FULL, ""
         margin, left, refusal = self._margin_seconds(), paid_end - now, self._refusal
         reason = f"nothing more could be reserved from {self._payer}" if refusal is None else str(refusal)
@@ -506,6 +513,10 @@ class SpendingLimit:
         if left <= margin:
             return Fill.DRAINED, reason
         return (Fill.FULL, "") if refusal is None else (Fill.WARNED, reason)
+
+    def _is_paid_whole(self) -> bool:
+        """Whether the reservations last for as long as `max_cost`, which then ends the pool."""
+        return self._paid_until is not None and self._horizon is not None and self._paid_until >= self._horizon
 
     @property
     def _payer(self) -> str:
@@ -542,6 +553,17 @@ def _too_little(
     return BudgetExceeded(
         f"{words}; {left:f} USD of max_cost={limit:f} are left. Raise max_cost, or ask for fewer or cheaper machines",
         left_usd=left,
+    )
+
+
+def _account_refused(error: BudgetExceeded, launch: PendingLaunch, seconds: float) -> BudgetExceeded:
+    """Return the error of an account that does not pay for a launch, with what the money is for."""
+    return BudgetExceeded(
+        f"{error} It must pay for {seconds:.0f} s of {launch.machines} x {launch.price.per_hour} USD per hour"
+        " before they are rented: for so long they may live if their owner dies. Raise the limit of the account, set a"
+        " lower max_cost, or ask for fewer or cheaper machines.",
+        error.account,
+        error.left_usd,
     )
 
 

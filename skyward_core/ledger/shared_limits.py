@@ -165,10 +165,6 @@ class RunLimit(StewardLimit):
         if (shortened := self._pay(max(until, floor), floor)) is not None:
             raise shortened
 
-    def _within_hard_ends(self, until: float, hard_end: float | None) -> float:
-        """No machine lives longer than the first hard end of the pool, or that of its first launch."""
-        return min(until, *(end for end in (self._horizon, hard_end) if end is not None), math.inf)
-
     def _pay(self, until: float, floor: float, launches: Sequence[PendingLaunch] = ()) -> BudgetExceeded | None:
         """Settle, and reserve for all machines and these launches until `until`, or as far as the limit of the run
         allows, but not before `floor`. Return the error by which the time was shortened.

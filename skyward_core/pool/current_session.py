@@ -344,7 +344,7 @@ class CurrentSession:
             self.still_running = f"the pool {lease.pool_id} stays until {until:%H:%M:%S} UTC, by its lease, {rate}"
             self._forget()
         opened.events.flush()
-        console.log_of(opened.spec.display)(logging.INFO, "%s", self.still_running)
+        console.last_log_of(opened.spec.display)(logging.INFO, "%s", self.still_running)
         return lease
 
     # ── what is open ─────────────────────────────────────────────────────────────────────────────────────────────────

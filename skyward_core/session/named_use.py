@@ -412,7 +412,7 @@ class NamedUse:
         except LedgerError as error:
             self.log(logging.DEBUG, "the ledger does not say what stays of the pool %r: %s", self.name, error)
         if self.still_running:
-            self.log(logging.INFO, "%s", self.still_running)
+            console.last_log_of(self.spec.display)(logging.INFO, "%s", self.still_running)
 
     def left(self) -> None:
         """Record that this process does not use the pool any more, and close the connection. Raises nothing.

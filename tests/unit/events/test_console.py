@@ -10,7 +10,7 @@ from typing import override
 import pytest
 
 import skyward_core as sky
-from skyward_core.events.console import display
+from skyward_core.events.console import display, last_log_of
 from skyward_core.events.events import hide_other_nodes
 from skyward_core.events.narrator import Narrator, digits
 
@@ -285,6 +285,17 @@ def test_spinner_without_a_terminal_prints_plain_lines():
         "[node 0] hello",
         "skyward  giving the machines back",
         "skyward  done: 12.3 s, $0.0123 (2 on demand)",
+    ]
+
+
+@pytest.mark.usefixtures("unconfigured")
+def test_what_is_said_after_the_end_is_printed_unless_the_pool_is_quiet(capfd: pytest.CaptureFixture[str]):
+    for kind in ("log", "spinner", "quiet"):
+        _written(kind, CLOSING)
+        last_log_of(kind)(logging.INFO, "the pool %r stays warm", kind)
+    assert capfd.readouterr().err.splitlines() == [
+        "skyward  the pool 'log' stays warm",
+        "skyward  the pool 'spinner' stays warm",
     ]
 
 

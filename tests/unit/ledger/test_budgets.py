@@ -430,7 +430,7 @@ def test_the_money_of_an_account_is_reserved_before_the_launch(ledger: Ledger, c
         it.limit.commit(1, CENT)  # the first call is not answered, and its machines may run
     assert reserved(ledger) == Decimal("7.2")
     other = opened(ledger, clock, "10", "sky-2")
-    with pytest.raises(BudgetExceeded) as caught:
+    with pytest.raises(BudgetExceeded, match=r"pay for 360 s of 1 x 36 USD per hour .* lower max_cost") as caught:
         other.limit.commit(1, CENT)
     assert (caught.value.account, caught.value.left_usd) == (TEAM, Decimal("2.8"))
     assert reserved(ledger, "sky-2") == 0
@@ -590,6 +590,17 @@ def test_max_cost_and_an_account_hold_together(ledger: Ledger, clock: MeterClock
     assert it.go_until(Fill.USED_UP)[-1] is Fill.USED_UP
     assert "max_cost" in it.limit.check()[1]
     assert it.meter.total() < 5
+
+
+def test_an_account_pays_no_more_than_max_cost_before_the_launch(ledger: Ledger, clock: MeterClock) -> None:
+    """A pool that costs a dollar at most opens with an account that has a dollar, and max_cost ends it."""
+    it = opened(ledger, clock, "1", max_cost=1.0)
+    it.launch(1, CENT)  # 100 s
+    assert reserved(ledger) == 1
+    assert it.go_until(Fill.USED_UP)[-1] is Fill.USED_UP
+    assert "max_cost" in it.limit.check()[1]
+    assert Decimal("0.8") < it.meter.total() < 1
+    assert ledger.left_usd(TEAM, "sky-1") == 0
 
 
 def grow(it: Pool, received: list[float], heard: set[str] | None = None, **words: Any) -> Commitment:
