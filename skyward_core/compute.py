@@ -260,6 +260,17 @@ class GeneratorFunction[**P, T](ComputeFunction[P, list[T]]):
         return PendingItems(self.local, args, kwargs)
 
 
+def not_pending(given: object, operator: str) -> TypeError:
+    """Return the error of `given >> pool` or `given @ pool`, when that is no pending call; it says what to write."""
+    if isinstance(given, ComputeFunction):
+        name = _name(cast("Any", given).local)
+        return TypeError(f"`{name} {operator} pool` calls nothing: write `{name}(...) {operator} pool`")
+    return TypeError(
+        f"`{operator}` sends a pending call to a pool, and {type(given).__name__!r} is none: write @sky.compute above"
+        f" the function, and `fn(x) {operator} pool`"
+    )
+
+
 @overload
 def compute[**P, R](fn: Callable[P, Coroutine[Any, Any, R]]) -> ComputeFunction[P, R]: ...
 @overload

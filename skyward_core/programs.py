@@ -34,10 +34,10 @@ from skyward_core.pool.pool import ComputePool
 from skyward_core.serialization.sources import Source, collect
 from skyward_core.spec import PoolSpec
 from skyward_core.work import Work
-from skyward_core.worker.script import BY_SIGNAL, Command, File, Script, run_checked, run_script
+from skyward_core.worker.script import BY_SIGNAL, Command, File, Script, run_checked, run_command, run_script
 
 FAILED = 1
-HOW = "write the path of a Python file, or module:function"
+HOW = "write the path of a Python file, module:function, or -- and a command"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -144,6 +144,12 @@ def read_target(target: str, args: Sequence[str]) -> Program:
     if not (colon and module and function):
         raise BadRequest(f"{target!r} is no file here, and names no function: {HOW}")
     return Program(target, _call(module, function, args), is_script=False)
+
+
+def command_of(argv: Sequence[str]) -> Program:
+    """Return the program that is a command with its arguments; it is started on the node, without a shell."""
+    command = Command(argv[0], tuple(argv))
+    return Program(command.name, PendingCompute(run_command, (command,)), is_script=True)
 
 
 def _call(module: str, function: str, args: Sequence[str]) -> PendingCompute[Any]:

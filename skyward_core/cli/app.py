@@ -110,7 +110,7 @@ def command_tree() -> Any:
     """Return the root command, built once. Its class is private to typer."""
     app = _group("What is rented, what it costs, and which machines belong to no living pool.", add_completion=True)
     app.callback()(_root)
-    _add(app, run.run, context_settings=run.PASS_ON)
+    _add(app, run.run, cls=run.RunCommand, context_settings=run.PASS_ON)
     _add(app, pools.ps, cost.users, cost.cost, calls.calls, sweep.sweep, pools.warm, pools.stop)
     _add(app, live.top, live.logs, live.metrics, live.stacks, live.ssh, live.cp, live.dashboard, live.ui)
     _add(app, pools.why, offers.offers, offers.quote, cost.receipt, config.doctor)

@@ -92,8 +92,8 @@ def users(
         found = users_of(ledger, pool_id, split=split, unreadable=unreadable)
         if not found and (entry := ledger.pool(pool_id)) is not None:
             raise BadRequest(
-                f"the pool {pool_id} is not shared: all of it is for {entry.work or entry.owner.name}. `skyward receipt"
-                f" {pool_id}` has its cost"
+                f"the pool {pool_id} is not shared: all of it is for {str(entry.work) or entry.owner.name}. `skyward"
+                f" receipt {pool_id}` has its cost"
             )
         if not found:
             raise BadRequest(f"the ledger has no pool with the name or the id {name!r}: look with `skyward ps --all`")

@@ -87,12 +87,14 @@ def logs(
         code = print_warnings(source.failures)
         if as_json and not follow:
             print_json([_line_json(one) for one in source.all()])
-            return code
-        for one in followed(source) if follow else source.all():
+        for one in followed(source) if follow else () if as_json else source.all():
             if as_json:
                 print_json_line(_line_json(one))
             else:
                 print(visible(_line_text(one)), flush=follow)
+        if isinstance(source, CallLog):
+            with open_ledger(context) as ledger:
+                ledger.note_calls(nodes.pool_id, [source.state()])
     return code
 
 

@@ -164,11 +164,13 @@ def _rented(ledger: Ledger, unreadable: list[UnreadableRow]) -> dict[str, list[I
     return rented
 
 
-def _unrecorded_usd(rented: Iterable[Intent], now: datetime) -> Decimal:
-    """Return what machines may have cost since the last record, of those whose last record is old."""
+def _unrecorded_usd(rented: Iterable[Intent], now: datetime, lease_end: datetime) -> Decimal:
+    """Return what machines may have cost since the last record, of those whose last record is old: until the end of
+    the pool's lease, when they end themselves.
+    """
     from skyward_core.ledger.rows import SECONDS_PER_HOUR
 
-    since = [(one.price.per_hour, _unrecorded_seconds(one, now)) for one in rented]
+    since = [(one.price.per_hour, _unrecorded_seconds(one, min(now, lease_end))) for one in rented]
     amounts = (price * Decimal(seconds) for price, seconds in since if seconds > OLD_SECONDS)
     return sum(amounts, ZERO_USD) / SECONDS_PER_HOUR
 
@@ -209,17 +211,20 @@ def _pool_json(
         "lease_seconds": round((entry.lease_expires_at - now).total_seconds(), 3),
         "usd_per_hour": float(sum((intent.price.per_hour for intent in rented), ZERO_USD)),
         "cost_usd": float(row.cost_usd),
-        "unrecorded_usd": float(_unrecorded_usd(rented, now)),
+        "unrecorded_usd": float(_unrecorded_usd(rented, now, entry.lease_expires_at)),
         "saved_usd": float(row.on_demand_usd - row.cost_usd),
     }
 
 
 def _pool_state(entry: PoolEntry, now: datetime) -> str:
+    from skyward_core.machines.owner import OwnerState
+
     if entry.ended_at is not None:
         return "ended"
-    if why := entry.why_dead(now, entry.owner.state()):
+    owner = entry.owner.state()
+    if why := entry.why_dead(now, owner):
         return f"dead: {why}"
-    return "live, by its lease" if entry.lives_by_lease else "live"
+    return "live, by its lease" if entry.lives_by_lease and owner is not OwnerState.ALIVE else "live"
 
 
 def _pools_table(pools: Sequence[Mapping[str, Any]], works: Mapping[str, str]) -> tuple[list[str], list[list[str]]]:

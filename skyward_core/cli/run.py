@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, override
 
 import typer
+import typer.core
 
 from skyward_core.cli import values
 from skyward_core.cli.options import provider_from
@@ -15,6 +16,7 @@ from skyward_core.errors import BadRequest
 
 PASS_ON: dict[str, Any] = {"allow_interspersed_args": False}
 """What follows the target belongs to the program, options too."""
+IS_COMMAND = "skyward.is_command"
 
 
 Texts = list[str] | None
@@ -42,8 +44,24 @@ Fields = Annotated[
 ]
 
 
+class RunCommand(typer.core.TyperCommand):
+    """Notes in `meta` of the context whether `--` is before the target: then it is a command, and no script."""
+
+    @override
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = [*args]
+        rest = super().parse_args(ctx, args)
+        count = 1 + len(ctx.params.get("args") or ())
+        ctx.meta[IS_COMMAND] = len(given) > count and given[-count - 1] == "--"
+        return rest
+
+
 def run(
-    target: Annotated[str, typer.Argument(metavar="SCRIPT|MODULE:FUNCTION", parser=values.printable, help="what runs")],
+    context: typer.Context,
+    target: Annotated[
+        str,
+        typer.Argument(metavar="SCRIPT|MODULE:FUNCTION|-- COMMAND", parser=values.printable, help="what runs"),
+    ],
     args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="its arguments, as texts")] = None,
     *,
     everywhere: Annotated[bool, typer.Option("--everywhere", help="on every worker at once, not on one")] = False,
@@ -77,8 +95,10 @@ def run(
     set_: Fields = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="of the pool, show warnings only")] = False,
 ) -> int:
-    """Run a script or a function on a pool, with its output and its exit code. The machines end with it."""
-    from skyward_core.programs import ProgramOutput, read_target, run_program, spec_of
+    """Run a script, a function or a command on a pool, with its output and its exit code. The machines end with it,
+    unless --pool names a pool that stays.
+    """
+    from skyward_core.programs import ProgramOutput, command_of, read_target, run_program, spec_of
 
     fields = _fields(pip or (), env or (), secret or (), set_ or ())
     if provider:
@@ -87,7 +107,7 @@ def run(
         fields["accelerator"] = accelerator if len(accelerator) > 1 else accelerator[0]
     given = {"name": pool, "nodes": nodes, "max_cost": max_cost, "max_hourly_cost": max_hourly_cost}
     fields |= {name: value for name, value in given.items() if value is not None}
-    program = read_target(target, args or ())
+    program = command_of([target, *(args or ())]) if context.meta[IS_COMMAND] else read_target(target, args or ())
     spec = spec_of(fields, profile=profile)
     least_level = logging.WARNING if quiet else logging.INFO
     output = ProgramOutput(sys.stdout, sys.stderr, has_ranks=everywhere, least_level=least_level)

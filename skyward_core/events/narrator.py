@@ -177,7 +177,8 @@ class Narrator:
         return logging.INFO, f"[node {event.node}] {': '.join(part for part in (step, values) if part)}"
 
     def _calls_so_far(self) -> str:
-        return f"{self._calls.done} of {_count(self._calls.submitted, 'call')} done{not_well(self._calls)}"
+        calls = self._calls
+        return f"{calls.done - calls.failed} of {_count(calls.submitted, 'call')} done{not_well(calls)}"
 
 
 @dataclass(slots=True)
@@ -215,7 +216,7 @@ def _quoted(event: InfraCreated) -> str:
         f"paid by account {event.account!r}" if event.account else "",
     ]
     return f": {usd(event.price_per_hour)} per hour, of {_count(event.candidates, 'candidate')}; " + (
-        ", ".join(filter(None, limits)) or "no limit of its cost (max_cost)"
+        ", ".join(filter(None, limits)) or "no limit of its own (max_cost)"
     )
 
 

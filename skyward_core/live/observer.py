@@ -19,6 +19,7 @@ from skyward_core.errors import BadRequest, CommandFailed, NodeLost, SkywardErro
 from skyward_core.events.events import Metrics
 from skyward_core.live.pool_nodes import PoolNodes, find_nodes
 from skyward_core.machines.instances import Instance
+from skyward_core.session.detached_call import state_of
 from skyward_core.session.sealed_lease import KeysInMemory
 from skyward_core.transport.transport import Transport, Transports
 from skyward_core.wire.messages import lines_of
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     import distributed
 
     from skyward_core.ledger.ledger import Ledger
+    from skyward_core.ledger.rows import CallState as NotedCall
 
 REACH_SECONDS = 30.0
 END_SECONDS = 2.0
@@ -221,6 +223,11 @@ class CallLog:
     def have_ended(self) -> bool:
         """Whether the call has ended."""
         return self._known.get("ended_at") is not None
+
+    def state(self) -> NotedCall:
+        """Return what the scheduler has last said of the call, as the ledger has it. To be asked after `new`."""
+        slots = _slots(_workers(self._client), {})
+        return state_of(self._known, lambda rank: slots.get(rank, (0, 1))[1], time.time())
 
 
 def followed(source: NodeLogs | CallLog) -> Iterator[Line]:

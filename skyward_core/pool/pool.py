@@ -12,11 +12,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Never, NoReturn, Self, Unpack, cast, overload
 
 from pydantic import ValidationError
 
-from skyward_core.compute import ComputeFunction, PendingBatch, PendingCompute
+from skyward_core.compute import ComputeFunction, PendingBatch, PendingCompute, not_pending
 from skyward_core.concurrency.item_stream import ItemStream
 from skyward_core.concurrency.threads import refuse_greenlets
 from skyward_core.engine.futures import CallFuture
@@ -301,6 +301,14 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
             self.close()
         elif (left := self.hand_over()) is not None:
             note_machines_left(error, left)
+
+    def __rrshift__(self, other: Never) -> NoReturn:
+        """Raise TypeError: what is no pending call was sent to the pool."""
+        raise not_pending(other, ">>")
+
+    def __rmatmul__(self, other: Never) -> NoReturn:
+        """Raise TypeError: what is no pending call was sent to the pool."""
+        raise not_pending(other, "@")
 
     # ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -7,10 +7,11 @@ such as a folder of DAGs. It returns a Plan, or None if such a target is not its
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 
 from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import BadRequest, NotYetSupported, Refusal, SkywardError
@@ -244,15 +245,25 @@ def plans_of(target: str) -> dict[str, Plan]:
     found, absent = dict[str, Plan](), list[str]()
     for entry in sorted(entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name):
         try:
-            plan = _plan(entry, target)
-        except ImportError as error:  # the plugin is a part of a distribution whose orchestrator is not installed
-            absent.append(f"{entry.name} cannot be imported ({error})")
+            planner: Callable[[str], Plan | None] = entry.load()
+        except ModuleNotFoundError:  # the plugin is a part of a distribution whose orchestrator is not installed
+            absent.append(f"{entry.name} is not installed")
+            continue
+        except ImportError as error:
+            absent.append(f"the plugin of {entry.name} cannot be imported ({error})")
+            continue
+        try:
+            plan = _plan(entry.name, planner, target)
+        except ImportError as error:
+            absent.append(f"{entry.name} cannot import it ({error})")
         else:
             if plan is None:
                 absent.append(f"{entry.name} does not know it")
             else:
                 found[entry.name] = plan
     if not found:
+        if os.sep in target and not os.path.exists(target):
+            raise BadRequest(f"there is no file or folder {target!r}")
         raise BadRequest(
             f"no orchestrator reads {target!r}: {'; '.join(absent) or 'none is installed'}. Name a folder or a file of"
             " DAGs of Airflow; docs/commands.md lists what else can be named"
@@ -260,11 +271,10 @@ def plans_of(target: str) -> dict[str, Plan]:
     return found
 
 
-def _plan(entry: EntryPoint, target: str) -> Plan | None:
-    planner: Callable[[str], Plan | None] = entry.load()
+def _plan(name: str, planner: Callable[[str], Plan | None], target: str) -> Plan | None:
     try:
         return planner(target)
     except (SkywardError, ImportError):
         raise
     except Exception as error:  # the definitions are programs of the user, and so may raise anything
-        raise BadRequest(f"{entry.name} cannot read {target!r}: {type(error).__name__}: {error}") from error
+        raise BadRequest(f"{name} cannot read {target!r}: {type(error).__name__}: {error}") from error

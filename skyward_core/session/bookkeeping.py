@@ -106,6 +106,9 @@ class Bookkeeping:
         url = ledger_module.default_url(must_last=spec.budget is not None)
         self._ledger = ledger = ledger_module.Ledger(url, busy_timeout_seconds=LEDGER_BUSY_SECONDS)
         undo.callback(ledger.close)
+        if spec.budget is not None:
+            # an unknown account is refused here: machines that cost nothing draw on none, and those of a cloud would
+            ledger.left_usd(spec.budget, self._pool_id)
         self.journal = journal = Journal(
             ledger,
             self._pool_id,

@@ -168,6 +168,17 @@ def test_only_a_pool_can_be_the_right_operand(target: Any) -> None:
             use()
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"), [(add, r"write `add\(\.\.\.\) {} pool`"), (42, "'int' is none: write @sky.compute")]
+)
+def test_what_is_no_pending_call_is_explained_by_the_pool(wrong: Any, words: str) -> None:
+    pool: Any = sky.ComputePool(provider=sky.Local())
+    with pytest.raises(TypeError, match=words.format(">>")):
+        wrong >> pool
+    with pytest.raises(TypeError, match=words.format("@")):
+        wrong @ pool
+
+
 def test_a_function_in_place_of_its_call_is_explained() -> None:
     wrong: Any
     for wrong, combined, gathered in ((add, r"add\(\.\.\.\)", r"add\(\.\.\.\)"), (42, "parentheses", "@compute")):

@@ -150,9 +150,11 @@ def test_the_gantt_chart_has_the_spans_of_the_steps(page: Page, server: DagsterS
     page.goto(f"{server.url}/runs/{runs[-1].id}")
     spans = page.locator(".marker-whiskers[data-tooltip*=skyward]")
     expected = {f"features:{PROVISION}", f"features:{BOOTSTRAP}", f"features:{RUN}", f"model:{RUN}"}
-    for name in expected:  # the chart grows while the page reads the run's log
-        page.locator(f'[data-tooltip="{name}"]').first.wait_for(state="attached")
-    assert {span.get_attribute("data-tooltip") for span in spans.all()} == expected
+
+    def shown() -> set[str | None]:  # in one look: the page draws the chart anew while it reads the run's log
+        return set(spans.evaluate_all("all => all.map(one => one.getAttribute('data-tooltip'))"))
+
+    wait_until(lambda: shown() == expected, f"the spans {sorted(expected)}")
     take(page, "gantt")
 
 

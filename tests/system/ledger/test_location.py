@@ -58,6 +58,15 @@ def test_a_budget_needs_a_ledger_that_lasts(read_only: Path) -> None:
         pass
 
 
+def test_an_account_that_does_not_exist_is_refused_also_if_nothing_costs_money() -> None:
+    """The same file must not fail on a cloud only."""
+    with (
+        pytest.raises(sky.BadRequest, match="has no account 'nope'"),
+        sky.ComputePool(provider=sky.Local(), budget="nope", display="quiet"),
+    ):
+        pass
+
+
 def test_a_read_only_home_has_its_ledger_in_the_runtime_folder(
     read_only: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

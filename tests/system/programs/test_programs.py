@@ -62,6 +62,11 @@ def test_programs_run_on_a_pool_of_this_machine(project: Path, capfd: pytest.Cap
     assert (len(receipt["resources"]), receipt["left"]) == (2, [])
 
 
+def test_a_command_runs_on_a_pool_of_this_machine(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "--provider", "local", "-q", "--", "sh", "-c", "echo rank $RANK; exit 3"]) == 3
+    assert capfd.readouterr().out == "rank 0\n"
+
+
 def test_ctrl_c_ends_the_machines(project: Path) -> None:
     (project / "wait.py").write_text("import time\nprint('began', flush=True)\ntime.sleep(600)\n")
     command = [sys.executable, "-m", "skyward_core.cli", "run", "--provider", "local", "wait.py"]

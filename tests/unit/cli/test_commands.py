@@ -6,6 +6,7 @@ import shlex
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from skyward_core.cli.app import command_tree
 from skyward_core.ledger.rows import BILLING_ROUNDING, Account, Attempt, Bucket, CallState, Period, SlotUse
 from skyward_core.ledger.uses import UseCount
 from skyward_core.machines.offers import Offer
+from skyward_core.machines.owner import Owner
 from skyward_core.providers.base import POOL_TAG, RANK_TAG
+from skyward_core.provisioning import quote as plans
 from skyward_core.work import Work
 from tests.cleanup.pools import FolderProvider
 from tests.cli.ledger import DEAD, HERE, ROOT, Skyward, install, install_bills, lines
@@ -54,6 +57,21 @@ def test_ps_says_up_to_how_much_a_pool_may_have_cost_that_no_process_keeps(skywa
     assert costs["sky-dead"].startswith("up to 6.0")
     assert costs["sky-warm"].startswith("up to 6.0")
     assert costs["sky-live"] == "2.0000"
+    ended = "lease_expires_microseconds = (SELECT min(intended_microseconds) FROM skyward_resources) + 1800 * 1000000"
+    skyward.damage(f"UPDATE skyward_pools SET {ended} WHERE id = 'sky-warm'")
+    (warm,) = [one for one in skyward.json("ps") if one["pool"] == "sky-warm"]
+    assert warm["state"].startswith("dead: its lease ran out")
+    assert warm["unrecorded_usd"] == 0.0, "the machines have ended themselves with the lease"
+
+
+def test_a_pool_that_may_outlive_its_owner_is_live_as_long_as_that_lives(skyward: Skyward) -> None:
+    skyward.open("sky-team", owner=Owner.here())
+    skyward.open("sky-left")
+    skyward.damage("UPDATE skyward_pools SET lives_by_lease = 1")
+    assert {one["pool"]: one["state"] for one in skyward.json("ps")} == {
+        "sky-team": "live",
+        "sky-left": "live, by its lease",
+    }
 
 
 def test_a_pool_with_a_name_shows_it_and_how_many_use_it(skyward: Skyward) -> None:
@@ -206,6 +224,8 @@ def test_users_says_where_the_cost_of_a_pool_is_that_nobody_shares(skyward: Skyw
     words = "the pool sky-live is not shared: all of it is for cron:1. `skyward receipt sky-live` has its cost"
     assert words in skyward("users sky-live", code=cli.FAILED)
     assert "no pool with the name or the id 'nonesuch'" in skyward("users nonesuch", code=cli.FAILED)
+    skyward.open("sky-plain")
+    assert "all of it is for ada@laptop." in skyward("users sky-plain", code=cli.FAILED)
 
 
 # ── sweep and stop ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -413,6 +433,21 @@ def test_each_task_has_its_candidates_its_price_and_its_ceiling(
     ceilings = [(one["ceiling_usd"], one["run_ceiling_usd"]) for one in found["tasks"]]
     assert ceilings == [(3.0, 6.0), (2.0, 6.0), (1.0, 1.0), (None, None), (None, None)]
     assert [one["ceiling_usd"] for one in found["workflows"]] == [12.0, 1.0, None]
+
+
+def test_a_target_that_no_plugin_reads_is_refused_with_the_reasons(
+    skyward: Skyward, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install(monkeypatch, lambda _: None)
+    assert "cron does not know it" in skyward(f"quote {tmp_path}/", code=cli.FAILED)
+    assert f"there is no file or folder '{tmp_path}/dags'" in skyward(f"quote {tmp_path}/dags", code=cli.FAILED)
+
+    def absent() -> None:
+        raise ModuleNotFoundError("No module named 'cron_shared'")
+
+    entries = [SimpleNamespace(name="cron", load=absent)]
+    monkeypatch.setattr(plans, "entry_points", lambda group: entries)
+    assert "cron is not installed" in skyward("quote jobs", code=cli.FAILED)
 
 
 def test_a_pool_that_could_not_be_opened_is_a_fault(

@@ -101,8 +101,8 @@ def test_log_has_the_cost_once_a_minute_and_no_metrics():
     events.insert(4, sky.CallProgress(40, 12, 1))
     used = "processor 50 %, memory 50 %"
     assert _written("log", events).splitlines() == [
-        f"skyward  running for 1 min 0 s, 12 of 40 calls done, 1 failed, $0.6000 so far at $36.00 per hour, {used}",
-        f"skyward  running for 2 min 0 s, 12 of 40 calls done, 1 failed, $1.20 so far at $36.00 per hour, {used}",
+        f"skyward  running for 1 min 0 s, 11 of 40 calls done, 1 failed, $0.6000 so far at $36.00 per hour, {used}",
+        f"skyward  running for 2 min 0 s, 11 of 40 calls done, 1 failed, $1.20 so far at $36.00 per hour, {used}",
     ]
 
 

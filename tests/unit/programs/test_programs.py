@@ -13,7 +13,8 @@ import pytest
 
 import skyward_core as sky
 from skyward_core import cli
-from skyward_core.programs import Interrupted, ProgramOutput, interruptible, read_target, spec_of
+from skyward_core.programs import Interrupted, Program, ProgramOutput, interruptible, read_target, spec_of
+from skyward_core.worker.script import Command
 
 
 @pytest.fixture(autouse=True)
@@ -181,6 +182,32 @@ def test_the_first_signal_stops_and_the_next_does_not_wait(number: signal.Signal
     assert messages[0].startswith(f"{number.name}: stopping; the program is cancelled, and its machines end")
     assert messages[1].startswith(f"{number.name} again: nothing is waited for")
     assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize(
+    ("words", "argv"),
+    [
+        (["--", "nvidia-smi", "-L"], ("nvidia-smi", "-L")),
+        (["--nodes", "2", "--", "./a.py"], ("./a.py",)),
+        (["--", "echo", "--", "x"], ("echo", "--", "x")),
+        (["a.py"], None),
+        (["a.py", "--", "x"], None),
+        (["--nodes", "2", "a.py", "--"], None),
+    ],
+)
+def test_what_follows_two_dashes_is_a_command(
+    project: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], argv: tuple[str, ...] | None
+) -> None:
+    """Two dashes behind a script are an argument of the script."""
+    (project / "a.py").write_text("")
+    found: list[Program] = []
+    run = "skyward_core.programs.run_program"
+    monkeypatch.setattr(run, lambda program, spec, output, everywhere: found.append(program) or 0)
+    assert cli.main(["run", "--provider", "local", *words]) == 0
+    ((sent,),) = (program.call.args for program in found)
+    assert (sent.argv if isinstance(sent, Command) else None) == argv
+    if argv is None:
+        assert sent.args == tuple(words[words.index("a.py") + 1 :])
 
 
 def test_options_become_settings(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
