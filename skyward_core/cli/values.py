@@ -34,7 +34,10 @@ def date(text: str) -> datetime:
 def since(text: str) -> datetime:
     """Return a time; of a duration such as 30d the one that is so long ago."""
     if re.fullmatch(_DURATION, text, re.ASCII) is None:
-        return date(text)
+        try:
+            return date(text)
+        except typer.BadParameter as error:
+            raise typer.BadParameter(f"{error.message}, and no duration such as 30d") from error
     return datetime.now(UTC) - timedelta(seconds=duration(text))
 
 

@@ -7,6 +7,7 @@ and close it.
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ from skyward_core.concurrency.threads import refuse_greenlets
 from skyward_core.engine.futures import CallFuture
 from skyward_core.engine.packing import WantedCall
 from skyward_core.errors import BadRequest, InstancesLeft, LeaseTampered, NotPicklable, PoolClosed
+from skyward_core.events import console
 from skyward_core.events.events import Callback, CostFinal
 from skyward_core.machines.instances import Lease
 from skyward_core.machines.signing import signed, verify
@@ -295,12 +297,27 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
     ) -> None:
         """Close.
 
-        Unconfirmed machines never hide an exception of the block: a note of the exception names them.
+        Unconfirmed machines never hide an exception of the block: a note of the exception names them. After Ctrl-C
+        another one waits for nothing (`terminate_now`).
         """
         if error is None:
             self.close()
+        elif isinstance(error, KeyboardInterrupt):
+            self._close_interrupted(error)
         elif (left := self.hand_over()) is not None:
             note_machines_left(error, left)
+
+    def _close_interrupted(self, error: KeyboardInterrupt) -> None:
+        log = console.log_of(self.spec.display)
+        log(logging.INFO, "interrupted: the pool is closed; interrupt again to wait for nothing")
+        try:
+            left = self.hand_over()
+        except KeyboardInterrupt:
+            self.terminate_now()
+            log(logging.WARNING, "interrupted again: nothing is waited for; the reaper or the lease ends the machines")
+        else:
+            if left is not None:
+                note_machines_left(error, left)
 
     def __rrshift__(self, other: Never) -> NoReturn:
         """Raise TypeError: what is no pending call was sent to the pool."""

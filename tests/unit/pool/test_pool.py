@@ -52,6 +52,25 @@ def test_a_pool_that_is_not_open_raises_pool_closed(use: Callable[[sky.ComputePo
     pool.close()
 
 
+def test_a_second_ctrl_c_waits_for_nothing_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The program ends with the first interrupt, without the frames in which the second one came."""
+    pool, done, first = sky.ComputePool(provider=sky.Local()), list[str](), KeyboardInterrupt()
+
+    def closed_slowly() -> None:
+        done.append("close")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pool, "hand_over", closed_slowly)
+    monkeypatch.setattr(pool, "terminate_now", lambda: done.append("left to the reaper"))
+    with caplog.at_level(logging.INFO, logger="skyward"):
+        pool.__exit__(KeyboardInterrupt, first, None)
+    assert done == ["close", "left to the reaper"]
+    assert [message.partition(":")[0] for message in caplog.messages] == ["interrupted", "interrupted again"]
+    assert first.__context__ is None
+
+
 def test_keep_warm_needs_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the pool is made. Before, the name may be missing: here it comes from the settings."""
     spec = sky.PoolSpec.of(provider=sky.Local(), keep_warm=60)
