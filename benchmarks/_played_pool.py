@@ -49,7 +49,7 @@ from skyward_core.wire.settings import NodeSettings
 from skyward_core.worker.calls import CallMemory
 from skyward_core.worker.node import DASK_CONFIG, security
 from skyward_core.worker.pool_worker import Slots
-from skyward_core.worker.scheduler import NodeHolding, PoolScheduler, PromptMessages, SecretStore
+from skyward_core.worker.scheduler import CallLists, NodeHolding, PoolScheduler, PromptMessages, SecretStore
 from skyward_core.worker.slot import News, Slot
 from tests.fake_nodes import FakeNode, FakeNodes, Played, slowly
 
@@ -228,6 +228,7 @@ class Members:
                 CallMemory(settings.lease_seconds),
                 NodeHolding(POOL_TOPIC),
                 SecretStore(),
+                CallLists(),
             ],
         )
         self._schedulers.append(scheduler)

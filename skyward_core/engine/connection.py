@@ -445,7 +445,8 @@ class SchedulerConnection:
         except Exception as error:  # a scheduler of an earlier release, or one that is out of reach
             _log.debug("the calls of the pool are not known: %s", error)
         else:
-            inbox.on_calls_listed(self.epoch, answer)
+            if answer is not None:  # None: a scheduler that does not know the operation
+                inbox.on_calls_listed(self.epoch, answer)
 
     def close(self) -> None:
         """Close, and end Dask's thread. The scheduler keeps this client's tasks for the next connection."""

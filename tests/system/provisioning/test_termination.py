@@ -156,6 +156,28 @@ def test_many_machines_are_in_one_request(terminations: Terminations, witness: W
     assert cloud.there == set()
 
 
+class ListedCloud(Cloud):
+    """Its first listing goes on until the end of twenty machines was asked for."""
+
+    listings = 0
+
+    def instances(self, pool_id: str | None = None) -> list[Instance]:
+        self.listings += 1
+        if self.listings == 1:
+            wait_until(lambda: len(self.asked) == 20, "all requests")
+        return super().instances(pool_id)
+
+
+def test_threads_that_wait_for_a_listing_share_it(terminations: Terminations, witness: Witness) -> None:
+    """Of a pool of 1,000 machines each costs a second of the processor. One that began before a request proves nothing."""
+    names = [f"m-{number}" for number in range(20)]
+    cloud = ListedCloud(there=set(names))
+    all_of_them = [terminations.end_in_thread(name, cloud, f"skyward-end-{name}", lambda: None) for name in names]
+    assert all(one.over.wait(120) for one in all_of_them)
+    assert sorted(name for name, _ in witness.entries) == sorted(names)
+    assert 2 <= cloud.listings <= 10
+
+
 def test_errors_of_callbacks_do_not_stop_a_termination(
     terminations: Terminations, witness: Witness, monkeypatch: pytest.MonkeyPatch
 ) -> None:

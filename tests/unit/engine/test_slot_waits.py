@@ -1,10 +1,13 @@
 """Calls that wait for slots which other clients hold."""
 
-from typing import Any
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 import skyward_core as sky
+from skyward_core.engine.connection import SchedulerConnection
 from skyward_core.engine.slot_use import SlotHolder, SlotWaits, holder_of
 from skyward_core.events.narrator import Narrator
 from skyward_core.wire.protocol import detached_key
@@ -78,6 +81,22 @@ def test_the_holder_of_a_slot_is_named_by_its_run_or_its_process(slots: Any, hol
     assert holder_of(answer(*slots), {"skyward-mine", detached_key("own")}) == (
         None if holder is None else SlotHolder(*holder)
     )
+
+
+@pytest.mark.parametrize("known", [None, answer()])
+def test_a_scheduler_that_knows_no_such_question_is_no_error(known: Any):
+    """Dask answers None to an operation that is not there: a head of an earlier release."""
+    heard: list[Any] = []
+
+    async def list_calls() -> Any:
+        return known
+
+    connection = object.__new__(SchedulerConnection)
+    connection.epoch = 1
+    connection.client = cast("Any", SimpleNamespace(scheduler=SimpleNamespace(skyward_list_calls=list_calls)))
+    inbox = cast("Any", SimpleNamespace(on_calls_listed=lambda _, found: heard.append(found)))
+    asyncio.run(connection._list_calls(inbox))
+    assert heard == ([] if known is None else [known])
 
 
 @pytest.mark.parametrize(("calls", "words"), [(1, "a call waits"), (3, "3 calls wait")])
