@@ -202,7 +202,7 @@ def test_a_live_pool_is_looked_at(
         assert skyward(f"logs {pool.id} --call nightly:1 --follow") == "it waits\n"
         pool.start_detached(sky.compute(print)("heard"), call_id="nightly:2")
         assert skyward(f"logs {pool.id} --call nightly:2 --follow") == "heard\n"
-        states = {one["call"]: one["state"] for one in json.loads(skyward("calls --json"))}
+        states = {one["call"]: one["state"] for one in json.loads(skyward("calls --json"))["calls"]}
         assert states["nightly:2"] == "ended", "whoever reads the output of a call writes its state into the ledger"
         pool.close()
     assert "its nodes are gone" in skyward(f"logs {pool.id}", code=1)
