@@ -106,7 +106,7 @@ class Comparison:
         deadline = time.monotonic() + BUDGET_SECONDS
         testbed = ssh_path.testbed()
         mirror: Any = importlib.import_module("tests.testbed.mirror")
-        with testbed.Fleet() as fleet, mirror.Mirror(fleet.network.gateway, _requirements()) as index:
+        with testbed.Fleet() as fleet, mirror.Mirror(fleet.network.gateway, requirements()) as index:
             one = fleet.create()
             index.configure(one)
             key = str(fleet.key_path)
@@ -204,8 +204,8 @@ def _hosts(fleet: Any, index: Any, count: int) -> Generator[list[Any]]:
 
 def _place(hosts: Sequence[Any], key: str, *, is_cached: bool = False) -> Place:
     python = f"/root/.cache/skyward/envs/{Image(pip=PACKAGES).content_hash()}/bin/python"
-    return Place([host.ip for host in hosts], key, PACKAGES, _requirements(), python if is_cached else None)
+    return Place([host.ip for host in hosts], key, PACKAGES, requirements(), python if is_cached else None)
 
 
-def _requirements() -> tuple[str, ...]:
+def requirements() -> tuple[str, ...]:
     return (*runtime_pins(), *PACKAGES)
