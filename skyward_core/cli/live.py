@@ -29,12 +29,12 @@ from skyward_core.cli.printing import (
     table_text,
     visible,
 )
-from skyward_core.errors import BadRequest
+from skyward_core.errors import BadRequest, LedgerConflict, LedgerError
 
 if TYPE_CHECKING:
     from skyward_core.events.events import Metrics
     from skyward_core.ledger.ledger import Ledger
-    from skyward_core.live.observer import Line, NodeUse, PoolUses, WorkerStacks
+    from skyward_core.live.observer import CallLog, Line, NodeUse, PoolUses, WorkerStacks
 
 OnNode = Annotated[int, typer.Argument(parser=values.whole, metavar="[NODE]", help="the node, from 0")]
 TOKEN = "SKYWARD_UI_TOKEN"  # noqa: S105 - the name of a variable
@@ -87,15 +87,26 @@ def logs(
         code = print_warnings(source.failures)
         if as_json and not follow:
             print_json([_line_json(one) for one in source.all()])
-        for one in followed(source) if follow else () if as_json else source.all():
-            if as_json:
+        elif as_json:
+            for one in followed(source):
                 print_json_line(_line_json(one))
-            else:
+        else:
+            for one in followed(source) if follow else source.all():
                 print(visible(_line_text(one)), flush=follow)
         if isinstance(source, CallLog):
-            with open_ledger(context) as ledger:
-                ledger.note_calls(nodes.pool_id, [source.state()])
+            _note_state(context, nodes.pool_id, source)
     return code
+
+
+def _note_state(context: typer.Context, pool_id: str, call: CallLog) -> None:
+    """Write into the ledger what is known of the call, as each client does that looks at one."""
+    try:
+        with open_ledger(context) as ledger:
+            ledger.note_calls(pool_id, [call.state()])
+    except LedgerConflict:
+        pass  # a pool of another ledger
+    except (LedgerError, OSError) as error:  # the output is there; the next look writes the state
+        print(f"skyward: the state of the call is not in the ledger: {error}", file=sys.stderr)
 
 
 def metrics(context: typer.Context, pool: PoolName, *, as_json: AsJson = False) -> int:

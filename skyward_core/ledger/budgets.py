@@ -383,7 +383,9 @@ class SpendingLimit:
             spent, following = self._needed(self._paid_until)
             if spent - self._settled + following < self._held:
                 self._roll(self._paid_until)
-        until = self._paid_until or self._within_hard_ends(self._first_end(now), hard_end)
+        until = self._paid_until
+        if until is None:
+            until = self._within_hard_ends(self._first_end(now), hard_end)
         if usd := launch.cost(until):
             try:
                 self._accounts.reserve(self._account, self._pool_id, usd)
