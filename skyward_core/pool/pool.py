@@ -308,13 +308,14 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
             note_machines_left(error, left)
 
     def _close_interrupted(self, error: KeyboardInterrupt) -> None:
-        log = console.log_of(self.spec.display)
-        log(logging.INFO, "interrupted: the pool is closed; interrupt again to wait for nothing")
+        words = "interrupted: the pool is closed; interrupt again to wait for nothing"
+        console.log_of(self.spec.display)(logging.INFO, words)
         try:
             left = self.hand_over()
         except KeyboardInterrupt:
             self.terminate_now()
-            log(logging.WARNING, "interrupted again: nothing is waited for; the reaper or the lease ends the machines")
+            words = "interrupted again: nothing is waited for; the reaper or the lease ends the machines"
+            console.last_log_of(self.spec.display)(logging.WARNING, words)
         else:
             if left is not None:
                 note_machines_left(error, left)
