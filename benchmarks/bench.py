@@ -132,8 +132,8 @@ def main() -> int:
         print("Some measurements failed: RESULTS.md was not written.", file=sys.stderr)
         return 1
     if not only and not options.rounds:
-        _, line, others = RESULTS.read_text().partition(OTHERS)
-        RESULTS.write_text(f"{report}\n{line}{others}")
+        others = RESULTS.read_text().index(OTHERS)  # ValueError: nothing is written, or the other tables would be lost
+        RESULTS.write_text(f"{report}\n{RESULTS.read_text()[others:]}")
     return 0
 
 

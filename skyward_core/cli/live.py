@@ -100,12 +100,14 @@ def logs(
 
 def _note_state(context: typer.Context, pool_id: str, call: CallLog) -> None:
     """Write into the ledger what is known of the call, as each client does that looks at one."""
+    if (state := call.state()) is None:
+        return
     try:
         with open_ledger(context) as ledger:
-            ledger.note_calls(pool_id, [call.state()])
+            ledger.note_calls(pool_id, [state])
     except LedgerConflict:
         pass  # a pool of another ledger
-    except (LedgerError, OSError) as error:  # the output is there; the next look writes the state
+    except LedgerError as error:  # the output is there; the next look writes the state
         print(f"skyward: the state of the call is not in the ledger: {error}", file=sys.stderr)
 
 

@@ -67,7 +67,13 @@ def run(
     everywhere: Annotated[bool, typer.Option("--everywhere", help="on every worker at once, not on one")] = False,
     pool: Annotated[
         str | None,
-        typer.Option(parser=values.name, metavar="NAME", help="use the pool with this name, or open it for all"),
+        typer.Option(
+            "--pool",
+            "--name",
+            parser=values.name,
+            metavar="NAME",
+            help="use the pool with this name, or open it for all",
+        ),
     ] = None,
     profile: Annotated[
         str | None,

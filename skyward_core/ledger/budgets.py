@@ -494,7 +494,7 @@ class SpendingLimit:
             )
 
     def _renew_if_low(self, now: float) -> None:
-        if self._paid_until is None or not self._is_low(now) or now < self._try_at:
+        if self._paid_until is None or self._is_paid_whole() or not self._is_low(now) or now < self._try_at:
             return
         try:
             self._renew(now)

@@ -77,6 +77,12 @@ class Observer:
             self._transports.close()
             self._in_memory.close()
 
+    @property
+    def slots_by_rank(self) -> dict[int, int]:
+        """How many calls run at once on each node, by the pool's lease; empty if it has none."""
+        nodes = () if self._lease is None else self._lease.nodes
+        return {node.rank: node.workers * node.slots for node in nodes}
+
     def reach(self, instance: Instance) -> Transport:
         """Return a transport to a node, connected. Raises NodeLost (it has no address), Unreachable, errors of keys."""
         if instance.endpoint is None and instance.directory is None:
@@ -199,6 +205,7 @@ class CallLog:
 
     def __init__(self, observer: Observer, call_id: str) -> None:
         self._client = observer.client()
+        self._slots = observer.slots_by_rank
         self._call_id = call_id
         self._after = 0
         self._known: Mapping[str, Any] = {}
@@ -224,10 +231,14 @@ class CallLog:
         """Whether the call has ended."""
         return self._known.get("ended_at") is not None
 
-    def state(self) -> NotedCall:
-        """Return what the scheduler has last said of the call, as the ledger has it. To be asked after `new`."""
-        slots = _slots(_workers(self._client), {})
-        return state_of(self._known, lambda rank: slots.get(rank, (0, 1))[1], time.time())
+    def state(self) -> NotedCall | None:
+        """Return what the scheduler has last said of the call, as the ledger has it. To be asked after `new`.
+
+        None if the slots of the nodes are not known: the call's part of their price depends on them.
+        """
+        if not (slots := self._slots):
+            return None
+        return state_of(self._known, lambda rank: slots.get(rank) or slots[min(slots)], time.time())
 
 
 def followed(source: NodeLogs | CallLog) -> Iterator[Line]:

@@ -312,15 +312,16 @@ class CurrentSession:
             close()
         return self.unconfirmed
 
-    def terminate_now(self) -> None:
+    def terminate_now(self, *, may_wait_at_exit: bool = True) -> None:
         """Leave the end of the machines to the reaper and return at once. A signal handler may call it.
 
-        A pool with a name may have other users. It ends when its lease does, soon after the last of them.
+        `may_wait_at_exit`: whether the interpreter's end waits until they are gone. A pool with a name may have other
+        users. It ends when its lease does, soon after the last of them.
         """
         self._terminations += 1
         opened = self._opened
         if opened is not None and not isinstance(opened, Attached) and self._use is None:
-            opened.terminate_now()
+            opened.terminate_now(may_wait_at_exit=may_wait_at_exit)
 
     # ── detach ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -298,7 +298,7 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
         """Close.
 
         Unconfirmed machines never hide an exception of the block: a note of the exception names them. After Ctrl-C
-        another one waits for nothing (`terminate_now`).
+        another one waits for nothing, and neither does the end of the program: the reaper ends the machines.
         """
         if error is None:
             self.close()
@@ -313,7 +313,7 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
         try:
             left = self.hand_over()
         except KeyboardInterrupt:
-            self.terminate_now()
+            self._session.terminate_now(may_wait_at_exit=False)
             words = "interrupted again: nothing is waited for; the reaper or the lease ends the machines"
             console.last_log_of(self.spec.display)(logging.WARNING, words)
         else:

@@ -406,10 +406,11 @@ class Session:
             atexit.unregister(self._at_exit)
             self._departure.hand_over(self.machines, left)
 
-    def terminate_now(self) -> None:
+    def terminate_now(self, *, may_wait_at_exit: bool = True) -> None:
         """Let another process end the machines, and stop renting if the pool is still opening. Waits for nothing.
 
-        Does nothing in a fork: a signal that ends a forked helper is not meant for the pool.
+        `may_wait_at_exit`: whether the interpreter's end waits until they are gone. It does in any case if there is no
+        reaper. Does nothing in a fork: a signal that ends a forked helper is not meant for the pool.
         """
         if self.is_fork:
             return
@@ -417,7 +418,10 @@ class Session:
         self._claims.is_to_end = True
         if self.machines is not None:
             self.machines.launch_no_more()
-        if not self._reaper.terminate_now() and self.machines is not None:
+        if self._reaper.terminate_now():
+            if not may_wait_at_exit:
+                atexit.unregister(self._at_exit)
+        elif self.machines is not None:
             threading.Thread(target=self.machines.end_now, name="skyward-terminate", daemon=True).start()
 
     def _at_exit(self) -> None:

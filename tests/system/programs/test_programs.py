@@ -16,6 +16,7 @@ from skyward_core.worker import script as on_node
 from tests.unit.programs.test_programs import (  # noqa: F401 - fixtures  # noqa: F401 - fixtures
     project,
 )
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
 
@@ -65,6 +66,42 @@ def test_programs_run_on_a_pool_of_this_machine(project: Path, capfd: pytest.Cap
 def test_a_command_runs_on_a_pool_of_this_machine(capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "--provider", "local", "-q", "--", "sh", "-c", "echo rank $RANK; exit 3"]) == 3
     assert capfd.readouterr().out == "rank 0\n"
+
+
+UNANSWERED = """
+import sys, threading, time
+import skyward_core as sky
+from skyward_core.providers.local import Local
+
+def is_never_answered(*_):
+    print("the end was requested", file=sys.stderr, flush=True)
+    threading.Event().wait()
+
+Local.terminate = is_never_answered
+with sky.ComputePool(provider=sky.Local()) as pool:
+    print(pool.id, flush=True)
+    sky.compute(time.sleep)(600) >> pool
+"""
+
+
+def test_a_second_ctrl_c_waits_for_no_provider(tmp_path: Path) -> None:
+    """The program ends although its own request for the end of the machines is never answered. The reaper ends them."""
+    (tmp_path / "unanswered.py").write_text(UNANSWERED)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(tmp_path / "unanswered.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as program:
+        assert program.stdout is not None
+        assert program.stderr is not None
+        pool_id = program.stdout.readline().strip()
+        for words in ("is ready", "the end was requested"):
+            while words not in program.stderr.readline():
+                assert program.poll() is None
+            program.send_signal(signal.SIGINT)
+        complaint = program.stderr.read()
+        assert program.wait(60) != 0
+    assert "interrupted again: nothing is waited for" in complaint
+    assert complaint.count("Traceback") == 1
+    wait_until(lambda: sky.receipt_of(pool_id)["left"] == [], "the reaper to end the machines")
 
 
 def test_ctrl_c_ends_the_machines(project: Path) -> None:

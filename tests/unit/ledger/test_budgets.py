@@ -594,13 +594,17 @@ def test_max_cost_and_an_account_hold_together(ledger: Ledger, clock: MeterClock
 
 def test_an_account_pays_no_more_than_max_cost_before_the_launch(ledger: Ledger, clock: MeterClock) -> None:
     """A pool that costs a dollar at most opens with an account that has a dollar, and max_cost ends it."""
-    it = opened(ledger, clock, "1", max_cost=1.0)
+    it, accounts = opened(ledger, clock, "1", max_cost=1.0), Failing(ledger)
+    it.limit = SpendingLimit(
+        "sky-1", it.meter, max_cost=1.0, account=TEAM, accounts=accounts, lease_seconds=LEASE_SECONDS
+    )
     it.launch(1, CENT)  # 100 s
     assert reserved(ledger) == 1
     assert it.go_until(Fill.USED_UP)[-1] is Fill.USED_UP
     assert "max_cost" in it.limit.check()[1]
     assert Decimal("0.8") < it.meter.total() < 1
     assert ledger.left_usd(TEAM, "sky-1") == 0
+    assert accounts.asked == 0, "there is nothing more to reserve, so no check asks the ledger"
 
 
 def grow(it: Pool, received: list[float], heard: set[str] | None = None, **words: Any) -> Commitment:

@@ -63,10 +63,10 @@ def test_a_second_ctrl_c_waits_for_nothing_and_says_so(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(pool, "hand_over", closed_slowly)
-    monkeypatch.setattr(pool, "terminate_now", lambda: done.append("left to the reaper"))
+    monkeypatch.setattr(pool._session, "terminate_now", lambda **how: done.append(f"terminate_now {how}"))
     with caplog.at_level(logging.INFO, logger="skyward"):
         pool.__exit__(KeyboardInterrupt, first, None)
-    assert done == ["close", "left to the reaper"]
+    assert done == ["close", "terminate_now {'may_wait_at_exit': False}"]
     assert [message.partition(":")[0] for message in caplog.messages] == ["interrupted", "interrupted again"]
     assert first.__context__ is None
 
