@@ -239,9 +239,7 @@ def check_folders() -> list[Check]:
 
 
 def check_ledger(url: str | None) -> list[Check]:
-    """Check whether the ledger answers, has this release's tables, and can be written to. Migrates it, as any command
-    does.
-    """
+    """Check whether the ledger answers, has this release's tables, and can be written to. Does not migrate it."""
     ledgers = importlib.import_module("skyward_core.ledger.ledger")
     try:
         with ledgers.Ledger(url or ledgers.default_url()) as ledger:

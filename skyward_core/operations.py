@@ -105,7 +105,7 @@ def sweep(
         importlib.import_module("skyward_core.cleanup.sweep"),
         importlib.import_module("skyward_core.ledger.ledger"),
     )
-    with ledgers.Ledger(ledger_url or ledgers.default_url()) as ledger:
+    with ledgers.Ledger(ledger_url or ledgers.default_url(), may_migrate=not is_dry_run) as ledger:
         return sweeping.sweep(
             ledger, swept, is_dry_run=is_dry_run, min_age_seconds=min_age_seconds, include_unknown=include_unknown
         )

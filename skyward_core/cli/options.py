@@ -71,13 +71,13 @@ def id_of(ledger: Ledger, pool: str) -> str:
     return named.pool_id if named is not None and named.pool_id else pool
 
 
-def open_ledger(context: typer.Context) -> Ledger:
+def open_ledger(context: typer.Context, *, may_migrate: bool = False) -> Ledger:
     """Open the ledger of `--ledger`, or the default one. It is opened only after the command line was read without a
     fault.
     """
     from skyward_core.ledger.ledger import Ledger
 
-    return Ledger(_ledger_url(context))
+    return Ledger(_ledger_url(context), may_migrate=may_migrate)
 
 
 def open_settled_ledger(context: typer.Context) -> Ledger:

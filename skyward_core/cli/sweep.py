@@ -1,4 +1,4 @@
-"""`skyward sweep` and `skyward ledger prune`: what is left of dead pools, and of old ones."""
+"""`skyward sweep`, `skyward ledger prune` and `migrate`: what is left of dead pools, of old ones, of older releases."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def sweep(
     """Find machines that belong to no living pool; with --yes, end them."""
     from skyward_core.cleanup.sweep import sweep as sweep_providers
 
-    with open_ledger(context) as ledger:
+    with open_ledger(context, may_migrate=yes) as ledger:
         report = sweep_providers(
             ledger, providers_from(provider), is_dry_run=not yes, min_age_seconds=min_age, include_unknown=unknown
         )
@@ -115,6 +115,13 @@ def prune(
     else:
         print(_pruned_summary(pruned, before, is_dry_run=not yes))
     return TO_DO if pruned.pools and not yes else 0
+
+
+def migrate(context: typer.Context) -> int:
+    """Bring a ledger of an earlier release to this one's version, unless a pool of that release lives."""
+    with open_ledger(context, may_migrate=True) as ledger:
+        print(f"the ledger has version {ledger.try_write()}, which is that of this release")
+    return 0
 
 
 def _sweep_json(report: SweepReport, *, is_dry_run: bool) -> dict[str, Any]:

@@ -4,6 +4,12 @@
 Alembic runs the migrations and keeps its own copy of that number in `skyward_alembic`. One transaction writes both,
 together with all changes of the schema: another process sees the old schema or the new one, never a part.
 
+    older ──a look──▶ refused, unchanged
+      └──an opening, `skyward sweep --yes` or `skyward ledger migrate`──▶ migrated; refused while a pool of it lives
+
+The processes of a pool that lives have the older release. They could not write to a migrated ledger any more, and what
+their machines cost would be nowhere.
+
 A new ledger gets the tables as they are now. Alembic is imported only if there is an older ledger to migrate.
 """
 
@@ -12,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any, cast
@@ -39,14 +45,27 @@ from sqlalchemy import cast as cast_to
 from skyward_core.errors import LedgerError
 from skyward_core.ledger import migrations
 from skyward_core.ledger.lease_clock import LeaseClock, read_clock
+from skyward_core.ledger.rows import PoolEntry
 from skyward_core.ledger.sql_engine import SHARED, ledger_errors, open_engine, parse_url, shown
 from skyward_core.ledger.sqlite_writers import Checkpoints, WriterQueue
-from skyward_core.ledger.tables import ATTEMPTS, CALLS, META, METADATA, POOLS, RESERVATIONS, RESOURCES, stamp
+from skyward_core.ledger.tables import (
+    ATTEMPTS,
+    CALLS,
+    META,
+    METADATA,
+    POOLS,
+    RESERVATIONS,
+    RESOURCES,
+    pool_seen,
+    stamp,
+)
 
 NUMBERS_PER_STATEMENT = 1000
 """The most values in one `IN`. SQLite allows 32,766 in a statement, PostgreSQL twice as many."""
 ALEMBIC_TABLE = "skyward_alembic"
 ALEMBIC_LOGGERS = ("alembic.runtime.migration", "alembic.runtime.plugins")
+MOST_NAMED = 5
+"""How many living pools a message names."""
 MIGRATION_LOCK = 0x736B7977617264  # "skyward" in ASCII: the advisory lock of a migration in PostgreSQL
 
 
@@ -61,11 +80,13 @@ class Database:
         *,
         uses_server_clock: bool = False,
         awake: Callable[[], float] | None = None,
+        may_migrate: bool = False,
     ) -> None:
-        """Open the database at a SQLAlchemy URL, and create or migrate its tables.
+        """Open the database at a SQLAlchemy URL, and create its tables if there are none.
 
         `uses_server_clock`: `now` is the time of a PostgreSQL server, which all clients share. `awake` counts the
-        seconds since the boot of this machine; None: leases are judged by `clock` alone.
+        seconds since the boot of this machine; None: leases are judged by `clock` alone. `may_migrate`: migrate tables
+        of an earlier release, unless a pool of it lives.
         """
         self.url = parse_url(url)
         self.clock = clock
@@ -78,19 +99,35 @@ class Database:
         self._writers = WriterQueue(self.url)
         self._checkpoints = Checkpoints(self.url, busy_timeout_seconds)
         try:
-            self._migrate()
+            self._prepare(may_migrate=may_migrate)
         except BaseException:
             self.close()
             raise
 
-    def _migrate(self) -> None:
+    def _prepare(self, *, may_migrate: bool) -> None:
         with self.read() as connection:
-            is_current = schema_version(connection) == newest_version()
-        if not is_current:
-            with self.write() as connection, _at_leisure(connection):
-                if connection.dialect.name == "postgresql":
-                    connection.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 0")
-                migrate(connection)
+            version = schema_version(connection)
+        if version == newest_version():
+            return
+        if migrations.FIRST_VERSION <= version < newest_version() and not may_migrate:
+            raise LedgerError(
+                f"The ledger at {shown(self.url)} has version {version}, of an earlier release of skyward-core; this"
+                f" release has {newest_version()}. This command does not migrate it, because processes of the earlier"
+                " release may write to it. Use the earlier release as long as they run, then `skyward ledger migrate`."
+            )
+        with self.write() as connection, _at_leisure(connection):
+            if connection.dialect.name == "postgresql":
+                connection.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 0")
+            migrate(connection, self._living)
+
+    def _living(self, connection: Connection) -> list[PoolEntry]:
+        """Return the pools that live, of any version since the first: columns that it lacks are taken as empty."""
+        names = {column["name"] for column in inspect(connection).get_columns(POOLS.name)}
+        is_open = POOLS.c.ended_microseconds.is_(None) & POOLS.c.condemned_microseconds.is_(None)
+        statement = select(*(column for column in POOLS.c if column.name in names)).where(is_open).order_by(POOLS.c.id)
+        clock, missing = self.lease_clock(), dict.fromkeys(set(POOLS.c.keys()) - names, "")
+        entries = [pool_seen({**missing, **row}, clock) for row in connection.execute(statement).mappings()]
+        return [entry for entry in entries if not entry.why_dead(self.clock(), entry.owner.state())]
 
     def close(self) -> None:
         """Close all connections, unless other ledgers of this process share them. May be called twice. A later
@@ -208,11 +245,23 @@ def schema_version(connection: Connection) -> int:
     return int(version)
 
 
-def migrate(connection: Connection) -> None:
+def must_be_newest(connection: Connection) -> None:
+    """Raise LedgerError if the schema was migrated after this process has opened the ledger."""
+    version = connection.execute(select(META.c.value).where(META.c.name == "version")).scalar()
+    if version != str(newest_version()):
+        raise LedgerError(
+            f"The ledger at {shown(connection.engine.url)} was migrated to version {version} by another release of"
+            f" skyward-core, while this process had it open with {newest_version()}. Restart this program with that"
+            " release."
+        )
+
+
+def migrate(connection: Connection, living: Callable[[Connection], Sequence[PoolEntry]]) -> None:
     """Migrate the schema to the newest version, within the transaction of the connection.
 
-    The transaction must have the write lock in SQLite. Raises LedgerError if the schema is newer than that, or older
-    than the first version.
+    The transaction must have the write lock in SQLite. `living` returns the pools that live. Raises LedgerError if the
+    schema is newer than that, or older than the first version, and if a pool lives: its processes have the older
+    release.
     """
     if connection.dialect.name == "postgresql":
         connection.execute(select(func.pg_advisory_xact_lock(MIGRATION_LOCK)))
@@ -225,6 +274,17 @@ def migrate(connection: Connection) -> None:
             f" {newest}. Use the newer release, or another ledger (SKYWARD_LEDGER)."
         )
     if version >= migrations.FIRST_VERSION:
+        if connection.dialect.name == "postgresql":  # no pool is opened between the look and the migration
+            connection.exec_driver_sql(f"LOCK TABLE {POOLS.name} IN ACCESS EXCLUSIVE MODE")
+        if pools := living(connection):
+            names = ", ".join(f"{pool.id} of {pool.owner.name}" for pool in pools[:MOST_NAMED])
+            more = f" and {len(pools) - MOST_NAMED} others" if len(pools) > MOST_NAMED else ""
+            raise LedgerError(
+                f"The ledger at {shown(connection.engine.url)} has version {version}, of an earlier release of"
+                f" skyward-core, and is not migrated while pools of that release live: {names}{more}. Their processes"
+                " could record no costs any more. Wait for their end, or end them with the earlier release"
+                " (`skyward stop`); then try again."
+            )
         with _alembic_is_quiet():
             _run(connection, version)
     elif _is_new(connection):

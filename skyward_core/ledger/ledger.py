@@ -109,16 +109,21 @@ class Ledger(Pools, Calls, Intents, Bills, Accounts):
         busy_timeout_seconds: float = BUSY_TIMEOUT_SECONDS,
         uses_server_clock: bool | None = None,
         awake: Callable[[], float] | None = None,
+        may_migrate: bool = False,
     ) -> None:
-        """Open the ledger at a SQLAlchemy URL, and create or migrate it.
+        """Open the ledger at a SQLAlchemy URL, and create it if it is new.
 
         `uses_server_clock`: whether a PostgreSQL server's clock decides about pools with a name; None: unless another
         clock is given. `awake` counts the seconds for which this computer was awake since its boot, by which leases of
         this boot are judged although its time of day was set; None: the kernel's, unless another clock is given.
+        `may_migrate`: migrate a ledger of an earlier release, unless a pool of it lives; it is for those who open a
+        pool. Raises LedgerError for a ledger of another version that is not migrated.
         """
         of_server = clock is now if uses_server_clock is None else uses_server_clock
         awake = awake_seconds if awake is None and clock is now else awake
-        self._database = Database(url, clock, busy_timeout_seconds, uses_server_clock=of_server, awake=awake)
+        self._database = Database(
+            url, clock, busy_timeout_seconds, uses_server_clock=of_server, awake=awake, may_migrate=may_migrate
+        )
         self.url = self._database.url
         self.names = Names(self._database)
         """Pools with a name, and their clients."""

@@ -17,7 +17,7 @@ from typing import Any, cast
 from sqlalchemy import Connection, Select, delete, func, insert, select, update
 
 from skyward_core.errors import BadRequest, BudgetExceeded, LeaseLost, LedgerConflict
-from skyward_core.ledger.database import Database
+from skyward_core.ledger.database import Database, must_be_newest
 from skyward_core.ledger.names import must_be_steward
 from skyward_core.ledger.rows import Attempt, Bucket, Period, PoolEntry, SealedLease, UnreadableRow, micro_usd
 from skyward_core.ledger.tables import (
@@ -69,7 +69,7 @@ class Pools:
         `work` is that to which the pool belongs. With a `name` and without a work it belongs to nobody.
         `run_limit_usd` limits the cost of all pools whose work has the same system, workflow and run, in USD: the
         pool draws on an account that they share, with each of its reservations. The newest limit counts. Raises
-        BadRequest if the work names no run.
+        BadRequest if the work names no run. Raises LedgerError if another release has migrated the ledger meanwhile.
         """
         values: dict[str, Any] = {
             "id": pool_id,
@@ -87,6 +87,7 @@ class Pools:
             **work_values(work),
         }
         with self._database.write() as connection:
+            must_be_newest(connection)
             if connection.execute(select(POOLS.c.id).where(POOLS.c.id == pool_id)).first() is not None:
                 raise LedgerConflict(f"The ledger already has a pool {pool_id!r}. Use a new id.")
             if run_limit_usd is not None:

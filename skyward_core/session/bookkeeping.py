@@ -104,7 +104,7 @@ class Bookkeeping:
         self.epoch = epoch
         ledger_module = importlib.import_module("skyward_core.ledger.ledger")
         url = ledger_module.default_url(must_last=spec.budget is not None)
-        self._ledger = ledger = ledger_module.Ledger(url, busy_timeout_seconds=LEDGER_BUSY_SECONDS)
+        self._ledger = ledger = ledger_module.Ledger(url, busy_timeout_seconds=LEDGER_BUSY_SECONDS, may_migrate=True)
         undo.callback(ledger.close)
         if spec.budget is not None:
             # an unknown account is refused here: machines that cost nothing draw on none, and those of a cloud would

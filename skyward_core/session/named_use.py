@@ -121,7 +121,7 @@ class NamedUse:
         """What makes this process the steward, if it is attached."""
         module = load("skyward_core.ledger.ledger")
         url = module.default_url(must_last=spec.budget is not None)
-        self._ledger = cast("Ledger", module.Ledger(url, busy_timeout_seconds=LEDGER_BUSY_SECONDS))
+        self._ledger = cast("Ledger", module.Ledger(url, busy_timeout_seconds=LEDGER_BUSY_SECONDS, may_migrate=True))
         self._beat_seconds = min(MOST_BEAT_SECONDS, spec.lease_seconds / 6)
         self._contact = LedgerContact(self._beat_seconds)
         self._renewal = self._new_renewal()

@@ -160,7 +160,7 @@ while True:
     shutil.copy(f"{folder}/old.db", f"{folder}/{point}.db")
     if not (pid := os.fork()):
         left = point
-        Ledger(f"sqlite:///{folder}/{point}.db").close()
+        Ledger(f"sqlite:///{folder}/{point}.db", may_migrate=True).close()
         os._exit(0)
     if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0:
         break
@@ -184,7 +184,7 @@ def test_a_migration_that_is_killed_at_any_statement_leaves_the_old_ledger(
     for point in range(1, points):
         path = tmp_path / f"{point}.db"
         assert schema(path) == old
-        with Ledger(f"sqlite:///{path}") as ledger:
+        with Ledger(f"sqlite:///{path}", may_migrate=True) as ledger:
             assert ledger.intents() == [intent]
         assert versions(f"sqlite:///{path}") == (str(THIS + 1), str(THIS + 1))
 

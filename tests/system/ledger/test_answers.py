@@ -112,9 +112,9 @@ def test_only_a_migration_may_take_long_and_pause(postgresql_url: str, monkeypat
         idle = connection.exec_driver_sql("SHOW idle_in_transaction_session_timeout").scalar()
         limits.append((raw.answer_seconds, str(idle)))
 
-    def seen(connection: Connection) -> None:
+    def seen(connection: Connection, living: Any) -> None:
         look(connection)
-        migrate(connection)
+        migrate(connection, living)
 
     monkeypatch.setattr(database, "migrate", seen)
     opened = database.Database(postgresql_url, Clock(), 0.2)

@@ -18,7 +18,7 @@ from skyward_core.ledger import migrations
 from skyward_core.ledger.database import ALEMBIC_TABLE, migrate, newest_version
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.tables import METADATA
-from tests.ledger.fixtures import intend, open_pool, run_script, url_of
+from tests.ledger.fixtures import LATER, Clock, intend, open_pool, run_script, url_of
 from tests.ledger.next_release import ADDED, migration
 
 THIS = newest_version()
@@ -54,8 +54,8 @@ def test_a_ledger_of_this_release_is_migrated_by_the_next_one(
     intent = intend(ledger)
     with monkeypatch.context() as patch:
         patch.setattr(migrations, "MIGRATIONS", (*migrations.MIGRATIONS, ADDED))
-        for _ in range(2):
-            with Ledger(url) as newer:
+        for may_migrate in (True, False):
+            with Ledger(url, may_migrate=may_migrate) as newer:
                 assert newer.intents() == [intent]
                 assert versions(url) == (str(THIS + 1), str(THIS + 1))
                 with newer._database.read() as connection:
@@ -66,6 +66,42 @@ def test_a_ledger_of_this_release_is_migrated_by_the_next_one(
     assert versions(url) == (str(THIS + 1), str(THIS + 1))
 
 
+def test_a_look_never_migrates_a_ledger(ledger: Ledger, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused in words that say which release to use, and changes nothing. The older release goes on."""
+    monkeypatch.setattr(migrations, "MIGRATIONS", (*migrations.MIGRATIONS, ADDED))
+    with pytest.raises(LedgerError, match=rf"has version {THIS}, of an earlier release.*skyward ledger migrate"):
+        Ledger(url)
+    monkeypatch.undo()
+    assert versions(url) == (str(THIS), str(THIS))
+    assert [pool.id for pool in ledger.pools()] == ["p"]
+
+
+def test_no_ledger_is_migrated_while_a_pool_of_the_older_release_lives(
+    ledger: Ledger, url: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its processes could record no costs any more. The message names the pools; after their end it is migrated."""
+    open_pool(ledger, "q")
+    monkeypatch.setattr(migrations, "MIGRATIONS", (*migrations.MIGRATIONS, ADDED))
+    with pytest.raises(LedgerError, match=r"while pools of that release live: p of ada@laptop, q of ada@laptop\."):
+        Ledger(url, clock=clock, may_migrate=True)
+    assert versions(url) == (str(THIS), str(THIS))
+    clock.time = LATER
+    Ledger(url, clock=clock, may_migrate=True).close()
+    assert versions(url) == (str(THIS + 1), str(THIS + 1))
+
+
+def test_no_pool_is_opened_in_a_ledger_that_another_release_has_migrated_meanwhile(
+    ledger: Ledger, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that had the ledger open before is told to start again with that release."""
+    with monkeypatch.context() as patch:
+        patch.setattr(migrations, "MIGRATIONS", (*migrations.MIGRATIONS, ADDED))
+        Ledger(url, may_migrate=True).close()
+    with pytest.raises(LedgerError, match=rf"was migrated to version {THIS + 1} by another release"):
+        open_pool(ledger, "late")
+    assert [pool.id for pool in ledger.pools()] == ["p"]
+
+
 def test_a_ledger_of_the_first_version_is_migrated_to_this_one(ledger: Ledger, url: str) -> None:
     """Version 14 adds who has stopped a pool. The entries stay, and the tables are those that are declared."""
     intent = intend(ledger)
@@ -73,7 +109,7 @@ def test_a_ledger_of_the_first_version_is_migrated_to_this_one(ledger: Ledger, u
         connection.exec_driver_sql("ALTER TABLE skyward_pools DROP COLUMN stopped_by")
         connection.exec_driver_sql("UPDATE skyward_meta SET value = '13' WHERE name = 'version'")
         connection.exec_driver_sql(f"UPDATE {ALEMBIC_TABLE} SET version_num = '13'")
-    with Ledger(url) as newer:
+    with Ledger(url, may_migrate=True) as newer:
         assert newer.intents() == [intent]
         assert [(pool.id, pool.stopped_by) for pool in newer.pools()] == [("p", "")]
         assert versions(url) == (str(THIS), str(THIS))
@@ -88,7 +124,7 @@ def test_a_migration_that_fails_changes_nothing(ledger: Ledger, monkeypatch: pyt
     """Neither the schema nor the version."""
     monkeypatch.setattr(migrations, "MIGRATIONS", (*migrations.MIGRATIONS, ADDED, migration(THIS + 2, fail)))
     with pytest.raises(RuntimeError, match="power"), ledger._database.write() as connection:
-        migrate(connection)
+        migrate(connection, lambda _: [])
     assert versions(url_of(ledger)) == (str(THIS), str(THIS))
     with ledger._database.read() as connection:
         assert not {"half", "skyward_notes"} & set(inspect(connection).get_table_names())
@@ -143,7 +179,7 @@ def test_a_migration_writes_no_records_of_alembic_below_warnings(
 
     Ledger(f"sqlite:///{tmp_path}/ledger.db").close()
     monkeypatch.setattr(migrations, "MIGRATIONS", (*migrations.MIGRATIONS, migration(THIS + 1, logs)))
-    Ledger(f"sqlite:///{tmp_path}/ledger.db").close()
+    Ledger(f"sqlite:///{tmp_path}/ledger.db", may_migrate=True).close()
     logger.info("afterwards")
     assert [record.getMessage() for record in caplog.records] == ["a warning", "of another thread", "afterwards"]
 
@@ -181,7 +217,7 @@ for _ in range(8):
         os.close(go)
         os.read(start, 1)  # until all have begun
         try:
-            Ledger(sys.argv[1]).close()
+            Ledger(sys.argv[1], may_migrate=True).close()
         except BaseException as error:
             print(repr(error), flush=True)
             os._exit(1)
@@ -215,7 +251,7 @@ def test_threads_may_create_and_migrate_different_ledgers_at_once(
 
     def migrate_one(url: str) -> None:
         barrier.wait()
-        Ledger(url).close()
+        Ledger(url, may_migrate=True).close()
 
     threads = [threading.Thread(target=migrate_one, args=(url,)) for url in urls]
     for thread in threads:

@@ -15,9 +15,11 @@ from skyward_core import cli
 from skyward_core.cleanup.sweep import RENEWAL_SECONDS, sweep
 from skyward_core.cli import live as command
 from skyward_core.errors import LedgerError
+from skyward_core.ledger import migrations
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Account, Attempt, Period
 from tests.cli.ledger import DEAD, ROOT, TOKEN, Skyward
+from tests.ledger.next_release import ADDED, THIS
 
 # ── damaged rows ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -117,6 +119,19 @@ def test_a_database_without_a_known_version_is_refused(version: str, skyward: Sk
     assert f"says that it has version {version!r}, which is none" in skyward("ps", code=1)
     with pytest.raises(LedgerError, match="SKYWARD_LEDGER"):
         Ledger(url)
+
+
+def test_only_what_begins_something_migrates_a_ledger(skyward: Skyward, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that looks changes nothing. `ledger migrate` waits for the pools of the older release."""
+    skyward.open("sky-live")
+    monkeypatch.setattr(migrations, "MIGRATIONS", (*migrations.MIGRATIONS, ADDED))
+    for line in ("ps", "cost", "sweep", "users sky-live", "budget list", "ledger prune --older-than 1d"):
+        assert "`skyward ledger migrate`" in skyward(line, code=cli.FAILED)
+    for line in ("ledger migrate", "sweep --yes"):
+        assert "while pools of that release live: sky-live of" in skyward(line, code=cli.FAILED)
+    skyward.damage("UPDATE skyward_pools SET ended_microseconds = 1")
+    assert skyward("ledger migrate") == f"the ledger has version {THIS + 1}, which is that of this release\n"
+    assert skyward("ps").startswith("no open pools")
 
 
 def test_a_ledger_that_cannot_be_opened_ends_the_command(skyward: Skyward, tmp_path: Path) -> None:
