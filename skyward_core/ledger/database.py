@@ -19,7 +19,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 
@@ -47,7 +47,7 @@ from skyward_core.ledger import migrations
 from skyward_core.ledger.lease_clock import LeaseClock, read_clock
 from skyward_core.ledger.rows import PoolEntry
 from skyward_core.ledger.sql_engine import SHARED, ledger_errors, open_engine, parse_url, shown
-from skyward_core.ledger.sqlite_writers import Checkpoints, WriterQueue
+from skyward_core.ledger.sqlite_writers import Checkpoints, WriterQueue, begin_in_turn
 from skyward_core.ledger.tables import (
     ATTEMPTS,
     CALLS,
@@ -183,8 +183,8 @@ class Database:
     def write(self) -> Generator[Connection]:
         """Open a transaction that writes. It is committed at the end, or rolled back after an exception."""
         with ledger_errors(self.url), self._writers.turn(), self._pooled():
-            with self._writing.begin() as connection:
-                yield connection
+            with ExitStack() as transaction:
+                yield begin_in_turn(lambda: transaction.enter_context(self._writing.begin()), self.url)
             self._checkpoints.after_commit(self._engine)
 
     def try_write(self) -> int:

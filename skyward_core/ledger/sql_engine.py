@@ -11,6 +11,7 @@ many as URLs. A fork makes its own, and leaves those of its parent alone.
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib
 import logging
@@ -197,7 +198,7 @@ def _switch_to_wal(driver: Any, deadline: float) -> None:
         try:
             driver.execute("PRAGMA journal_mode=WAL")
         except driver.OperationalError as error:
-            if error.sqlite_errorcode & 0xFF != SQLITE_BUSY or time.monotonic() > deadline:
+            if error.sqlite_errorcode & 0xFF != sqlite_writers.SQLITE_BUSY or time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
         else:
@@ -226,7 +227,6 @@ def _keep_connection(context: ExceptionContext) -> None:
 # ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 (
-    SQLITE_BUSY,
     SQLITE_LOCKED,
     SQLITE_READONLY,
     SQLITE_IOERR,
@@ -234,7 +234,7 @@ def _keep_connection(context: ExceptionContext) -> None:
     SQLITE_FULL,
     SQLITE_CANTOPEN,
     SQLITE_NOTADB,
-) = (5, 6, 8, 10, 11, 13, 14, 26)
+) = (6, 8, 10, 11, 13, 14, 26)
 """Primary result codes (sqlite.org/rescode.html)."""
 
 _IS_DAMAGED = (
@@ -242,7 +242,6 @@ _IS_DAMAGED = (
     " that only this one knew."
 )
 _ADVICE = {
-    SQLITE_BUSY: "is locked by another process that does not finish. Find it (fuser) and end it, or try again.",
     SQLITE_LOCKED: "is locked by another connection of this process. Try again.",
     SQLITE_READONLY: (
         "may not be written to. Correct the permissions of the file and its directory, or name another ledger"
@@ -256,6 +255,13 @@ _ADVICE = {
     ),
     SQLITE_NOTADB: _IS_DAMAGED,
 }
+
+
+READ_ONLY = (
+    "is on a file system that is read-only. Mount it with write access, or name another ledger (SKYWARD_LEDGER)."
+)
+LOCK_NOT_AVAILABLE = "55P03"
+"""SQLSTATE of PostgreSQL after lock_timeout."""
 
 
 def shown(url: URL) -> str:
@@ -274,7 +280,7 @@ def ledger_errors(url: URL) -> Generator[None]:
             " or another process was faster; try again."
         ) from error
     except DBAPIError as error:
-        raise LedgerError(f"The ledger at {shown(url)} {_advice(error)} ({_cause(error, url)})") from error
+        raise LedgerError(f"The ledger at {shown(url)} {_advice(error, url)} ({_cause(error, url)})") from error
     except (NoSuchModuleError, ImportError) as error:
         raise LedgerError(
             f"The driver for {shown(url)} is not installed: {error}. For postgresql+psycopg: pip install"
@@ -283,17 +289,46 @@ def ledger_errors(url: URL) -> Generator[None]:
     except SQLAlchemyError as error:
         raise LedgerError(f"The ledger at {shown(url)} could not be used: {error}") from error
     except OSError as error:
-        raise LedgerError(f"The ledger at {shown(url)} {_ADVICE[SQLITE_CANTOPEN]} ({error})") from error
+        advice = READ_ONLY if error.errno == errno.EROFS else _ADVICE[SQLITE_CANTOPEN]
+        raise LedgerError(f"The ledger at {shown(url)} {advice} ({error})") from error
 
 
-def _advice(error: DBAPIError) -> str:
+def _advice(error: DBAPIError, url: URL) -> str:
     code = getattr(error.orig, "sqlite_errorcode", None)
     if code is not None:
+        if sqlite_writers.is_busy(error):
+            return _busy(url)
+        if code & 0xFF in {SQLITE_READONLY, SQLITE_CANTOPEN, SQLITE_IOERR} and _is_read_only(Path(str(url.database))):
+            return READ_ONLY
         return _ADVICE.get(code & 0xFF, "refuses.")
     state = getattr(error.orig, "sqlstate", None)
     if state is None or error.connection_invalidated:
         return "cannot be reached. Check that its server runs and that the URL is right; then try again."
+    if state == LOCK_NOT_AVAILABLE:
+        words = "because another transaction holds a row for long. Try again; the server's pg_stat_activity says which"
+        return f"refuses (SQLSTATE {state}), {words}."
     return f"refuses (SQLSTATE {state}). Look at the server's log; then try again."
+
+
+def _busy(url: URL) -> str:
+    """Return who keeps the others from writing, and what to do."""
+    holder = sqlite_writers.lock_holder(url)
+    if holder is None:
+        return "is busy: other processes wrote to it for the whole time. Try again."
+    if holder.is_stopped:
+        return (
+            f"is locked: {holder} writes to it, and is stopped. Let it go on (kill -CONT"
+            f" {holder.pid}) or end it; then try again."
+        )
+    return f"is locked: {holder} writes to it for long. Try again when that has ended."
+
+
+def _is_read_only(path: Path) -> bool:
+    """Return whether the file system of a path is read-only, also for root."""
+    there = next((folder for folder in (path, *path.parents) if folder.exists()), None)
+    with suppress(OSError):
+        return there is not None and bool(os.statvfs(there).f_flag & os.ST_RDONLY)
+    return False
 
 
 def _cause(error: DBAPIError, url: URL) -> str:

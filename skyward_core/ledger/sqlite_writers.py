@@ -1,4 +1,4 @@
-"""Writers of a ledger in SQLite: the queue before its write lock, and checkpoints.
+"""Writers of a ledger in SQLite: the queue before its write lock, who holds that lock, and checkpoints.
 
 SQLite has no queue. A writer that finds the lock taken sleeps, up to 0.1 s at a time, and tries again. A process that
 writes without a pause takes the lock again before any other one looks, and the others may not get it for minutes.
@@ -24,12 +24,14 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import math
 import os
 import sqlite3
 import struct
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -213,3 +215,87 @@ def _holder(descriptor: int, start: int, end: int) -> int | None:
 
 def _set(descriptor: int, kind: int, place: int) -> None:
     fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, kind, os.SEEK_SET, place, 1, 0))
+
+
+# Who holds the write lock. The kernel knows the process, and no file is opened for that: closing one drops all locks
+# that this process has on it (fcntl(2)).
+
+SQLITE_BUSY = 5
+"""A primary result code (sqlite.org/rescode.html)."""
+SHARED_MEMORY_ENDING = "-shm"
+WRITE_LOCK_BYTE = 120
+"""The byte of the `-shm` file that a writer locks (sqlite.org/walformat.html, section 2.3.1)."""
+MOST_TURNS = 6
+"""How often a writer waits once more because the lock has passed to another process meanwhile."""
+LONGEST_COMMAND = 80
+
+
+@dataclass(frozen=True, slots=True)
+class LockHolder:
+    """The process that holds the write lock of a ledger. `command` is "" if it cannot be read."""
+
+    pid: int
+    command: str = ""
+    is_stopped: bool = False
+
+    def __str__(self) -> str:
+        """Return it in words."""
+        if self.pid == os.getpid():
+            return f"this process, {self.pid}, in another thread or connection,"
+        return f"process {self.pid}{f' ({self.command})' if self.command else ''}"
+
+
+def lock_holder(url: URL, proc: Path = Path("/proc")) -> LockHolder | None:
+    """Return who holds the write lock; None if nobody does, or if the system does not tell (Linux does, for processes
+    of this container).
+    """
+    try:
+        inode = os.stat(f"{os.path.realpath(str(url.database))}{SHARED_MEMORY_ENDING}").st_ino
+        locks = (proc / "locks").read_text()
+    except OSError:
+        return None
+    for line in locks.splitlines():
+        # 12: POSIX  ADVISORY  WRITE 4711 fe:00:131074 120 120 (proc_locks(5)); "->" marks one that waits
+        words = line.split()
+        if len(words) != 8 or words[3] != "WRITE" or not words[4].isdigit() or not words[6].isdigit():
+            continue
+        last = math.inf if words[7] == "EOF" else int(words[7]) if words[7].isdigit() else -1
+        if words[5].rpartition(":")[2] == str(inode) and int(words[6]) <= WRITE_LOCK_BYTE <= last and words[4] != "0":
+            return _holder_of(int(words[4]), proc)
+    return None
+
+
+def _holder_of(pid: int, proc: Path) -> LockHolder:
+    command, state = "", ""
+    with suppress(OSError, IndexError):
+        words = (proc / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        # the program and its script: later words may be secrets
+        text = " ".join(os.path.basename(word) for word in words[:2] if word)
+        command = "".join(character for character in text if character.isprintable())[:LONGEST_COMMAND]
+        state = (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
+    return LockHolder(pid, command, state in ("T", "t"))
+
+
+def is_busy(error: BaseException) -> bool:
+    """Return whether an error says that another writer has kept the lock for the whole time."""
+    code = getattr(getattr(error, "orig", None), "sqlite_errorcode", None)
+    return code is not None and code & 0xFF == SQLITE_BUSY
+
+
+def begin_in_turn[T](begin: Callable[[], T], url: URL) -> T:
+    """Begin a transaction; wait once more as long as the lock passes from one process to another.
+
+    A ledger that is merely busy is none that is stuck. Raises what `begin` raises.
+    """
+    before: LockHolder | None = None
+    for _ in range(MOST_TURNS):
+        try:
+            return begin()
+        except DBAPIError as error:
+            if not is_busy(error):
+                raise
+            holder = lock_holder(url)
+            if holder is None or holder.is_stopped or (before is not None and holder.pid == before.pid):
+                raise
+            before = holder
+    return begin()

@@ -154,7 +154,7 @@ with pool() as p:
 
 FULL = "could not be read or written by the operating system. Check the disk: it may be full"
 DAMAGED = "is damaged, or no ledger. Move it away"
-LOCKED = "is locked by another process that does not finish"
+LOCKED = "is locked: process "
 NO_ROOM = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))\n"
 WAITS_FOR = """
 from skyward_core.session import bookkeeping

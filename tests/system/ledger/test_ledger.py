@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -625,6 +626,33 @@ def test_a_read_only_directory_is_an_error(tmp_path: Path, is_made: bool) -> Non
     folder.chmod(0o755)
     assert done.returncode == 0, done.stderr
     assert "name another ledger (SKYWARD_LEDGER)" in done.stdout
+
+
+LOOK_AND_WRITE = """
+import sys
+from skyward_core.errors import LedgerError
+from skyward_core.ledger.ledger import Ledger
+try:
+    with Ledger(sys.argv[1]) as ledger:
+        ledger.end_pool("p")
+except LedgerError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+@pytest.mark.parametrize("is_made", [False, True])
+def test_a_read_only_file_system_is_named_as_such(tmp_path: Path, is_made: bool) -> None:
+    """Permissions are not what is wrong there, and root is refused too."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    if is_made:
+        Ledger(f"sqlite:///{folder}/ledger.db").close()
+    mount = 'mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" && exec "$2" -c "$3" "$4"'
+    words = ["sh", "-c", mount, "sh", str(folder), sys.executable, LOOK_AND_WRITE, f"sqlite:///{folder}/ledger.db"]
+    done = subprocess.run(["unshare", "--mount", *words], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "is on a file system that is read-only. Mount it with write access" in done.stdout
 
 
 def test_a_database_without_an_encoding_works(postgresql_server: str) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import make_url
 
+from skyward_core.errors import LedgerError
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.sqlite_writers import STUCK_SECONDS, WriterQueue
 from tests.ledger.fixtures import LATER, NOON, Clock, open_pool
@@ -157,3 +158,33 @@ def test_the_wal_file_stays_small_while_connections_are_open(path: Path, clock: 
     assert SMALL_BYTES / 2 < largest < 2 * SMALL_BYTES
     with contextlib.closing(sqlite3.connect(path)) as raw:
         assert raw.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+
+
+HOLDS = """
+import sqlite3, sys
+connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+connection.execute("BEGIN IMMEDIATE")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_error_of_a_busy_ledger_says_who_holds_it_and_what_to_do(tmp_path: Path) -> None:
+    """A process that is stopped can be continued; of one that runs, the end is waited for."""
+    with Ledger(f"sqlite:///{tmp_path}/ledger.db", clock=Clock(), busy_timeout_seconds=0.01) as ledger:
+        open_pool(ledger, "p")
+        holder = subprocess.Popen(
+            [sys.executable, "-c", HOLDS, str(tmp_path / "ledger.db")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        who = rf"is locked: process {holder.pid} \({Path(sys.executable).name} -c\) writes to it"
+        with pytest.raises(LedgerError, match=rf"{who} for long\. Try again when that has ended"):
+            open_pool(ledger, "q")
+        holder.send_signal(signal.SIGSTOP)
+        os.waitpid(holder.pid, os.WUNTRACED)
+        with pytest.raises(LedgerError, match=rf"{who}, and is stopped\. Let it go on \(kill -CONT {holder.pid}\)"):
+            open_pool(ledger, "q")
+        holder.kill()
+        holder.communicate()
+        open_pool(ledger, "q")

@@ -1,6 +1,7 @@
 """Checkpoints of ledgers in SQLite: the `-wal` file stays small, and nothing is lost."""
 
 import contextlib
+import os
 import sqlite3
 from collections.abc import Iterator
 from decimal import Decimal
@@ -8,10 +9,12 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import create_engine, make_url
+from sqlalchemy.exc import OperationalError
 
 from skyward_core.ledger import sqlite_writers
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Account, Period
+from skyward_core.ledger.sqlite_writers import MOST_TURNS, SQLITE_BUSY, LockHolder, begin_in_turn, lock_holder
 from tests.ledger.fixtures import MeterClock
 
 SMALL_BYTES = 100_000
@@ -75,3 +78,69 @@ def test_while_a_process_keeps_the_write_lock_there_is_no_checkpoint(path: Path)
         sqlite_writers.Checkpoints(make_url(f"sqlite:///{path}"), 0.01).after_commit(engine)
         assert (wal_bytes(path), path.stat().st_size > size) == (0, True)
     engine.dispose()
+
+
+# ── who holds the write lock ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def told(tmp_path: Path, rest: str, *, state: str = "S", start: str = "120", pid: str = "4711") -> LockHolder | None:
+    """Return who holds the lock, as this /proc says."""
+    shared_memory = tmp_path / "ledger.db-shm"
+    shared_memory.touch()
+    process = tmp_path / pid
+    process.mkdir(exist_ok=True)
+    (process / "cmdline").write_bytes(rest.encode())
+    (process / "stat").write_text(f"{pid} (a ) b) {state} 1 2 3")
+    inode = shared_memory.stat().st_ino
+    (tmp_path / "locks").write_text(
+        f"1: POSIX  ADVISORY  WRITE 99 fe:00:{inode + 1} 120 120\n"
+        f"2: POSIX  ADVISORY  READ 98 fe:00:{inode} 123 123\n"
+        f"3: POSIX  ADVISORY  WRITE {pid} fe:00:{inode} {start} {start}\n"
+        f"3: -> POSIX  ADVISORY  WRITE 97 fe:00:{inode} 120 120\n"
+    )
+    return lock_holder(make_url(f"sqlite:///{tmp_path}/ledger.db"), tmp_path)
+
+
+def test_the_holder_of_the_write_lock_is_named_with_its_program(tmp_path: Path) -> None:
+    """Later words of its command may be secrets, and characters that are not printable are left out."""
+    holder = told(tmp_path, "/usr/bin/python3\0/home/ada/\x1b[2Jtrain.py\0--password=hunter2\0")
+    assert str(holder) == "process 4711 (python3 [2Jtrain.py)"
+    assert str(told(tmp_path, "")) == "process 4711"
+    assert told(tmp_path, "", state="T") == LockHolder(4711, "", is_stopped=True)
+    assert str(told(tmp_path, "", pid=str(os.getpid()))).startswith("this process, ")
+
+
+def test_another_lock_of_the_ledger_is_no_write_lock(tmp_path: Path) -> None:
+    assert told(tmp_path, "", start="121") is None
+    assert lock_holder(make_url(f"sqlite:///{tmp_path}/ledger.db"), tmp_path / "not-there") is None
+
+
+@pytest.mark.parametrize(
+    ("holders", "turns"),
+    [
+        (["1", "2", "3", ""], 4),  # nobody holds it in the end, or the system does not tell
+        (["1", "1"], 2),
+        (["1 stopped"], 1),
+        ([str(pid) for pid in range(20)], MOST_TURNS + 1),
+    ],
+)
+def test_a_writer_waits_on_while_the_lock_passes_to_others(
+    monkeypatch: pytest.MonkeyPatch, holders: list[str], turns: int
+) -> None:
+    """A process that keeps it for the whole time, or is stopped, is an error."""
+    tried: list[int] = []
+    busy = sqlite3.OperationalError("database is locked")
+    busy.sqlite_errorcode = SQLITE_BUSY
+
+    def begin() -> None:
+        tried.append(1)
+        raise OperationalError("BEGIN IMMEDIATE", None, busy)
+
+    def holder(_url: object) -> LockHolder | None:
+        pid, _, state = holders.pop(0).partition(" ")
+        return LockHolder(int(pid), is_stopped=bool(state)) if pid else None
+
+    monkeypatch.setattr(sqlite_writers, "lock_holder", holder)
+    with pytest.raises(OperationalError):
+        begin_in_turn(begin, make_url("sqlite:////ledger.db"))
+    assert len(tried) == turns
