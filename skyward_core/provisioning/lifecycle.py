@@ -209,6 +209,11 @@ class PoolMachines:
     # ── present nodes ────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
+    def provider(self) -> Provider:
+        """The provider that has the machines."""
+        return self._rental.provider
+
+    @property
     def transports(self) -> Transports:
         """The transports to all nodes."""
         return self._rental.transports

@@ -37,7 +37,9 @@ from skyward_core.errors import (
 from skyward_core.events.events import CostFinal, SkywardEvent
 from skyward_core.events.queue import EventQueue
 from skyward_core.machines.instances import Lease, Node
-from skyward_core.session.client_watch import LOOK_SECONDS, ClientWatcher, Follower
+from skyward_core.machines.signing import verify
+from skyward_core.providers.base import load as load_provider
+from skyward_core.session.client_watch import LOOK_SECONDS, ClientWatcher, Follower, words_of_end
 from skyward_core.session.sealed_lease import KeysInMemory, PoolKeys, find_lease
 from skyward_core.transport.transport import Transport, Transports
 from skyward_core.wire.private_folders import NotPrivate, check_private
@@ -91,6 +93,8 @@ class Attached:
         process as a client of the pool's name, which closes it; None: one of its own.
         """
         self.lease = lease
+        self._given_lease = lease
+        """As it was signed: `lease` has other paths of keys, and later other nodes."""
         self.name = lease.pool_id
         """What the pool is called in events: its name, or its id."""
         self._key = key
@@ -115,7 +119,13 @@ class Attached:
         self._stopping = threading.Lock()
         self._ended = threading.Event()
         self.watcher = ClientWatcher(
-            lambda: self.cluster, self._resume, lease_seconds, self._ended, events.log, self._give_up
+            lambda: self.cluster,
+            self._resume,
+            lease_seconds,
+            self._ended,
+            events.log,
+            self._give_up,
+            self._why_gone,
         )
         self._entry = KeptEntry(lease.pool_id, lease_seconds, events.log, ledger)
         self._follower = Follower(
@@ -428,6 +438,19 @@ class Attached:
         if head.is_connected:
             self.cluster.resume(head.address(self.lease.scheduler), seconds)
         return head.is_connected
+
+    def _why_gone(self) -> str:
+        """Return what the head has written about its end; "" if it cannot be found out.
+
+        The lease names the provider. It is asked only if the lease was sealed, or is signed.
+        """
+        if self._sealed is None:
+            try:
+                verify(self._given_lease, asks_provider=True)
+            except SkywardError as error:
+                _log.debug("the provider is not asked why the head has ended: %s", error)
+                return ""
+        return words_of_end(load_provider(self._given_lease.provider), self.lease.nodes[0].instance.id)
 
     def _give_up(self, lost: SkywardError) -> None:
         if not self._ended.is_set():

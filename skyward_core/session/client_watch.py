@@ -35,6 +35,7 @@ from skyward_core.session.sealed_lease import PoolKeys, find_lease
 
 if TYPE_CHECKING:
     from skyward_core.engine.cluster import Cluster
+    from skyward_core.providers.base import Provider
 
 POLL_SECONDS = 0.2
 RESUME_SECONDS = 2.0
@@ -147,15 +148,18 @@ class ClientWatcher:
         ended: threading.Event,
         log: Callable[..., object],
         on_given_up: Callable[[SkywardError], object] = lambda _: None,
+        why_gone: Callable[[], str] = lambda: "",
     ) -> None:
         """Watch nothing before `cluster` returns one.
 
         `resume`: the `attempt` of `SchedulerSearch`. `on_given_up` is called with the error of the calls that wait,
-        when no scheduler was reached while the nodes may live; not when the pool was left.
+        when no scheduler was reached while the nodes may live; not when the pool was left. `why_gone` returns what the
+        head has written about its end (`words_of_end`).
         """
         self._cluster = cluster
         self._ended = ended
         self._on_given_up = on_given_up
+        self._why_gone = why_gone
         self._is_paused = False
         self._away: dict[int, float] = {}
         """Since when nodes are absent, by rank."""
@@ -206,14 +210,25 @@ class ClientWatcher:
         if isinstance(error, LeaseLost):
             lost = error
         else:
-            lost = NodeLost(
-                "the head of the pool is gone, and another process may have replaced it: open the pool again by its"
-                " name, or attach with its present lease"
+            why = self._why_gone() or (
+                "another process may have replaced it: open the pool again by its name, or attach with its present"
+                " lease"
             )
+            lost = NodeLost(f"the head of the pool is gone: {why}")
             lost.__cause__ = error
         if (cluster := self._cluster()) is not None:
             cluster.fail_calls(lost)
         self._on_given_up(lost)
+
+
+def words_of_end(provider: Provider, instance_id: str) -> str:
+    """Return what a node has written about its end, for messages; "" if that cannot be found out."""
+    try:
+        end = provider.ends([instance_id]).get(instance_id)
+    except Exception as error:  # of any kind: the message has other words then
+        _log.debug("the end of %s cannot be found out: %s", instance_id, error)
+        return ""
+    return "" if end is None else str(end)
 
 
 class Follower:

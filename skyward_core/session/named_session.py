@@ -19,7 +19,7 @@ from skyward_core.ledger.names_policy import NotSteward
 from skyward_core.machines.instances import Lease, Node
 from skyward_core.providers.base import Provider
 from skyward_core.provisioning.lifecycle import disown
-from skyward_core.session.client_watch import ClientWatcher, Follower
+from skyward_core.session.client_watch import ClientWatcher, Follower, words_of_end
 from skyward_core.session.clock import Clock, Step
 from skyward_core.session.sealed_lease import KeysInMemory, PoolKeys, find_lease
 from skyward_core.session.session import Session
@@ -142,7 +142,12 @@ class NamedSession(Session):
             if not self.is_running:
                 return
             self._watcher = watcher = ClientWatcher(
-                lambda: self.cluster, self._resume, self.spec.lease_seconds, self._ended, self.events.log
+                lambda: self.cluster,
+                self._resume,
+                self.spec.lease_seconds,
+                self._ended,
+                self.events.log,
+                why_gone=lambda: words_of_end(machines.provider, machines.lease.nodes[0].instance.id),
             )
         recovery.stop()
         machines.leave()

@@ -16,7 +16,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.machines.instances import Lease
-from skyward_core.worker.node_clocks import kill_instance, members
+from skyward_core.worker.node_clocks import kill_instance, members, uptime, write_paid
 from tests.system.session.test_attached import doubled, living, rank, rented_pool, runs_until  # noqa: F401 - a fixture
 from tests.testbed import Fleet
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
@@ -58,6 +58,16 @@ def test_a_call_outlives_its_killed_submitter(tmp_path: Path) -> None:
     assert time.monotonic() - left_at > LEASE_SECONDS / 2
     with pytest.raises(sky.NodeLost, match="is not there any more"):
         sky.ComputePool.attach(lease, timeout_seconds=5)
+
+
+def test_a_client_that_attaches_is_told_that_the_money_is_used_up(tmp_path: Path) -> None:
+    """The head has written it. Without the reason the client would open the pool again, or search for its name."""
+    lease, _ = orphaned(tmp_path)
+    with sky.ComputePool.attach(lease, lease_seconds=LEASE_SECONDS) as pool:
+        for node in lease.nodes:
+            write_paid(Path(str(node.instance.directory)), uptime())
+        with pytest.raises(sky.NodeLost, match=r"it has written that it ended at .*: the money is used up \(max_cost"):
+            runs_until(str(tmp_path / "never")) >> pool
 
 
 def test_a_node_is_lost_after_the_opener(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,17 +2,22 @@
 
 import logging
 import threading
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from skyward_core.errors import NodeLost, PoolStopped
+from skyward_core.machines.instances import NodeEnd
+from skyward_core.providers.base import Provider
 from skyward_core.session import client_watch
-from skyward_core.session.client_watch import ClientWatcher, SchedulerSearch
+from skyward_core.session.client_watch import ClientWatcher, SchedulerSearch, words_of_end
 from tests.session.threads import Threads
 
 LEASE_SECONDS = 240.0
+NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
 
 
 class World:
@@ -94,6 +99,32 @@ def test_the_calls_of_a_client_get_the_reason(error: Exception, kind: type[Excep
     )
     watcher._give_up(error)
     assert [type(one) for one in failed] == [kind, kind]
+
+
+@pytest.mark.parametrize("answer", [NodeEnd(NOON, "the money is used up (max_cost, budget)"), None, OSError("silent")])
+def test_the_calls_of_a_client_get_what_the_head_has_written_about_its_end(answer: NodeEnd | Exception | None) -> None:
+    """If it has written nothing, or the provider cannot be asked, the message says what may have happened."""
+
+    def ends(ids: Sequence[str]) -> dict[str, NodeEnd]:
+        if isinstance(answer, Exception):
+            raise answer
+        return {} if answer is None else dict.fromkeys(ids, answer)
+
+    provider, failed = cast("Provider", SimpleNamespace(ends=ends)), list[Exception]()
+    cluster: Any = SimpleNamespace(fail_calls=failed.append)
+    watcher = ClientWatcher(
+        lambda: cluster,
+        lambda _: True,
+        LEASE_SECONDS,
+        threading.Event(),
+        lambda *_, **__: None,
+        why_gone=lambda: words_of_end(provider, "host-1"),
+    )
+    watcher._give_up(OSError("refused"))
+    written = "it has written that it ended at 2026-11-21 12:00:00 UTC: the money is used up (max_cost, budget)"
+    assert str(failed[0]).startswith(
+        f"the head of the pool is gone: {written if isinstance(answer, NodeEnd) else 'another process may have'}"
+    )
 
 
 def test_an_error_that_nobody_foresaw_does_not_end_the_search(world: World) -> None:
