@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from skyward_core.cleanup.policy import can_see, other_account
 from skyward_core.cleanup.pool_record import Clock, PoolRecord, end_entries, utc_now
-from skyward_core.errors import BadRequest, LedgerError
+from skyward_core.errors import BadRequest, CredentialsError, LedgerError
 from skyward_core.ledger.rows import PoolEntry, UnreadableRow
 from skyward_core.machines.instances import Lease
 from skyward_core.machines.owner import Owner
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from skyward_core.ledger.ledger import Ledger
 
 CONDEMN_TRIES = 20
+_log = logging.getLogger("skyward")
 
 
 def end_pool(
@@ -121,7 +123,8 @@ def release(
         pause: waits for so many seconds.
 
     Returns the ids of the machines that a listing has shown and that are gone now. Raises BadRequest if the pool is
-    unknown, CredentialsError for a lease that may have been altered, and what `end_pool` raises.
+    unknown, CredentialsError for a lease that may have been altered and for credentials that the provider refuses, and
+    what `end_pool` raises.
     """
     lease = lease_or_pool_id if isinstance(lease_or_pool_id, Lease) else None
     pool_id = lease_or_pool_id if isinstance(lease_or_pool_id, str) else lease_or_pool_id.pool_id
@@ -152,7 +155,27 @@ def release(
             f"The machines of {pool_id!r} are processes of {entry.owner.name}, which cannot be seen from here: stop it"
             " there."
         )
+    _must_be_accepted(provider, pool_id, is_condemned=entry is not None)
     return end_pool(ledger, provider, pool_id, why=why, clock=clock, monotonic=monotonic, pause=pause)
+
+
+def _must_be_accepted(provider: Provider, pool_id: str, *, is_condemned: bool) -> None:
+    """Raise CredentialsError at once if the provider refuses this process: to ask it again for minutes is no use."""
+    try:
+        provider.instances(pool_id)
+    except CredentialsError as error:
+        after = (
+            " The ledger has noted that the pool is stopped: its owner ends the machines if it lives, and nobody renews"
+            " their lease."
+            if is_condemned
+            else ""
+        )
+        raise CredentialsError(
+            f"{provider.name} refuses the credentials of this process, so it has ended no machine of {pool_id!r}:"
+            f" {error}.{after} Set other credentials, and run this again"
+        ) from error
+    except Exception as error:  # an outage: the machines are ended when it is over
+        _log.debug("%s does not list the machines of %s now: %s", provider.name, pool_id, error)
 
 
 def _condemned(ledger: Ledger, pool_id: str, stopped_by: str) -> PoolEntry | None:

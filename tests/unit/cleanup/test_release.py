@@ -431,6 +431,26 @@ def test_a_signed_lease_is_enough_to_stop_a_pool(tmp_path: Path, hands: Time, mo
     assert provider.instances() == []
 
 
+def test_a_provider_that_refuses_the_credentials_is_asked_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A person waits for the answer. The owner of the pool, if it lives, reads in the ledger that it was stopped."""
+    pool = world.pool()
+    world.rent(pool, 2)
+    refusal, asked = CredentialsError("401 Unable to authenticate you"), list[str]()
+
+    def refuse(self: object, *_: object) -> None:
+        asked.append("asked")
+        raise refusal
+
+    monkeypatch.setattr(type(world.provider), "instances", refuse)
+    monkeypatch.setattr(type(world.provider), "terminate", refuse)
+    with pytest.raises(CredentialsError, match=r"refuses the credentials.*401 Unable.*The ledger has noted") as caught:
+        release(pool, ledger=world.ledger, credentials=world.provider, **world.hands.keywords)
+    assert caught.value.__cause__ is refusal
+    assert (len(asked), world.hands.paused) == (1, 0.0)
+    assert world.ledger.pools()[0].condemned_at is not None
+    assert len(world.ledger.open_intents()) == 2
+
+
 def test_an_unknown_pool_cannot_be_stopped(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
     """Nor one whose machines are processes of another host. The message says what to do."""
     with pytest.raises(BadRequest, match="skyward ps --all"):
