@@ -133,6 +133,7 @@ class AWS(Provider):
     """
 
     name: ClassVar[str] = "aws"
+    of_one_computer: ClassVar[frozenset[str]] = frozenset({"ssh_key", "profile"})
     display_name: ClassVar[str] = "AWS"
     rents: ClassVar[frozenset[str]] = chips(
         "T4, T4g, L4, L40S, A10G, A100, H100, H200, B200, B300, V100, RTX PRO 4500, RTX PRO 6000, Radeon Pro V520, "

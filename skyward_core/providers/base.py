@@ -120,6 +120,12 @@ class Provider(Frozen):
     Such a spec is refused before anything is launched.
     """
 
+    of_one_computer: ClassVar[frozenset[str]] = frozenset({"ssh_key"})
+    """Fields that only say how one computer reaches the machines: paths of files, names of profiles.
+
+    Processes that share a pool may differ in them.
+    """
+
     is_local: ClassVar[bool] = False
     """True if its instances are processes of this machine. They run the whole bootstrap as their startup script.
 

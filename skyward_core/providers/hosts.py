@@ -75,6 +75,7 @@ class Hosts(Provider):
     model_config = ConfigDict(hide_input_in_errors=True)  # an address may contain a password, which no message may show
 
     name: ClassVar[str] = "hosts"
+    of_one_computer: ClassVar[frozenset[str]] = frozenset({"key", "known_hosts", "config"})
     terminate_confirms: ClassVar[bool] = True
     gone_deadline_seconds: ClassVar[float] = 20.0
     ending_seconds: ClassVar[float] = 5.0

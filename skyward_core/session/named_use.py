@@ -28,6 +28,7 @@ from skyward_core.concurrency.loading import load
 from skyward_core.concurrency.threads import PeriodicThread
 from skyward_core.errors import BadRequest, LeaseLost, LedgerError, ProvisioningTimeout, SkywardError
 from skyward_core.events import console
+from skyward_core.image.local_files import included_in
 from skyward_core.ledger.names_policy import (
     Join,
     LookAgain,
@@ -72,9 +73,19 @@ EACH_ITS_OWN = frozenset(
 
 
 def terms_of(spec: PoolSpec, providers: Sequence[Provider]) -> dict[str, Any]:
-    """Return the settings that all clients of a named pool must have in common, as JSON data without secrets."""
+    """Return the settings that all clients of a named pool must have in common, as JSON data without secrets.
+
+    Paths of one computer are left out: of included files their content counts, of a provider which machines it has.
+    """
     terms = spec.model_dump(mode="json", exclude=set(EACH_ITS_OWN))
-    return {**terms, "provider": [provider.to_json() for provider in providers]}
+    included = [[entry.place, entry.sha256] for entry in included_in(spec.image.includes)]
+    terms["image"] = {**terms["image"], "includes": included}
+    return {**terms, "provider": [_shared_part(provider) for provider in providers]}
+
+
+def _shared_part(provider: Provider) -> dict[str, Any]:
+    own = type(provider).of_one_computer
+    return {name: value for name, value in provider.to_json().items() if name not in own}
 
 
 class NamedUse:

@@ -17,8 +17,9 @@ from skyward_core.concurrency.threads import PeriodicThread
 from skyward_core.errors import LedgerError
 from skyward_core.ledger.names_policy import Join, NameState, NotSteward, Rent, Usage
 from skyward_core.machines.owner import Owner
+from skyward_core.providers.base import kind_of
 from skyward_core.session import named_use
-from skyward_core.session.named_use import EACH_ITS_OWN, NamedUse
+from skyward_core.session.named_use import EACH_ITS_OWN, NamedUse, terms_of
 from skyward_core.session.steward_term import RENEW_SECONDS, Gap, LedgerContact
 from skyward_core.spec import PoolSpec
 from skyward_core.wire.protocol import ENDING_SECONDS
@@ -324,3 +325,31 @@ def test_for_each_field_it_is_decided_whether_processes_that_share_a_pool_may_di
     undecided = sorted(set(sky.PoolSpec.model_fields) - EACH_ITS_OWN - set(SHARED_TERMS.split()))
     assert not undecided, f"add {undecided} to EACH_ITS_OWN of session/named_use.py, or to SHARED_TERMS here"
     assert not EACH_ITS_OWN & set(SHARED_TERMS.split())
+
+
+def test_paths_of_one_computer_are_no_terms_of_a_shared_name(tmp_path: Path) -> None:
+    """The same project lies in another folder on each computer, and each reaches the same hosts in its own way."""
+    ways: list[dict[str, str]] = [
+        {},
+        {"key": "/home/ada/key", "known_hosts": "/home/ada/known", "config": "/home/ada/c"},
+    ]
+    terms: list[dict[str, Any]] = []
+    for folder, way, text in (("here", ways[0], "x"), ("there", ways[1], "x"), ("third", ways[0], "y")):
+        (tmp_path / folder / "data").mkdir(parents=True)
+        (tmp_path / folder / "data" / "file.txt").write_text(text)
+        spec = sky.PoolSpec.of(name="n", image=sky.Image(includes=[str(tmp_path / folder / "data")]))
+        terms.append(terms_of(spec, [sky.Hosts("10.0.0.5", **way)]))
+    assert terms[0] == terms[1]
+    assert terms[0] != terms[2], "the content is another"
+    assert terms_of(spec, [sky.Hosts("10.0.0.6")]) != terms[2]
+    assert str(tmp_path) not in str(terms)
+
+
+def test_each_path_and_profile_of_a_provider_is_known_to_be_of_one_computer() -> None:
+    """A new field of such a name must be declared."""
+    for name in sky.PROVIDERS:
+        kind = kind_of(name)
+        paths = {
+            field for field in kind.model_fields if field in {"ssh_key", "key", "known_hosts", "config", "profile"}
+        }
+        assert paths <= kind.of_one_computer, name
