@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 MARK = "::skyward "
 GUARD_ENDS = "skyward: node ends: "
 LAST_LINES = 30
+CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+"""How the lines begin that Python prints between the tracebacks of an exception and its cause."""
 KEEP_PHASE, IMAGE_ENV, REST = "keep", "image-env", "rest.sh"
 POLL_SECONDS = 0.01
 LOOK_SECONDS = 0.5
@@ -336,6 +338,33 @@ def settings_of(
     )
 
 
+class FirstCause:
+    """Finds the first exception of the last traceback in a log.
+
+    Python prints the cause before what it has caused, so the last lines of a log may lack it.
+
+        outside ──a traceback begins──▶ inside ──its last line──▶ outside, with a cause ──"another exception"──▶ chained
+        chained ──a traceback begins──▶ inside, and the cause stays
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        """The last line of that exception's traceback; "" if the log has none."""
+        self._is_inside = False
+        self._is_chained = False
+
+    def feed(self, line: str) -> None:
+        """Take the next line of the log."""
+        if line.startswith("Traceback (most recent call last):"):
+            if not self._is_chained:
+                self.text = ""
+            self._is_inside, self._is_chained = True, False
+        elif self._is_inside and line and not line[0].isspace():
+            self.text, self._is_inside = self.text or line, False
+        elif line.startswith(CHAINED):
+            self._is_chained = True
+
+
 class Preparation:
     """Prepares one instance, and follows the preparation in its log."""
 
@@ -355,6 +384,7 @@ class Preparation:
         self._emit = emit
         self._generation = 0
         self._tail: list[str] = []
+        self._first_cause = FirstCause()
         emit(BootstrapStarting(transport.instance.id))
 
     @classmethod
@@ -403,7 +433,9 @@ class Preparation:
             kind, _, rest = line.removeprefix(MARK).partition(" ")
             if not line.startswith(MARK):
                 # pip, uv and git may repeat the address of an index or a repository
-                self._tail = [*self._tail, self._mask.text(without_logins(line))][-LAST_LINES:]
+                shown = self._mask.text(without_logins(line))
+                self._tail = [*self._tail, shown][-LAST_LINES:]
+                self._first_cause.feed(shown)
                 if line.startswith(GUARD_ENDS):
                     self.has_ended = True
                     raise self.failure(line.removeprefix("skyward: "))
@@ -437,10 +469,11 @@ class Preparation:
         what = self._mask.text(what)
         fields = {name: value for name, _, value in (part.partition("=") for part in what.split(" ", 2))}
         last_lines = "\n".join(f"  {line}" for line in self._tail)
+        cause = f"; the first error was {self._first_cause.text}" if self._first_cause.text else ""
         code = fields.get("exit", "")
         return BootstrapFailed(
             f"node {self.rank} ({self.instance.id}) could not be prepared, phase {self.phase or 'start'}:"
-            f" {what}\n{last_lines}",
+            f" {what}{cause}\n{last_lines}",
             node=self.rank,
             phase=self.phase,
             exit_code=int(code) if code.isdigit() else None,

@@ -9,6 +9,7 @@ import pytest
 import skyward_core as sky
 from skyward_core.errors import BadRequest, BootstrapFailed, NodeLost, SkywardError, Unreachable
 from skyward_core.machines.instances import Instance, InstanceState
+from skyward_core.provisioning.bootstrap import FirstCause
 from skyward_core.provisioning.nodes import Nodes
 from skyward_core.provisioning.replacement import HeadRestart
 
@@ -175,3 +176,52 @@ def test_the_error_of_a_command_has_no_secrets_of_the_environment() -> None:
         node.follow()
     assert (caught.value.exit_code, caught.value.output[-1]) == (9, "asked with *** and *** for weights")
     assert "t0k-image" not in str(caught.value)
+
+
+EARLIER = """Traceback (most recent call last):
+  File "a.py", line 1, in <module>
+ValueError: an earlier one
+goes on"""
+CHAIN = """Traceback (most recent call last):
+  File "socket.py", line 1, in bind
+OSError: [Errno 98] Address already in use
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "scheduler.py", line 2, in start
+RuntimeError: Scheduler failed to start.
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "node.py", line 3, in main
+SystemExit: 1"""
+
+
+def test_the_error_of_a_server_that_does_not_start_names_the_first_cause() -> None:
+    """Python prints it before what it has caused, so that the last lines may lack it."""
+    many = [f"  File {number}.py" for number in range(40)]
+    begun, *rest = CHAIN.splitlines()[-3:]
+    lines = ["::skyward phase server", *EARLIER.splitlines(), *CHAIN.splitlines()[:-3], begun, *many, *rest]
+    transport = SimpleNamespace(
+        instance=Instance.model_construct(id="i-1"), new_lines=lambda: [*lines, "::skyward exited 1"]
+    )
+    rental: Any = SimpleNamespace(transports=SimpleNamespace(to=lambda _: transport))
+    spec = sky.PoolSpec.of(provider=sky.Local())
+    node = Nodes(spec, "sky-test", rental, Future(), lambda _: None).preparation_of(transport.instance, 1)
+    with pytest.raises(
+        BootstrapFailed,
+        match=r"phase server: exit=1; the first error was OSError: \[Errno 98\] Address already in use\n",
+    ):
+        node.follow()
+
+
+def test_a_log_without_a_traceback_has_no_first_cause() -> None:
+    cause = FirstCause()
+    for line in ("error: no such file", "During handling of the above exception, another exception occurred:"):
+        cause.feed(line)
+    assert cause.text == ""
+    for line in EARLIER.splitlines():
+        cause.feed(line)
+    assert cause.text == "ValueError: an earlier one"
