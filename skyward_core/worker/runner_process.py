@@ -10,12 +10,13 @@ import math
 import os
 import pickle
 import re
+import select
 import signal
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -39,6 +40,19 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # the time that a runner has to stop: later it is in the kernel, and takes the signal before all else
 STOP_SECONDS = 1.0
 STOP_LOOK_SECONDS = 0.0002
+
+
+def ready(readable: Iterable[int], writable: Iterable[int], seconds: float) -> set[int]:
+    """Wait for descriptors, for so many seconds at most; return those that are ready.
+
+    Not by `select`, which takes none above 1,023: a node has several for each of its slots.
+    """
+    poll = select.poll()
+    for descriptor in readable:
+        poll.register(descriptor, select.POLLIN)
+    for descriptor in writable:
+        poll.register(descriptor, select.POLLOUT)
+    return {descriptor for descriptor, _ in poll.poll(math.ceil(seconds * 1000))}
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ import math
 import os
 import pickle
 import secrets
-import select
 import signal
 import socket
 import threading
@@ -49,6 +48,7 @@ from skyward_core.worker.runner_process import (
     StrayProcess,
     Stream,
     kill_group,
+    ready,
     resident_bytes,
     send_signal,
     stop,
@@ -445,14 +445,13 @@ class _BatchRun:
         slot = self.slot
         assert slot.outcomes is not None
         sources: list[int] = [slot.outcomes.fileno(), slot.wake_read, *(stream.descriptor for stream in slot.streams)]
-        ready, _, _ = select.select(
-            sources, [self._queue_end] if self._waiting and not self._is_runner_doomed else [], [], self._wait_seconds()
-        )
-        if slot.wake_read in ready:
+        full = [self._queue_end.fileno()] if self._waiting and not self._is_runner_doomed else []
+        awake = ready(sources, full, self._wait_seconds())
+        if slot.wake_read in awake:
             os.read(slot.wake_read, READ_BYTES)
         is_gone = slot.is_runner_gone  # first: all outcomes of a runner that is gone are there
         self._read_output()
-        if slot.outcomes.fileno() in ready or is_gone:
+        if slot.outcomes.fileno() in awake or is_gone:
             self._receive(is_runner_gone=is_gone)
 
     def _wait_seconds(self) -> float:

@@ -22,7 +22,7 @@ import json
 import math
 import os
 import pickle
-import select
+import resource
 import shutil
 import signal
 import socket
@@ -31,7 +31,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -61,7 +61,7 @@ from skyward_core.worker.node_clocks import (
 )
 from skyward_core.worker.preemption_notice import FILE_ENV, NOTICE_FILE, listen
 from skyward_core.worker.runner import RunnerChannels, run_calls
-from skyward_core.worker.runner_process import REQUEST_BYTES, Forked, Reassigned, RunnerExit
+from skyward_core.worker.runner_process import REQUEST_BYTES, Forked, Reassigned, RunnerExit, ready
 
 WATCH_SECONDS = 0.2
 SETTINGS_DEADLINE_SECONDS = 120.0
@@ -71,12 +71,31 @@ CRASH_LOOP_SECONDS = 60.0  # ... within this time takes the node down
 FIRST_PAUSE_SECONDS = 0.2
 LONGEST_PAUSE_SECONDS = 5.0
 RESTART_GRACE_SECONDS = 8.0  # a worker that has restarted may need so long to join
+FORK_AGAIN_SECONDS = 0.5
+"""When a fork that the system has refused is tried again: others end within moments, or nothing helps."""
+FILES_OF_A_SLOT, FILES_OF_A_WORKER = 7, 256
+"""Open files of a worker: for each slot (160 slots had 1,139), and for all else."""
 LISTEN_AGAIN_SECONDS = 30.0  # the poller of notices raises nothing: another process has killed it
 HELD_SIGNALS = (signal.SIGCHLD, signal.SIGTERM)
 MARK = "::skyward preload "
 SKIPPED = "SKYWARD_PRELOAD_SKIPPED"
 """Variable with the skipped modules and the reasons, from a start before."""
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/neuron", "/dev/accel", "/dev/vfio/")
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerRequest:
+    """A worker's request for a process for calls, which has these descriptors."""
+
+    index: int
+    number: int
+    mark: bytes
+    descriptors: tuple[int, ...]
+
+    def close(self) -> None:
+        """Close the supervisor's own copies of the descriptors."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +162,16 @@ class Supervisor:
         self._workers: dict[int, int] = {}
         self._runners: dict[int, RunnerProcess] = {}
         self._scheduler_pid = 0
+        self._scheduler_at = math.inf
         self._listener_pid = 0
         self._listen_at = math.inf
         self._due: dict[int, float] = {}
+        self._requests: deque[RunnerRequest] = deque()
+        """Those that wait for a process, because the system has refused to fork."""
+        self._fork_at = 0.0
+        """When they are tried again (time.monotonic)."""
+        self._most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+        """The limits of open files that calls have: those with which the node was started."""
         self._deaths: defaultdict[int, CrashHistory] = defaultdict(CrashHistory)
         self._settings_seen: tuple[int, int, int] | None = None
         self._groups: CallGroups | None = None
@@ -158,12 +184,12 @@ class Supervisor:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, lambda *_: self._end("asked to"))
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        self._allow_files()
         self._start()
         watched_at = time.monotonic()
         while True:
             sockets = {control.fileno(): index for index, control in self._controls.items()}
-            ready, _, _ = select.select([wake_read, *sockets], [], [], self._wait_seconds())
-            for descriptor in ready:
+            for descriptor in ready([wake_read, *sockets], (), self._wait_seconds()):
                 if descriptor == wake_read:
                     os.read(wake_read, 4096)
                 else:
@@ -181,10 +207,23 @@ class Supervisor:
     def _start(self) -> None:
         self._bound_memory()
         if self._settings.rank == 0:
-            self._scheduler_pid = self._fork(lambda: node.run_scheduler(self._directory, self._settings))
+            self._start_scheduler()
         for index in range(len(self._settings.workers)):
             self._start_worker(index)
         self._listen_at = time.monotonic() if self._settings.notice_url and self._settings.workers else math.inf
+
+    def _allow_files(self) -> None:
+        """Raise the limit of open files as far as the system lets us: a worker has FILES_OF_A_SLOT for each slot."""
+        soft, hard = self._most_files
+        needed = self._settings.slots * FILES_OF_A_SLOT + FILES_OF_A_WORKER
+        most = hard if hard != resource.RLIM_INFINITY else max(soft, needed)
+        if most < needed:
+            self._end(
+                f"{self._settings.slots} calls at once need {needed} open files, and this machine allows {most}: raise"
+                f" its hard limit (ulimit -Hn), or set concurrency to {(most - FILES_OF_A_WORKER) // FILES_OF_A_SLOT}"
+            )
+        if most > soft:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
     def _bound_memory(self) -> None:
         """Let the kernel limit the memory of calls, if it can; log whether it does."""
@@ -199,23 +238,58 @@ class Supervisor:
 
     def _start_due(self) -> None:
         now = time.monotonic()
+        if self._scheduler_at <= now:
+            self._start_scheduler()
         if self._listen_at <= now:
             self._listen_at = math.inf
-            self._listener_pid = self._fork(lambda: listen(self._settings.notice_url, self._directory))
+            try:
+                self._listener_pid = self._fork(lambda: listen(self._settings.notice_url, self._directory))
+            except OSError as error:
+                self._refused("the listener for notices is started later", error)
+                self._listen_at = self._fork_at
         for index in [index for index, due in self._due.items() if due <= now]:
             del self._due[index]
             self._start_worker(index)
+        if self._requests and self._fork_at <= now:
+            self._fork_requested()
 
     def _wait_seconds(self) -> float:
-        soonest = min(self._due.values(), default=math.inf) - time.monotonic()
+        requested = self._fork_at if self._requests else math.inf
+        soonest = min(requested, self._scheduler_at, *self._due.values()) - time.monotonic()
         return max(0.0, min(WATCH_SECONDS, soonest))
 
+    def _start_scheduler(self) -> None:
+        """Start the scheduler; if the system refuses, try again later."""
+        self._scheduler_at = math.inf
+        try:
+            self._scheduler_pid = self._fork(lambda: node.run_scheduler(self._directory, self._settings))
+        except OSError as error:
+            self._refused("the scheduler is started later", error)
+            self._scheduler_at = self._fork_at
+
     def _start_worker(self, index: int) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._controls[index] = ours
-        pid = self._fork(lambda: node.run_worker(self._directory, self._settings, index, theirs))
-        theirs.close()
+        """Start a worker; if the system refuses, try again later."""
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            self._refused(f"worker {index} is started later", error)
+            self._due[index] = self._fork_at
+            return
+        with theirs:
+            self._controls[index] = ours
+            try:
+                pid = self._fork(lambda: node.run_worker(self._directory, self._settings, index, theirs))
+            except OSError as error:
+                self._controls.pop(index).close()
+                self._refused(f"worker {index} is started later", error)
+                self._due[index] = self._fork_at
+                return
         self._workers[pid] = index
+
+    def _refused(self, what: str, error: OSError) -> None:
+        """Log that the system lacks something that other processes may give back, and wait a moment for it."""
+        self._log(f"{what}: {error}")
+        self._fork_at = time.monotonic() + FORK_AGAIN_SECONDS
 
     def _serve(self, index: int) -> None:
         """Fork a runner for a worker, with the descriptors that came with the request."""
@@ -229,19 +303,51 @@ class Supervisor:
             control.close()
             del self._controls[index]
             return
-        number, mark = int.from_bytes(request[:REQUEST_BYTES]), request[REQUEST_BYTES:]
         descriptors = array.array("i")
         descriptors.frombytes(ancillary[0][2])
-        busy = BusyFlag()
+        number, mark = int.from_bytes(request[:REQUEST_BYTES]), request[REQUEST_BYTES:]
+        self._requests.append(RunnerRequest(index, number, mark, tuple(descriptors)))
+        if self._fork_at <= time.monotonic():
+            self._fork_requested()
+
+    def _fork_requested(self) -> None:
+        """Fork the runners that were requested; what the system refuses is tried again later.
+
+        Other processes depend on this one, so that a lack of memory or processes must not end it.
+        """
+        while self._requests:
+            request = self._requests[0]
+            try:
+                if request.index in self._controls:
+                    self._fork_runner(request)
+            except OSError as error:
+                self._refused("a process for calls is started later", error)
+                return
+            self._requests.popleft().close()
+
+    def _forget_requests(self, is_over: Callable[[RunnerRequest], bool]) -> None:
+        """Drop requests of workers that are gone: the next worker of an index counts its own from 1 on."""
+        for request in [request for request in self._requests if is_over(request)]:
+            self._requests.remove(request)
+            request.close()
+
+    def _fork_runner(self, request: RunnerRequest) -> None:
+        """Fork a runner. Raises OSError; then nothing is left of it."""
+        index, busy = request.index, BusyFlag()
         slot = self._free_slot(index)
         group = self._groups.make() if self._groups is not None else None
-        pid = self._fork(lambda: self._become_runner(index, slot, mark, list(descriptors), busy, group))
+        try:
+            pid = self._fork(
+                lambda: self._become_runner(index, slot, request.mark, list(request.descriptors), busy, group)
+            )
+        except OSError:
+            if self._groups is not None and group is not None:
+                self._groups.end(group)
+            raise
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpgid(pid, pid)
-        for descriptor in descriptors:
-            os.close(descriptor)
         self._runners[pid] = RunnerProcess(index, slot, busy, group)
-        self._say(index, Forked(number, pid))
+        self._say(index, Forked(request.number, pid))
 
     def _free_slot(self, index: int) -> int:
         """Return the first slot of a worker that no process serves.
@@ -257,6 +363,7 @@ class Supervisor:
         self, index: int, slot: int, mark: bytes, descriptors: list[int], busy: BusyFlag, group: Path | None
     ) -> NoReturn:
         os.setpgid(0, 0)
+        resource.setrlimit(resource.RLIMIT_NOFILE, self._most_files)
         calls, outcomes, stdout, stderr = descriptors
         settings = self._settings
         info = InstanceInfo(
@@ -294,10 +401,15 @@ class Supervisor:
         """Fork a child that closes the supervisor's sockets and dies with the supervisor.
 
         Signals are blocked during the fork: the supervisor's handlers, which end the node, must not run in the child.
+        Raises OSError if the system refuses.
         """
         supervisor = os.getpid()
         signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
+            raise
         if pid:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
             return pid
@@ -355,6 +467,7 @@ class Supervisor:
         """
         if index in self._controls:
             self._controls.pop(index).close()
+        self._forget_requests(lambda request: request.index == index)
         for pid, runner in self._runners.items():
             if runner.index == index:
                 with contextlib.suppress(PermissionError, ProcessLookupError):
@@ -434,7 +547,7 @@ class Supervisor:
         self._watch.note_call()  # the client is there
         self._log(f"carries on as generation {settings.generation}")
         if settings.rank == 0:
-            self._scheduler_pid = self._fork(lambda: node.run_scheduler(self._directory, self._settings))
+            self._start_scheduler()
         for index in self._workers.values():
             self._say(index, Reassigned(settings))
         self._deaths.clear()
@@ -445,6 +558,8 @@ class Supervisor:
         began = time.monotonic()
         for control in self._controls.values():
             control.close()
+        self._forget_requests(lambda _: True)
+        self._scheduler_at = math.inf
         if stuck := kill_descendants(self._spared, KILL_SECONDS):
             self._log(f"processes that outlive SIGKILL: {', '.join(str(birth.pid) for birth in sorted(stuck))}")
         for runner in self._runners.values():

@@ -326,3 +326,26 @@ def test_a_pool_whose_opening_is_cancelled_leaves_nothing(seconds: float) -> Non
     with pytest.raises(TimeoutError) as caught:
         asyncio.run(program())
     assert not hasattr(caught.value.__cause__, "__notes__")
+
+
+MOST_AT_ONCE = 1024
+"""The limit of `concurrency` (docs/pool.md)."""
+
+
+@sky.compute
+def runs_beside_others(folder: str, number: int) -> int:
+    """Note that this call runs, and wait until all do."""
+    Path(folder, str(number)).touch()
+    while not Path(folder, "go").exists():
+        time.sleep(0.5)
+    return number
+
+
+@pytest.mark.timeout(600)
+def test_as_many_calls_run_at_once_as_the_page_promises(tmp_path: Path) -> None:
+    """Each has a process and several open files: more than `select` takes, and than a soft limit of 1,024 allows."""
+    with sky.ComputePool(provider=sky.Local(), concurrency=MOST_AT_ONCE, display="quiet") as pool:
+        futures = pool.submit_all([runs_beside_others(str(tmp_path), number) for number in range(MOST_AT_ONCE)])
+        wait_until(lambda: len(os.listdir(tmp_path)) == MOST_AT_ONCE, "all calls to run at once", 400)
+        (tmp_path / "go").touch()
+        assert [future.result(timeout=200) for future in futures] == list(range(MOST_AT_ONCE))

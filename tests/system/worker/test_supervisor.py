@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import os
 import pickle
+import resource
 import shutil
 import signal
 import subprocess
@@ -651,3 +652,59 @@ def test_a_call_outlives_its_head_and_is_reported_to_the_next(
     wait_until(lambda: second.kept("2-0")[-1] == ("place",), "it to be kept")
     del second.futures[:]
     wait_until(lambda: second.send(repeat_reports()) or second.kept("2-0")[-1] == (), "Dask to free it")
+
+
+# ── what the system refuses ──────────────────────────────────────────────────────────────────────────────────────────
+
+REFUSES = f"""
+{DRIVER}
+fork, forks = os.fork, []
+
+def refuse():
+    forks.append(1)
+    if str(len(forks)) in sys.argv[2:]:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return fork()
+
+os.fork = refuse
+"""
+
+
+@pytest.mark.parametrize(
+    ("refused", "what"),
+    [
+        ((1, 2), "the scheduler is started later"),
+        ((2,), "worker 0 is started later"),
+        ((3, 4), "a process for calls is started later"),
+    ],
+)
+def test_a_fork_that_the_system_refuses_is_tried_again(start: Start, refused: tuple[int, ...], what: str) -> None:
+    """Of the scheduler, of a worker, of a process for calls: the node has other calls, and does not end."""
+    machine = start(f"{REFUSES}\nsys.argv[2:] = {[str(number) for number in refused]}", rank=0)
+    machine.await_ready()
+    machine.call("open('done', 'w').write('it ran')")
+    assert machine.await_file("done") == "it ran"
+    assert machine.is_alive
+    assert f"{what}: [Errno 11] Resource temporarily unavailable" in machine.text("log")
+    machine.process.terminate()
+    assert machine.await_end() == "asked to"
+
+
+def test_calls_have_the_limit_of_open_files_with_which_the_node_was_started(start: Start) -> None:
+    """The node raises its own: `select` in a user's call takes no descriptor above 1,023."""
+    limits = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (400, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))"
+    machine = start(f"{limits}\n{DRIVER}", slots=60)
+    machine.await_ready()
+    machine.call("import resource; open('limit', 'w').write(str(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))")
+    assert machine.await_file("limit") == "400"
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert resource.prlimit(machine.process.pid, resource.RLIMIT_NOFILE)[0] == hard
+
+
+def test_a_node_says_that_it_may_open_too_few_files(start: Start) -> None:
+    """It ends at once, and names the number of calls for which the limit is enough."""
+    limits = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (600, 600))"
+    machine = start(f"{limits}\n{DRIVER}", slots=60)
+    assert machine.await_end().endswith(
+        "this machine allows 600: raise its hard limit (ulimit -Hn), or set concurrency to 49"
+    )
