@@ -260,8 +260,8 @@ _ADVICE = {
 READ_ONLY = (
     "is on a file system that is read-only. Mount it with write access, or name another ledger (SKYWARD_LEDGER)."
 )
-LOCK_NOT_AVAILABLE = "55P03"
-"""SQLSTATE of PostgreSQL after lock_timeout."""
+LOCK_NOT_AVAILABLE, NOT_ALLOWED = "55P03", "42501"
+"""SQLSTATE of PostgreSQL after lock_timeout, and of a statement for which the role has no right."""
 
 
 def shown(url: URL) -> str:
@@ -304,6 +304,9 @@ def _advice(error: DBAPIError, url: URL) -> str:
     state = getattr(error.orig, "sqlstate", None)
     if state is None or error.connection_invalidated:
         return "cannot be reached. Check that its server runs and that the URL is right; then try again."
+    if state == NOT_ALLOWED:
+        words = "because this role lacks a right (docs/ledger.md lists them)"
+        return f"refuses (SQLSTATE {state}), {words}. Tables are made and migrated by the owner of the database."
     if state == LOCK_NOT_AVAILABLE:
         words = "because another transaction holds a row for long. Try again; the server's pg_stat_activity says which"
         return f"refuses (SQLSTATE {state}), {words}."

@@ -13,6 +13,7 @@ import shlex
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -267,8 +268,9 @@ class TextStream:
     def __init__(self, on_line: Callable[[str], None] | None) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._on_line = on_line
-        self._parts: list[str] = []
-        self._open_line = ""
+        self._parts: deque[str] = deque()
+        self._open_line: list[str] = []
+        """The pieces of the line that has no end yet."""
         self._size = 0
 
     @property
@@ -281,12 +283,20 @@ class TextStream:
         if self._on_line:
             self._size += len(text)
             while self._size - len(self._parts[0]) >= TAIL_CHARACTERS:
-                self._size -= len(self._parts.pop(0))
-            *lines, self._open_line = (self._open_line + text).split("\n")
-            if last and self._open_line:
-                lines.append(self._open_line)
-            for line in lines:
-                self._on_line(line.removesuffix("\r"))
+                self._size -= len(self._parts.popleft())
+            first, *others = text.split("\n")
+            self._open_line.append(first)
+            for other in others:
+                self._end_line()
+                self._open_line.append(other)
+            if last and any(self._open_line):
+                self._end_line()
+
+    def _end_line(self) -> None:
+        assert self._on_line is not None
+        line = "".join(self._open_line)
+        self._open_line.clear()
+        self._on_line(line.removesuffix("\r"))
 
 
 class LoopCalls:

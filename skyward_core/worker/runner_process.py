@@ -29,6 +29,10 @@ REQUEST_BYTES = 8  # of a request's number, before the mark
 MESSAGE_BYTES = 1 << 16
 LAST_LINES = 20
 READ_BYTES = 1 << 16
+LONGEST_LINE_BYTES = 1 << 18
+"""Of a line of output: the client and all displays keep whole lines."""
+LONGEST_STATE_BYTES = 4096
+"""Of a line that is redrawn, such as a progress bar."""
 MARK_START = b"\x1e"
 """How marks, and what begins with them, begin."""
 SECONDS_BETWEEN_STATES = 15.0
@@ -252,16 +256,23 @@ class RedrawnLines:
 
 @dataclass(slots=True)
 class Stream:
-    """One of a runner's output pipes, cut into lines and, at the mark, into calls."""
+    """One of a runner's output pipes, cut into lines and, at the mark, into calls.
+
+    A line may have LONGEST_LINE_BYTES. What follows is left out, and the next line says so: a client keeps whole lines.
+    """
 
     name: str
     descriptor: int
     mark: bytes
-    rest: bytes = b""
+    rest: bytearray = field(default_factory=bytearray)
     marks_seen: int = 0
     tails: dict[int, deque[str]] = field(default_factory=dict[int, deque[str]])
     clock: Callable[[], float] = time.monotonic
     redrawn: RedrawnLines = field(default_factory=RedrawnLines)
+    searched: int = 0
+    """How many bytes of `rest` have neither a line end nor a whole mark."""
+    left_out: int | None = None
+    """How many bytes of the line that goes on were left out; None: it is not too long."""
 
     def read(self) -> bool:
         """Read at most READ_BYTES from the pipe; False if it was empty."""
@@ -276,19 +287,47 @@ class Stream:
         """Yield the lines read, as pairs of the number of marks before them and the lines; an unfinished line waits
         unless `flush`.
         """
-        while (cut := self.rest.find(self.mark)) >= 0:
-            part, self.rest = self.rest[:cut], self.rest[cut + len(self.mark) :]
+        self._leave_out(is_last=flush)
+        while (cut := self.rest.find(self.mark, max(0, self.searched - len(self.mark)))) >= 0:
+            part = self._taken(cut)
+            del self.rest[: len(self.mark)]
             yield self.marks_seen, self._remember((*self._passing(part), *self.redrawn.end()))
             self.marks_seen += 1
-        whole = self.rest[:-1] if self.rest.endswith(b"\r") else self.rest  # its line feed may be on the way
-        end = len(self.rest) if flush else max(whole.rfind(b"\n"), whole.rfind(b"\r")) + 1
+        waits = self.rest.endswith(b"\r")  # its line feed may be on the way
+        last = len(self.rest) - waits
+        ends = (self.rest.rfind(end, self.searched, last) for end in (b"\n", b"\r"))
+        end = len(self.rest) if flush else max(ends) + 1
         if end:
-            part, self.rest = self.rest[:end], self.rest[end:]
+            part = self._taken(end)
             yield self.marks_seen, self._remember((*self._passing(part), *(self.redrawn.end() if flush else ())))
-        if (self.rest or not self.redrawn.is_new) and (
-            late := tuple(self.redrawn.due(self.rest.partition(MARK_START)[0].decode(errors="ignore"), self.clock()))
-        ):
+        self.searched = max(0, len(self.rest) - waits)
+        if len(self.rest) >= LONGEST_LINE_BYTES + len(self.mark):
+            part = self._taken(LONGEST_LINE_BYTES)
+            yield self.marks_seen, self._remember(self._passing(part))
+            self.left_out = 0
+            self._leave_out(is_last=False)
+        state = self.rest[:LONGEST_STATE_BYTES].partition(MARK_START)[0].decode(errors="ignore")
+        if (self.rest or not self.redrawn.is_new) and (late := tuple(self.redrawn.due(state, self.clock()))):
             yield self.marks_seen, self._remember(late)
+
+    def _taken(self, count: int) -> bytes:
+        part = bytes(self.rest[:count])
+        del self.rest[:count]
+        self.searched = 0
+        return part
+
+    def _leave_out(self, *, is_last: bool) -> None:
+        """Drop what follows of a line that is too long, as far as its end or a mark; put a line about it there."""
+        if self.left_out is None:
+            return
+        ends = [place for end in (b"\n", b"\r", self.mark) if (place := self.rest.find(end)) >= 0]
+        count = min(ends, default=len(self.rest) if is_last else max(0, len(self.rest) - len(self.mark)))
+        del self.rest[:count]
+        self.left_out += count
+        if ends or is_last:
+            self.rest[:0] = f"skyward: the line above is cut, and {self.left_out} more bytes are left out".encode()
+            self.left_out = None
+        self.searched = 0
 
     def _passing(self, part: bytes) -> tuple[str, ...]:
         if not part:

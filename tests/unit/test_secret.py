@@ -286,7 +286,7 @@ def test_a_value_is_masked_as_programs_quote_it(quoted: str) -> None:
 def test_each_line_is_masked_wherever_output_is_cut_into_lines(separator: str) -> None:
     """A carriage return ends a line of output; a form feed does not."""
     value = separator.join(["first-line", "second\x0cline", "third-line"])
-    stream = Stream("stdout", 0, b"\x1emark\x1e", rest=f"{value}\n".encode())
+    stream = Stream("stdout", 0, b"\x1emark\x1e", rest=bytearray(f"{value}\n".encode()))
     lines = [line for _, lines in stream.lines() for line in lines]
     assert len(lines) >= (2 if separator == "\r" else 3)  # of a progress bar few states pass
     assert {Mask([value]).text(line) for line in lines} <= {MASK, ""}
