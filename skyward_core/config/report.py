@@ -79,7 +79,7 @@ def configuration(
     value that no pool can have is a `fault`.
     """
     settings = Settings.read(environ, directory, profile=profile, pool=pool)
-    file = SettingsFile.nearest(directory)
+    file = SettingsFile.nearest(directory, environ)
     values, fault = _values(settings)
     return Configuration(
         file=None if file is None else str(file.path),

@@ -1,7 +1,9 @@
 """Settings: what a `PoolSpec` says when its user does not.
 
 From the environment (`SKYWARD_PROVIDER=local`, `SKYWARD_NODES=2`, ...) and below that from `skyward.toml`, the nearest
-one from the working directory upwards, else the one in the user's configuration directory. A file looks like this:
+one from the working directory upwards, else the one in the user's configuration directory. SKYWARD_CONFIG names another
+one. A file that was found, and not named, must be of this user or root, and of nobody else, as all folders above it:
+it can name commands, and take away limits. A file looks like this:
 
     nodes = 2
     [provider]
@@ -33,14 +35,16 @@ from platformdirs import user_config_path
 
 from skyward_core.errors import BadRequest, meant, question
 from skyward_core.spec import PoolSpec
+from skyward_core.wire.private_folders import NotPrivate, read_kept
 
 PREFIX = "SKYWARD_"
 FILE = "skyward.toml"
 PROFILE = f"{PREFIX}PROFILE"
+CONFIG = f"{PREFIX}CONFIG"
 PROFILES, POOLS = "profiles", "pools"
 """The tables of a file that have tables by name."""
 NODE_VARIABLES = (
-    "BOOT_WATCHER ENV_PYTHON HOME INSTANCE_DIRECTORY INSTANCE_ID INSTANCE_INFO LEASE_KEY LEDGER OWNER POOL_ID"
+    "BOOT_WATCHER CONFIG ENV_PYTHON HOME INSTANCE_DIRECTORY INSTANCE_ID INSTANCE_INFO LEASE_KEY LEDGER OWNER POOL_ID"
     " PRICE_PER_HOUR PROFILE PYTHON RANK SECRET_KEY UI_TOKEN UV"
 )
 NOT_SETTINGS = frozenset(f"{PREFIX}{name}" for name in NODE_VARIABLES.split())
@@ -66,17 +70,16 @@ class Settings:
         """Read the settings that hold in a directory (by default the working directory).
 
         `profile` is that of SKYWARD_PROFILE if not given. `pool` is the name of the pool they are for; if not given, it
-        is the `name` of the settings themselves. Raises BadRequest for a setting or a profile that does not exist. A
-        pool needs no table.
+        is the `name` of the settings themselves. Raises BadRequest for a setting or a profile that does not exist, and
+        for a file that another user could have written. A pool needs no table.
         """
         profile = environ.get(PROFILE) or None if profile is None else profile
         above = _of_environment(environ)
-        path = _find(directory or Path.cwd())
-        if path is None:
+        file = SettingsFile.nearest(directory, environ)
+        if file is None:
             if profile is not None:
                 raise BadRequest(f"there is no profile {profile!r}, because there is no {FILE} here: write one")
             return above
-        file = SettingsFile.read(path)
         below = file.settings(profile)
         name = pool or above.fields.get("name") or below.fields.get("name")
         return below.under(file.of_pool(name)).under(above)
@@ -96,16 +99,22 @@ class SettingsFile:
     pools: Mapping[str, Mapping[str, Any]]
 
     @classmethod
-    def nearest(cls, directory: Path | None = None) -> SettingsFile | None:
-        """Read the file that holds in a directory; None if there is none. Raises BadRequest."""
-        path = _find(directory or Path.cwd())
-        return None if path is None else cls.read(path)
+    def nearest(cls, directory: Path | None = None, environ: Mapping[str, str] = os.environ) -> SettingsFile | None:
+        """Read the file that SKYWARD_CONFIG names, else the one that holds in a directory; None if there is none.
+
+        Raises BadRequest, also for a file that was not named and that another user could have written.
+        """
+        if named := environ.get(CONFIG):
+            path = Path(named)
+            return cls.of(path, _named_content(path))
+        found = _find(directory or Path.cwd())
+        return None if found is None else cls.of(found, _found_content(found))
 
     @classmethod
-    def read(cls, path: Path) -> SettingsFile:
-        """Read a file. Raises BadRequest for what is no TOML, and for names that do not exist."""
+    def of(cls, path: Path, content: bytes) -> SettingsFile:
+        """Return what a file with this content says. Raises BadRequest for no TOML, and for names that do not exist."""
         try:
-            found = tomllib.loads(path.read_text(encoding="utf-8"))
+            found = tomllib.loads(content.decode())
         except UnicodeDecodeError as error:
             line = error.object[: error.start].count(b"\n") + 1
             raise BadRequest(f"{path}: line {line} is not UTF-8: save the file with that encoding") from error
@@ -186,6 +195,27 @@ def _find(directory: Path) -> Path | None:
     with suppress(RuntimeError, KeyError):  # no home, and no entry for this user
         candidates.append(user_config_path("skyward") / FILE)
     return next((path for path in candidates if path.is_file()), None)
+
+
+def _named_content(path: Path) -> bytes:
+    """A path that the user has named is his own decision, whoever owns the file."""
+    try:
+        return path.expanduser().read_bytes()
+    except (OSError, RuntimeError) as error:
+        raise BadRequest(f"{CONFIG} names {path}, which cannot be read: {error}") from error
+
+
+def _found_content(path: Path) -> bytes:
+    try:
+        return read_kept(path)
+    except NotPrivate as error:
+        raise BadRequest(
+            f"the settings {path} are refused, because another user could choose their commands and limits: {error}."
+            f" Change that owner or mode (chown, chmod go-w), or, if you trust who can write there, set"
+            f" {CONFIG}={path}. {CONFIG}=/dev/null reads no file"
+        ) from error
+    except OSError as error:
+        raise BadRequest(f"the settings {path} cannot be read: {error.strerror}") from error
 
 
 def _check(found: Mapping[str, Any], where: str, also: tuple[str, ...] = ()) -> None:

@@ -96,6 +96,27 @@ def kept_path(path: Path) -> Path:
     return path
 
 
+def read_kept(path: Path) -> bytes:
+    """Return the content of a file that no other user could have written or put there: it and the folders above it
+    belong to this user or root, and nobody else may write to them. In a folder with the sticky bit, as /tmp has, the
+    file's owner decides.
+
+    Raises NotPrivate, or another OSError.
+    """
+    path = kept_path(path)
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        refuse_writers(path, os.fstat(file.fileno()))
+        return file.read()
+
+
+def refuse_writers(path: Path, status: os.stat_result) -> None:
+    """Raise NotPrivate for a file with this status that another user owns or may write to."""
+    if status.st_uid not in (os.geteuid(), *_roots()):
+        raise NotPrivate(f"{path} belongs to {_name(status.st_uid)}, not to {_name(os.geteuid())} or root")
+    if others := other_writers(status):
+        raise NotPrivate(f"{path} may be written to by {others} (mode {stat.S_IMODE(status.st_mode):04o})")
+
+
 def make_file(path: Path, content: bytes = b"") -> None:
     """Make a file that only this user can read (mode 0600), atomically. A file that exists already, perhaps from
     another process, is not changed.
@@ -142,7 +163,7 @@ def _without_links(path: Path) -> Path:
     """Return where a path leads.
 
     Raises NotPrivate for a symlink of another user: /run may be one, and a home, but not a symlink that another user
-    has put into /tmp.
+    has put into /tmp, or could exchange.
     """
     found, left, links = Path("/"), list(reversed(path.parts[1:])), 0
     while left:
@@ -161,6 +182,8 @@ def _without_links(path: Path) -> Path:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
             if status.st_uid not in (os.geteuid(), *_roots()):
                 raise NotPrivate(f"{found} is a symlink of {_name(status.st_uid)}, who chooses where it leads")
+            for folder in found.parents:  # who can rename the link chooses too
+                _refuse_parent(folder, folder.lstat())
             target = Path(os.readlink(found))
             left += reversed(target.parts[1:] if target.is_absolute() else target.parts)
             found = Path("/") if target.is_absolute() else found.parent

@@ -418,3 +418,33 @@ def test_a_pool_works_beside_an_attacker(users: Users) -> None:
     for path in users.home(BOB).rglob("*"):
         if path.parent.name in ("skyward", "state") or path.name == "skyward":
             assert path.stat().st_mode & 0o022 == 0, path
+
+
+BOB_SETTINGS = """
+import os, sys
+import skyward_core as sky
+from skyward_core import cli
+
+os.chdir(sys.argv[1])
+print(cli.main(["offers"]), cli.main(["doctor", "--limit", "60"]))
+"""
+
+
+def test_settings_of_another_user_run_no_command(users: Users) -> None:
+    """In a folder as /tmp, Alice's `skyward.toml` names an SSH configuration of hers with `Match exec`."""
+    proof = users.tmp / "proof"
+    hers = users.tmp / "config"
+    hers.write_text(f'Match exec "id -u >{proof}"\n')
+    settings = users.tmp / "skyward.toml"
+    settings.write_text(f'[provider]\nname = "hosts"\naddresses = ["127.0.0.1:9"]\nconfig = "{hers}"\n')
+    for path in (hers, settings):
+        os.chown(path, ALICE, ALICE)
+    (below := users.tmp / "his").mkdir(mode=0o700)
+    os.chown(below, BOB, BOB)
+    out, errors = users.run(BOB, BOB_SETTINGS, below, USER="bob")
+    assert not proof.exists()
+    assert f"{settings} belongs to user {ALICE}, not to user {BOB} or root" in errors
+    assert f"the settings {settings} are refused" in " ".join(out.split())
+    assert out.splitlines()[-1] == "1 1"
+    out, errors = users.run(BOB, BOB_SETTINGS, below, USER="bob", SKYWARD_CONFIG="/dev/null")
+    assert "belongs to" not in out + errors

@@ -1,7 +1,9 @@
 """Settings: the environment has priority over the file, the nearest file is used, and its schema is that of its reader."""
 
 import logging
+import os
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +211,82 @@ def test_the_schema_accepts_what_the_reader_accepts(schema: dict[str, Any], text
         assert text in REFUSED
     else:
         assert text in ACCEPTED
+
+
+STRANGER = 61_001
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others")
+
+
+def _given(path: Path) -> None:
+    os.chown(path, STRANGER, STRANGER, follow_symlinks=False)
+
+
+def _linked(path: Path) -> None:
+    path.rename(path.with_name("other.toml"))
+    path.symlink_to("other.toml")
+    _given(path)
+
+
+DOUBTFUL: dict[str, tuple[Callable[[Path], object], str]] = {
+    "their file": (_given, rf"skyward\.toml belongs to user {STRANGER}, not to user"),
+    "their file in a folder like /tmp": (
+        lambda path: (path.parent.chmod(0o1777), _given(path)),
+        rf"skyward\.toml belongs to user {STRANGER}",
+    ),
+    "a file that all may write": (lambda path: path.chmod(0o646), r"skyward\.toml may be written to by everybody"),
+    "a file that a group may write": (
+        lambda path: (os.chown(path, 0, STRANGER), path.chmod(0o664)),
+        rf"skyward\.toml may be written to by group {STRANGER} \(mode 0664\)",
+    ),
+    "their folder": (lambda path: _given(path.parent), rf"project belongs to user {STRANGER}, who could exchange"),
+    "their folder above": (lambda path: _given(path.parents[1]), rf"belongs to user {STRANGER}, who could exchange"),
+    "a folder that all may write": (
+        lambda path: path.parent.chmod(0o777),
+        r"project may be written to by everybody \(mode 0777\)",
+    ),
+    "their link": (_linked, rf"skyward\.toml is a symlink of user {STRANGER}"),
+    "our link in their folder": (
+        lambda path: (_linked(path), os.chown(path, 0, 0, follow_symlinks=False), _given(path.parent)),
+        rf"project belongs to user {STRANGER}, who could exchange",
+    ),
+}
+
+
+@as_root
+@pytest.mark.parametrize("kind", DOUBTFUL)
+def test_a_file_that_another_user_could_have_written_is_refused(project: Path, kind: str) -> None:
+    """It was found by searching upwards. The error names file, owner and cure: a silence would drop `max_cost`."""
+    path = project.parent / "skyward.toml"
+    path.write_text("max_cost = 1\n")
+    spoil, words = DOUBTFUL[kind]
+    spoil(path)
+    with pytest.raises(sky.BadRequest, match=words) as caught:
+        sky.Settings.read({}, project)
+    for cure in ("chown", "chmod go-w", f"SKYWARD_CONFIG={path}", "SKYWARD_CONFIG=/dev/null"):
+        assert cure in str(caught.value)
+
+
+@as_root
+@pytest.mark.parametrize("kind", DOUBTFUL)
+def test_a_file_that_the_user_names_is_read_whoever_owns_it(project: Path, kind: str) -> None:
+    """SKYWARD_CONFIG is the user's own decision; no other file is looked at then."""
+    path = project.parent / "skyward.toml"
+    path.write_text("max_cost = 1\n")
+    DOUBTFUL[kind][0](path)
+    settings = sky.Settings.read({"SKYWARD_CONFIG": str(path)}, project)
+    assert (settings.fields, settings.sources) == ({"max_cost": 1}, {"max_cost": str(path)})
+    assert sky.Settings.read({"SKYWARD_CONFIG": "/dev/null"}, project).fields == {}
+
+
+def test_our_file_in_a_folder_like_tmp_is_read(project: Path) -> None:
+    """The sticky bit keeps others from exchanging it."""
+    project.parent.chmod(0o1777)
+    (project.parent / "skyward.toml").write_text("nodes = 2\n")
+    assert sky.Settings.read({}, project).fields == {"nodes": 2}
+
+
+def test_a_named_file_that_is_not_there_is_an_error(project: Path) -> None:
+    """The nearest file does not take its place."""
+    (project / "skyward.toml").write_text("nodes = 2\n")
+    with pytest.raises(sky.BadRequest, match=r"SKYWARD_CONFIG names none\.toml, which cannot be read: .*No such file"):
+        sky.Settings.read({"SKYWARD_CONFIG": "none.toml"}, project)
