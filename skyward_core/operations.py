@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
-
-from platformdirs import user_cache_path
 
 from skyward_core.accelerators import Accelerator, parse
 from skyward_core.config.settings import Settings
 from skyward_core.errors import BadRequest
 from skyward_core.machines.instances import Lease
 from skyward_core.machines.offers import Architecture, Requirements, memory_gb
+from skyward_core.paths import cache_places, first_private
 from skyward_core.providers.base import Provider, load_all
+from skyward_core.wire.private_folders import NotPrivate
 from skyward_core.work import Work
 
 if TYPE_CHECKING:
@@ -64,9 +65,15 @@ def offers(
         architecture=architecture,
     )
     lists = importlib.import_module("skyward_core.provisioning.price_list")
-    return lists.price_list(
-        load_all(providers), want, user_cache_path("skyward") / "offers", max_age_seconds=max_age_seconds
-    )
+    return lists.price_list(load_all(providers), want, _folder_of_prices(), max_age_seconds=max_age_seconds)
+
+
+def _folder_of_prices() -> Path | None:
+    """Return where the answers of providers are kept; None if no folder is safe from other users."""
+    try:
+        return first_private("offers", cache_places())
+    except NotPrivate:
+        return None
 
 
 def configured_providers() -> tuple[Provider, ...]:

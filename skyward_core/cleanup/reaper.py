@@ -24,6 +24,7 @@ from platformdirs import user_state_path
 
 from skyward_core.errors import NotPicklable
 from skyward_core.serialization.pickling import Pickled, dumps
+from skyward_core.wire.private_folders import opened_private
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 SCRIPT = Path(__file__).with_name("reaper_process.py")
 LENGTH_BYTES = 8
-LARGEST_LOG_BYTES = 1_000_000
+LOG, LARGEST_LOG_BYTES = "reaper.log", 1_000_000
 SEND_SECONDS = 5.0
 """How long the reaper may take to read its input, if that is larger than a pipe's buffer."""
 
@@ -227,13 +228,14 @@ def _spawned(pool_id: str, pipe: int) -> _Child:
 
 def _opened_log() -> int:
     try:
-        directory = user_state_path("skyward")
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = directory / "reaper.log"
-        if path.exists() and path.stat().st_size > LARGEST_LOG_BYTES:
-            path.replace(directory / "reaper.log.old")
-        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    except (OSError, RuntimeError):  # no room, no home
+        with opened_private(user_state_path("skyward"), make=True) as folder:
+            log = os.open(LOG, flags := os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=folder)
+            if os.fstat(log).st_size > LARGEST_LOG_BYTES:
+                os.close(log)
+                os.replace(LOG, f"{LOG}.old", src_dir_fd=folder, dst_dir_fd=folder)
+                log = os.open(LOG, flags, 0o600, dir_fd=folder)
+            return log
+    except (OSError, RuntimeError):  # no room, no home, or a folder that another user could exchange
         return os.open(os.devnull, os.O_WRONLY)
 
 

@@ -90,9 +90,10 @@ _SHUTDOWN = r"""skyward_shutdown_after() {
   fi
 }
 """
-# UV_PYTHON has precedence over VIRTUAL_ENV; --python has precedence over both.
+# UV_PYTHON has precedence over VIRTUAL_ENV; --python has precedence over both. uv takes the indexes of a `uv.toml` or
+# `pyproject.toml` from the working directory and any folder above it, and another user may write to one: to /tmp.
 _UV = r"""skyward_uv() {
-  "${skyward_uv_command[@]}" "$@"
+  (cd / && exec "${skyward_uv_command[@]}" "$@")
 }
 skyward_find_uv() {
   if [ -n "${SKYWARD_UV:-}" ]; then

@@ -25,7 +25,7 @@ from platformdirs import user_state_path
 
 from skyward_core.errors import BadRequest, CredentialsError, LeaseTampered
 from skyward_core.machines.instances import Lease
-from skyward_core.wire.private_folders import make_file
+from skyward_core.wire.private_folders import kept_path, make_file, make_private
 
 SHORTEST_KEY = 16
 KEY_BYTES = 32
@@ -64,7 +64,7 @@ def file_key(name: str, *, may_make: bool) -> bytes:
     """
     place = key_file(name)
     if may_make and not place.exists():
-        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(place.parent)
         make_file(place, secrets.token_bytes(KEY_BYTES))
     return _read(place)
 
@@ -80,6 +80,7 @@ def derived(key: bytes, purpose: bytes) -> bytes:
 
 
 def _read(place: Path) -> bytes:
+    place = kept_path(place.parent) / place.name
     with open(place, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:

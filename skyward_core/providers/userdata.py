@@ -53,7 +53,7 @@ from skyward_core.errors import BadRequest
 from skyward_core.machines.instances import Endpoint
 from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, LAUNCH_TAG, POOL_TAG, RANK_TAG, Tags
 from skyward_core.providers.tagging import TAGS_VARIABLE, to_word
-from skyward_core.wire.private_folders import make_file
+from skyward_core.wire.private_folders import NotPrivate, make_file, make_private, read_kept
 
 PURPOSE = b"skyward host key of launch "
 HOME = "/root/.cache/skyward"
@@ -269,8 +269,8 @@ class HostKey:
 def our_key(path: str | None = None) -> Key:
     """Return the key at a path, or this user's key, which is created when it is first needed.
 
-    A key at a path is an OpenSSH private key without passphrase. Raises BadRequest for any other file, and if no key
-    can be created.
+    A key at a path is an OpenSSH private key without passphrase. Raises BadRequest for any other file, if no key can be
+    created, and for a key of this user's state folder that another user could have put there.
     """
     try:
         file = (
@@ -287,7 +287,7 @@ def our_key(path: str | None = None) -> Key:
             raise BadRequest(
                 f"the SSH key {file} cannot be created: {error}; name one of your own with ssh_key="
             ) from error
-    return Key(file, _public(_load(file)))
+    return Key(file, _public(_load(file, is_found=path is None)))
 
 
 def host_key(launch: str, key: Key) -> HostKey:
@@ -315,15 +315,22 @@ def endpoint_of(host: str, port: int, launch: str, key: Key, **more: Any) -> End
 
 def _create_key(file: Path) -> None:
     """Create our key. If two processes do so at the same time, one complete key remains."""
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(file.parent)
     private = importlib.import_module("cryptography.hazmat.primitives.asymmetric.ed25519").Ed25519PrivateKey.generate()
     make_file(file, _text(private).encode())
 
 
-def _load(file: Path) -> Any:
+def _load(file: Path, *, is_found: bool = False) -> Any:
+    """Return a private key. `is_found`: its path was not named, so no other user may have chosen the key."""
     serialization = _serialization()
     try:
-        return serialization.load_ssh_private_key(file.read_bytes(), None)
+        content = read_kept(file) if is_found else file.read_bytes()
+        return serialization.load_ssh_private_key(content, None)
+    except NotPrivate as error:
+        raise BadRequest(
+            f"the SSH key {file} is refused, because another user could have chosen it: {error}. Name one of your own"
+            " with ssh_key="
+        ) from error
     except OSError as error:
         raise BadRequest(f"the SSH key {file} cannot be read: {error}") from error
     # for example a key in a security token

@@ -63,18 +63,22 @@ class PriceList:
 def price_list(
     providers: Sequence[Provider],
     want: Requirements,
-    folder: Path,
+    folder: Path | None,
     *,
     max_age_seconds: float = MAX_AGE_SECONDS,
     clock: Callable[[], datetime] = lambda: datetime.now(UTC),
 ) -> PriceList:
-    """Return the offers that fit. Providers without a recent answer in `folder` are queried, all at once.
+    """Return the offers that fit. Providers without a recent answer in `folder` are queried, all at once. Without a
+    folder all are, and nothing is kept.
 
     Raises BadRequest if all providers do.
     """
     questions = [want if type(provider).sells_by_wish else Requirements() for provider in providers]
-    paths = [_path(folder, provider, question) for provider, question in zip(providers, questions, strict=True)]
-    pages = [_young(_cached(path), clock(), max_age_seconds) for path in paths]
+    paths = [
+        None if folder is None else _path(folder, provider, question)
+        for provider, question in zip(providers, questions, strict=True)
+    ]
+    pages = [None if path is None else _young(_cached(path), clock(), max_age_seconds) for path in paths]
     missing = [index for index, page in enumerate(pages) if page is None]
     answers = dict(
         zip(
@@ -91,8 +95,8 @@ def price_list(
     for index, answer in answers.items():
         if answer.error is None:
             pages[index] = page = CachedOffers(asked_at=clock(), offers=answer.offers)
-            if not answer.unasked:  # an answer without some regions is not cached
-                _cache(paths[index], page)
+            if (path := paths[index]) is not None and not answer.unasked:  # one without some regions is not cached
+                _cache(path, page)
     known = [page for page in pages if page is not None]
     found = [offer for page in known for offer in page.offers if matches(offer, want) is None]
     reasons = [

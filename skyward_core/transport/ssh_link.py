@@ -28,6 +28,7 @@ from skyward_core.concurrency.threads import PlainExecutor
 from skyward_core.errors import BadRequest, ConnectionLost, CredentialsError, HostKeyChanged, Unreachable
 from skyward_core.machines.instances import Endpoint
 from skyward_core.transport.proxy_command import Proxy
+from skyward_core.wire.private_folders import NotPrivate, refuse_writers
 
 CIPHERS = "^aes128-gcm@openssh.com,aes256-gcm@openssh.com"
 """Preferred where ~/.ssh/config has no opinion: with AES in the processor two to three times faster than chacha20
@@ -82,6 +83,8 @@ async def login_options(endpoint: Endpoint, keepalive_seconds: float, keepalive_
     Reads the user's files before the first packet, so that their errors are not the network's.
     """
     named: dict[str, Any] = {"host": endpoint.host, "config": [endpoint.config] if endpoint.config else ()}
+    if endpoint.config is None:
+        _refuse_configuration_of_others()
     named |= {
         name: value for name, value in (("port", endpoint.port), ("username", endpoint.user)) if value is not None
     }
@@ -119,6 +122,23 @@ async def login_options(endpoint: Endpoint, keepalive_seconds: float, keepalive_
         "x11_forwarding": False,
         "connect_timeout": None,
     }
+
+
+def _refuse_configuration_of_others() -> None:
+    """Raise BadRequest if another user owns ~/.ssh/config, or may write to it: it names commands.
+
+    OpenSSH does the same. HOME may be another user's, for example after `sudo -E`.
+    """
+    try:
+        path = Path("~/.ssh/config").expanduser()
+        refuse_writers(path, path.stat())
+    except NotPrivate as error:
+        raise BadRequest(
+            f"the SSH configuration is refused, as OpenSSH does: {error}. Change its owner or mode, or name a file with"
+            " config="
+        ) from error
+    except (OSError, RuntimeError):
+        return  # there is none, or no home
 
 
 async def log_in(

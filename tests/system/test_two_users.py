@@ -448,3 +448,77 @@ def test_settings_of_another_user_run_no_command(users: Users) -> None:
     assert out.splitlines()[-1] == "1 1"
     out, errors = users.run(BOB, BOB_SETTINGS, below, USER="bob", SKYWARD_CONFIG="/dev/null")
     assert "belongs to" not in out + errors
+
+
+BOB_FINDS = {
+    "the SSH key of machines": """
+from skyward_core.providers.userdata import our_key
+our_key()
+""",
+    "the key that seals leases": """
+from skyward_core.machines.signing import KeyRing
+KeyRing.to_seal()
+""",
+    "the key that signs leases": """
+import skyward_core.machines.signing as signing
+signing._key_to_sign()
+""",
+    "the log of the reaper": """
+import os
+import skyward_core.cleanup.reaper as reaper
+os.write(reaper._opened_log(), b"his")
+""",
+    "the prices of clouds": """
+import skyward_core as sky
+print(len(sky.offers(providers=sky.Local())))
+""",
+}
+
+
+@pytest.mark.parametrize("kind", BOB_FINDS)
+def test_no_file_of_ours_is_made_or_read_in_a_folder_of_another_user(users: Users, kind: str) -> None:
+    """XDG_STATE_HOME and XDG_CACHE_HOME name a folder as /tmp, and Alice has made `skyward` in it. Prices are looked up
+    anew, the reaper has no log, and for a key there is an error that names the folder.
+    """
+    hers = alice_owns(users, "skyward")
+    for name in ("ssh", "offers"):
+        (hers / name).mkdir()
+        (hers / name).chmod(0o777)
+        os.chown(hers / name, ALICE, ALICE)
+    his = users.home(BOB) / "precious"
+    his.write_text("")
+    os.chown(his, BOB, BOB)
+    (hers / "reaper.log").symlink_to(his)
+    before = sorted(hers.rglob("*"))
+    places = {"XDG_STATE_HOME": str(users.tmp), "XDG_CACHE_HOME": str(users.tmp)}
+    _, errors = users.run(BOB, BOB_FINDS[kind], **places)
+    assert sorted(hers.rglob("*")) == before
+    assert his.read_text() == ""
+    assert (f"{hers} belongs to user {ALICE}" in errors) == ("key" in kind), errors
+
+
+BOB_LOGS_IN = """
+import os
+import skyward_core as sky
+from skyward_core.machines.instances import Endpoint
+from skyward_core.transport.ssh_connection import SSHConnection
+
+with SSHConnection(Endpoint(host="127.0.0.1", port=9, user="bob")) as connection:
+    connection.connect(1)
+"""
+
+
+@pytest.mark.parametrize("mode", ["hers", "writable"])
+def test_an_ssh_configuration_of_another_user_runs_no_command(users: Users, mode: str) -> None:
+    """HOME is Alice's, as after `sudo -E` in her shell, or she may write to the file. OpenSSH refuses both too."""
+    home = users.home(ALICE if mode == "hers" else BOB)
+    (home / ".ssh").mkdir()
+    proof, config = users.tmp / "proof", home / ".ssh" / "config"
+    config.write_text(f'Match exec "id -u >{proof}"\n')
+    config.chmod(0o644 if mode == "hers" else 0o666)
+    for path in (config.parent, config):
+        os.chown(path, *[ALICE if mode == "hers" else BOB] * 2)
+    _, errors = users.run(BOB, BOB_LOGS_IN, HOME=str(home), USER="bob")
+    words = f"belongs to user {ALICE}" if mode == "hers" else "may be written to by everybody (mode 0666)"
+    assert f"BadRequest: the SSH configuration is refused, as OpenSSH does: {config} {words}" in errors
+    assert not proof.exists()

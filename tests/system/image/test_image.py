@@ -520,6 +520,18 @@ def test_a_real_environment_is_built_once(real: dict[str, str], tmp_path: Path) 
     assert not cache.exists()
 
 
+def test_no_index_comes_from_a_file_above_the_working_directory(real: dict[str, str], tmp_path: Path) -> None:
+    """In a folder below /tmp, another user may have written a `uv.toml` or a `pyproject.toml` there."""
+    below = tmp_path / "theirs" / "node"
+    below.mkdir(parents=True)
+    (below.parent / "uv.toml").write_text('[pip]\nindex-url = "http://127.0.0.1:9/theirs"\n')
+    (below.parent / "pyproject.toml").write_text('[project]\nname = "x"\nversion = "0"\n')
+    script = f"cd {below}\n{Image(pip=['six==1.17.0']).bootstrap(runtime=())}"
+    run = run_bash(script, real | {"UV_CACHE_DIR": str(tmp_path / "cache")})
+    assert "127.0.0.1:9" not in run.stderr
+    assert (run.returncode, reported(run.stdout)) == (0, DONE), run.stderr
+
+
 def test_uv_is_installed_from_the_package_index(real: dict[str, str]) -> None:
     """On a machine that has Python but no uv. A package that does not exist is an error of the phase deps."""
     path = Path(real["SKYWARD_HOME"]).with_name("bin")
