@@ -162,7 +162,7 @@ def cp(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="the same; one of both is on a node")],
 ) -> int:
     """Copy a file or folder to or from a node of a live pool. A relative PATH begins where its calls run."""
-    from skyward_core.live.pool_nodes import copy_from, copy_to, read_place
+    from skyward_core.live.node_files import copy_from, copy_to, read_place
 
     there, here = read_place(source), read_place(target)
     place = here if there is None else there

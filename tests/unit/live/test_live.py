@@ -16,8 +16,9 @@ from skyward_core.cli import calls as view
 from skyward_core.errors import Unreachable
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.live import observer as metrics
+from skyward_core.live.node_files import read_place
 from skyward_core.live.observer import PoolUses, SampleFeed, call_list, calls_of
-from skyward_core.live.pool_nodes import PoolNodes, command_on, login_command, read_place
+from skyward_core.live.pool_nodes import PoolNodes, command_on, login_command
 from skyward_core.machines.instances import Endpoint, Instance, InstanceState
 from skyward_core.machines.owner import Owner
 
