@@ -6,7 +6,6 @@ import os
 import secrets
 import shlex
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
 OnNode = Annotated[int, typer.Argument(parser=values.whole, metavar="[NODE]", help="the node, from 0")]
 TOKEN = "SKYWARD_UI_TOKEN"  # noqa: S105 - the name of a variable
 SHORTEST_TOKEN = 20
+WHO_READS = "with this URL, every user of this machine can read it"
 TOKEN_BYTES = 24
 BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = "12345678"
@@ -180,27 +180,25 @@ def cp(
 
 
 def dashboard(context: typer.Context, pool: PoolName) -> int:
-    """Forward the pages of a live pool's Dask scheduler to this machine until Ctrl-C, and print their URL."""
+    """Show the plain pages of a live pool's Dask scheduler on this machine until Ctrl-C, and print their URL."""
+    from skyward_core.cli.dashboard import START, DaskPages, DaskServer
     from skyward_core.live.observer import Observer
 
     with Observer(nodes_of(context, pool)) as observer:
-        print(observer.dashboard(), flush=True)
-        print("skyward: until Ctrl-C", file=sys.stderr, flush=True)
-        try:
-            wait_for_ctrl_c()
-        except KeyboardInterrupt:
-            print("skyward: the forwarding has ended; the pool goes on", file=sys.stderr)
+        observer.dask_page(START)
+        with DaskServer(0, secrets.token_urlsafe(TOKEN_BYTES), DaskPages(observer)) as server:
+            print(server.url, flush=True)
+            print(f"skyward: Ctrl-C ends the pages; {WHO_READS}", file=sys.stderr, flush=True)
+            try:
+                server.serve_forever()
+            except KeyboardInterrupt:
+                print("skyward: the pages have ended; the pool goes on", file=sys.stderr, flush=True)
     return 0
 
 
 def run_in_place(command: list[str]) -> NoReturn:
     """Go on as this program. Raises OSError if it is not installed."""
     os.execvp(command[0], command)  # noqa: S606 - the words are ours, and no shell reads them
-
-
-def wait_for_ctrl_c() -> None:
-    """Wait until this process is interrupted."""
-    threading.Event().wait()
 
 
 def top(
@@ -274,11 +272,7 @@ def ui(
         PageServer(port, token, answers(ledger, utilisation)) as server,
     ):
         print(server.url, flush=True)
-        print(
-            "skyward: Ctrl-C ends the page; with this URL, every user of this machine can read it",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(f"skyward: Ctrl-C ends the page; {WHO_READS}", file=sys.stderr, flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

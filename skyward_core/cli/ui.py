@@ -29,14 +29,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from socketserver import TCPServer
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, ClassVar, Self, cast, override
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, cast, override
 from urllib.parse import parse_qsl, urlsplit
 
 from skyward_core.cli.calls import detached_json
 from skyward_core.cli.cost import sum_of, total
 from skyward_core.cli.options import SHOWN_ROWS
 from skyward_core.cli.pools import attempt_json, faults, pools_of
-from skyward_core.errors import BadRequest, LedgerConflict, LedgerError
+from skyward_core.errors import BadRequest, LedgerConflict, LedgerError, SkywardError
 from skyward_core.events.utilisation import MEASURES, percentages
 from skyward_core.ledger.receipt import receipt
 from skyward_core.ledger.rows import CostBy, ResourceKind, UnreadableRow
@@ -195,11 +195,12 @@ def _lines(warnings: Iterable[object]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The body of an answer, its media type, and further headers."""
+    """The body of an answer, its media type, further headers, and its status."""
 
     body: bytes
     media_type: str = JSON
     headers: Mapping[str, str] | None = None
+    status: int = 200
 
     @classmethod
     def of(cls, data: object) -> Self:
@@ -207,17 +208,22 @@ class Answer:
         return cls(json.dumps(data).encode())
 
 
-type Answers = Mapping[str, Callable[[Mapping[str, str]], Answer]]
-"""What answers a path, from the parameters of the query.
+class Answers(Protocol):
+    """What answers a path, from the parameters of the query; None for a path that is none.
 
-It may raise BadRequest (400), LedgerConflict (404: no such pool) and LedgerError (503).
-"""
+    It may raise BadRequest (400), LedgerConflict (404: no such pool), LedgerError and other SkywardErrors (503).
+    """
+
+    def get(self, path: str, /) -> Callable[[Mapping[str, str]], Answer] | None:
+        """Return it."""
+        ...
 
 
 class PageServer(ThreadingHTTPServer):
     """Listens as soon as it is made, on 127.0.0.1 only. Raises BadRequest if the port is taken."""
 
     daemon_threads = False  # the end waits for answers, which read the ledger
+    command = "skyward ui"
 
     def __init__(self, port: int, token: str, answers: Answers) -> None:
         self.token = token
@@ -233,6 +239,12 @@ class PageServer(ThreadingHTTPServer):
     def url(self) -> str:
         """The URL of the page, with the token."""
         return f"http://{ADDRESS}:{self.server_port}/?token={self.token}"
+
+    def read_target(self, target: str) -> tuple[str, str | None, dict[str, str]]:
+        """Return the path of a request, its token and the other parameters of its query."""
+        url = urlsplit(target)
+        query = dict(parse_qsl(url.query))
+        return url.path, query.pop("token", None), query
 
     @override
     def server_bind(self) -> None:
@@ -253,12 +265,11 @@ class _Request(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Check host and token, then answer."""
-        url = urlsplit(self.path)
-        query = dict(parse_qsl(url.query))
-        if why := self._why_not(query.pop("token", None)):
+        path, token, query = self._server.read_target(self.path)
+        if why := self._why_not(token):
             self._send(*why)
             return
-        found = self._server.answers.get(url.path)
+        found = self._server.answers.get(path)
         if found is None:
             self._refuse(404, "there is no such page")
             return
@@ -268,28 +279,28 @@ class _Request(BaseHTTPRequestHandler):
             self._refuse(400, str(error))
         except LedgerConflict as error:
             self._refuse(404, str(error))
-        except LedgerError as error:
+        except SkywardError as error:
             self._refuse(503, str(error))
         else:
-            self._send(200, answer)
+            self._send(answer.status, answer)
 
     @property
     def _server(self) -> PageServer:
         return cast(PageServer, self.server)
 
     def _why_not(self, token: str | None) -> tuple[int, Answer] | None:
-        hosts = self.headers.get_all("Host") or []
+        hosts, command = self.headers.get_all("Host") or [], self._server.command
         if len(hosts) != 1 or not OURS.fullmatch(hosts[0].strip()):
-            return 403, _error("this page has another name: open the URL that `skyward ui` has printed")
+            return 403, _error(f"this page has another name: open the URL that `{command}` has printed")
         scheme, _, bearer = (self.headers.get("Authorization") or "").partition(" ")
         if scheme.lower() == "bearer":
             token = bearer.strip()
         if not token:
-            refusal = _error("this needs a token: open the URL that `skyward ui` has printed")
+            refusal = _error(f"this needs a token: open the URL that `{command}` has printed")
             return 401, Answer(refusal.body, JSON, {"WWW-Authenticate": "Bearer"})
         # headers are Latin-1, and compare_digest takes no text beyond ASCII
         if not hmac.compare_digest(token.encode(errors="replace"), self._server.token.encode()):
-            return 403, _error("this token is not that of the running `skyward ui`: open the URL that it has printed")
+            return 403, _error(f"this token is not that of the running `{command}`: open the URL that it has printed")
         return None
 
     def _refuse(self, status: int, why: str) -> None:

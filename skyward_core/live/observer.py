@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 from urllib.parse import urlsplit
 
 from skyward_core.engine.certificates import PoolCertificate
@@ -23,8 +23,16 @@ from skyward_core.session.detached_call import state_of
 from skyward_core.session.sealed_lease import KeysInMemory
 from skyward_core.transport.transport import Transport, Transports
 from skyward_core.wire.messages import lines_of
-from skyward_core.wire.protocol import LIST_CALLS, LISTING_SECONDS, POOL_TOPIC, detached_key, is_detached
-from skyward_core.worker.stacks import START, SlotStack, serve_pages, stacks_of_worker
+from skyward_core.wire.protocol import (
+    DASK_PAGE,
+    LIST_CALLS,
+    LISTING_SECONDS,
+    PAGE_SECONDS,
+    POOL_TOPIC,
+    detached_key,
+    is_detached,
+)
+from skyward_core.worker.stacks import SlotStack, stacks_of_worker
 
 if TYPE_CHECKING:
     import distributed
@@ -47,6 +55,15 @@ MOST_SAMPLES = 60
 """Of one node: two minutes."""
 GRACE_SECONDS = 10.0
 """For the way to a busy scheduler and back, beside the time that it waits for its members."""
+LARGEST_PAGE = 1 << 25
+PAGE_STATUSES = (200, 404, 500)
+
+
+class DaskPage(NamedTuple):
+    """A page of Dask's scheduler: its HTTP status, and HTML that the node has written."""
+
+    status: int
+    text: str
 
 
 class Observer:
@@ -113,12 +130,20 @@ class Observer:
         module = importlib.import_module("skyward_core.engine.connection")
         return module.call_scheduler(client, operation, lambda: time.monotonic() < until, what)
 
-    def dashboard(self) -> str:
-        """Return the URL, on this machine, of the pages that Dask's scheduler serves. It works until the end."""
-        client = self.client()
-        head, _ = self._head()
-        port: Any = client.run_on_scheduler(serve_pages)
-        return f"{self._here(head, f'http://127.0.0.1:{port}')}/{START}"
+    def dask_page(self, path: str) -> DaskPage:
+        """Return a plain page of Dask's scheduler. For any thread, after the first call of `client`.
+
+        Raises what `ask` raises, and BadRequest for an answer that is no page: the nodes may have an earlier release.
+        """
+        answer: object = self.ask(DASK_PAGE, PAGE_SECONDS + GRACE_SECONDS, path=path)
+        page = cast("Mapping[str, object]", answer) if isinstance(answer, Mapping) else {}
+        status, text = page.get("status"), page.get("text")
+        if not isinstance(status, int) or not isinstance(text, str) or len(text) > LARGEST_PAGE:
+            raise BadRequest(
+                f"the scheduler of pool {self.pool_id} sends no page: its nodes have a release without, or do not keep"
+                " to the protocol"
+            )
+        return DaskPage(status if status in PAGE_STATUSES else 502, text)
 
     def _here(self, head: Instance, address: str) -> str:
         return self.reach(head).address(address)

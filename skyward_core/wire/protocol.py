@@ -16,6 +16,10 @@ LIST_CALLS = "skyward_list_calls"
 """The operation by which an observer asks for the calls of all clients (`call_lists.py`)."""
 LISTING_SECONDS = 5.0
 """How long clients and workers may take to answer it: longer than a worker waits for the stacks of its slots."""
+DASK_PAGE = "skyward_dask_page"
+"""The operation by which an observer asks for a plain page of Dask's scheduler (`dask_pages.py`)."""
+PAGE_SECONDS = 10.0
+"""How long a page may take: some ask a worker."""
 END_CLIENT = "skyward_end_client"
 """The operation by which a client ends the calls of another one, whose process is dead or was replaced."""
 ENDING_SECONDS = 10.0

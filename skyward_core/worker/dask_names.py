@@ -73,8 +73,7 @@ SCHEDULER = (
     "distributed.spans:SpanMetadata",
     "distributed.protocol.serialize:deserialize(header, frames)",
     "distributed.utils:offload",
-    # worker/stacks.py: Dask's plain pages, served on request
-    "distributed.node:ServerNode.start_http_server(routes, dashboard_address)",
+    # worker/dask_pages.py: Dask's plain pages, made on request
     "distributed.http.utils:get_handlers(server, modules)",
     "distributed.http.scheduler.info:routes",
 )

@@ -22,6 +22,7 @@ from distributed.core import Status, rpc  # noqa: TID253
 from skyward_core.wire.protocol import POOL_TOPIC, STALLED_SECONDS
 from skyward_core.wire.settings import NodeSettings, write_atomically
 from skyward_core.worker.calls import CallMemory
+from skyward_core.worker.dask_pages import DaskPages
 from skyward_core.worker.pool_worker import PoolWorker, Slots
 from skyward_core.worker.scheduler import (
     SILENT_SECONDS,
@@ -105,6 +106,7 @@ def run_scheduler(directory: Path, settings: NodeSettings) -> NoReturn:
                 NodeHolding(POOL_TOPIC),
                 SecretStore(),
                 CallLists(),
+                DaskPages(),
             ],
         )
         async with scheduler:

@@ -21,9 +21,6 @@ SIGNAL = signal.SIGRTMAX - 3
 FILE = "skyward-stacks"
 READY = b"ready\n"
 ANSWER_SECONDS, POLL_SECONDS = 3.0, 0.01
-MODULES = ("distributed.http.scheduler.info", "distributed.http.health", "distributed.http.statics")
-START = "info/main/workers.html"
-SERVED = "skyward_pages"
 
 
 class SlotStack(NamedTuple):
@@ -89,16 +86,3 @@ async def _written(file: int, begin: int) -> None:
         if now == size > begin:
             return
         size = now
-
-
-async def serve_pages(dask_scheduler: Any) -> int:
-    """Add the pages to the scheduler's HTTP server, which listens on the loopback of its machine; return the port.
-
-    Idempotent. Dask runs it in the scheduler's event loop.
-    """
-    from distributed.http.utils import get_handlers
-
-    if not getattr(dask_scheduler, SERVED, False):
-        dask_scheduler.http_application.add_handlers(".*$", get_handlers(dask_scheduler, list(MODULES)))
-        setattr(dask_scheduler, SERVED, True)
-    return int(dask_scheduler.services["dashboard"].port)
