@@ -87,7 +87,7 @@ def users(
     from skyward_core.ledger.rows import CostBy
 
     unreadable: list[UnreadableRow] = []
-    with open_settled_ledger(context) as ledger:
+    with open_settled_ledger(context) as ledger, ledger.snapshot():
         pool_id = id_of(ledger, name)
         found = users_of(ledger, pool_id, split=split, unreadable=unreadable)
         if not found and (entry := ledger.pool(pool_id)) is not None:
@@ -97,10 +97,8 @@ def users(
             )
         if not found:
             raise BadRequest(f"the ledger has no pool with the name or the id {name!r}: look with `skyward ps --all`")
-        noted = sum((row.cost_usd for row in ledger.cost_rows(CostBy.POOL, pool_id=pool_id)), ZERO_USD)
+        cost = sum((row.cost_usd for row in ledger.cost_rows(CostBy.POOL, pool_id=pool_id)), ZERO_USD)
         pool = ledger.pool(pool_id)
-    # what calls have held is noted some seconds before the time of their machines
-    cost = max(noted, _calls_cost_usd(found))
     if as_json:
         print_json(_users_json(pool_id, found, cost))
     else:

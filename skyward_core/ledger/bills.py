@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date, datetime, timedelta
+from decimal import Decimal
 from typing import Any, cast
 
 from sqlalchemy import (
@@ -52,7 +53,10 @@ from skyward_core.ledger.tables import (
     ATTEMPTS,
     CALLS,
     CLIENTS,
+    COST,
     IS_OPEN,
+    MILLISECONDS,
+    ON_DEMAND,
     POOLS,
     RESERVATIONS,
     RESOURCES,
@@ -64,9 +68,11 @@ from skyward_core.ledger.tables import (
     pool_seen,
     read_rows,
     stamp,
+    total_milliseconds,
     work_of,
     work_values,
 )
+from skyward_core.ledger.uses import ESTIMATED_MICRO_USD, select_uses
 from skyward_core.providers.base import LAUNCH_TAG, RANK_TAG, TYPE_TAG
 from skyward_core.work import NO_WORK, Work, of_system
 
@@ -90,9 +96,9 @@ class Bills:
             r.pool_id,
             func.sum(case((IS_OPEN, 1), else_=0)),
             func.count(),
-            func.sum(_MILLISECONDS),
-            func.sum(_COST),
-            func.sum(_ON_DEMAND),
+            func.sum(MILLISECONDS),
+            func.sum(COST),
+            func.sum(ON_DEMAND),
         )
         # without a limit all resources are needed, and a list of 5,000 ids costs more time than it saves
         if limit is not None or not include_ended:
@@ -100,7 +106,7 @@ class Bills:
         with self._database.read() as connection:
             clock = self._database.lease_clock()
             entries = read_rows(connection.execute(newest).mappings(), lambda row: pool_seen(row, clock), unreadable)
-            found = {row[0]: tuple(map(_whole, row[1:])) for row in connection.execute(sums.group_by(r.pool_id))}
+            found = {row[0]: tuple(map(_number, row[1:])) for row in connection.execute(sums.group_by(r.pool_id))}
         return [_pool_row(entry, *found.get(entry.id, (0, 0, 0, 0, 0))) for entry in reversed(entries)]
 
     def cost_rows(
@@ -123,11 +129,12 @@ class Bills:
         shares that pruning and earlier releases have left. The rest of the cost, and the number of resources, count for
         the work to which the pool belongs; of a pool that belongs to nobody they are a row of their own, `pool NAME`,
         unless `split` divides the rest among the others in proportion to their costs. With `work`, only the parts for
-        it count in these bills, and by pool; otherwise the sum of the rows does not depend on `by`, but for what calls
-        have held in the last seconds, which counts before the time of their machines is noted. With `unreadable`, rows
-        with values that are no numbers (SQLite stores any value) are left out and appended to it.
+        it count in these bills, and by pool; otherwise the sum of the rows does not depend on `by`. Of intents in a
+        time, a part of their pool counts in proportion to their cost. With `unreadable`, rows with values that are no
+        numbers (SQLite stores any value) are left out and appended to it.
         """
         conditions: list[ColumnElement[bool]] = []
+        readable: list[ColumnElement[bool]] = []
         if pool_id is not None:
             conditions.append(RESOURCES.c.pool_id == pool_id)
         if since is not None:
@@ -136,22 +143,24 @@ class Bills:
             conditions.append(RESOURCES.c.intended_microseconds < stamp(until))
         if work != NO_WORK:
             conditions.append(_pools_for(work))
-        with self._database.read() as connection:
+        with self._database.snapshot(), self._database.read() as connection:
             if unreadable is not None and connection.dialect.name == "sqlite":
                 unreadable += _without_numbers(connection, conditions)
+                readable.append(_HAS_NUMBERS)
                 conditions.append(_HAS_NUMBERS)
+            which = _Which(conditions, readable, is_whole=since is None and until is None)
             if by is CostBy.OWNER and work == NO_WORK:
-                return _owner_rows(connection, conditions, split=split)
+                return _owner_rows(connection, which, split=split)
             if by in _KEYS or (by is CostBy.POOL and work != NO_WORK):
-                return _work_rows(connection, by, conditions, work, split=split)
+                return _work_rows(connection, by, which, work, split=split)
             if by is CostBy.BUCKET:
-                return _bucket_rows(connection, conditions)
+                return _bucket_rows(connection, which)
             key = _cost_keys()[by]
             if by is CostBy.RESOURCE:
                 # sums over single rows would take more time
-                wanted = select(key, literal(1), _MILLISECONDS, _COST, _ON_DEMAND).where(*conditions)
+                wanted = select(key, literal(1), MILLISECONDS, COST, ON_DEMAND).where(*conditions)
             else:
-                sums = select(key, func.count(), func.sum(_MILLISECONDS), func.sum(_COST), func.sum(_ON_DEMAND))
+                sums = select(key, func.count(), func.sum(MILLISECONDS), func.sum(COST), func.sum(ON_DEMAND))
                 wanted = sums.where(*conditions).group_by(key)
             return [_cost_row(by, *row) for row in connection.execute(wanted.order_by(key))]
 
@@ -167,8 +176,8 @@ class Bills:
             conditions.append(RESOURCES.c.pool_id.in_(select(POOLS.c.id).where(ended)))
         totals: dict[tuple[str, Work, str], list[int]] = defaultdict(lambda: [0, 0])
         still_grow: set[tuple[str, Work, str]] = set()
-        with self._database.read() as connection:
-            for pool_id, bearer, resources, (_, cost, on_demand) in _parts(connection, conditions):
+        with self._database.snapshot(), self._database.read() as connection:
+            for pool_id, bearer, resources, (_, cost, on_demand) in _parts(connection, _Which(conditions)):
                 key = pool_id, bearer.work, bearer.pool
                 if is_for(bearer.work, work):
                     _add(totals[key], cost, on_demand)
@@ -180,6 +189,20 @@ class Bills:
         return [
             CostPart(key[0], key[1], in_usd(cost), in_usd(on_demand), key[0] in closed or key not in still_grow, key[2])
             for key, (cost, on_demand) in totals.items()
+        ]
+
+    def held_parts(self, pool_id: str) -> list[HeldPart]:
+        """Return the parts of a pool's bill for each of its uses, and for the detached calls of each owner and work."""
+        with self._database.snapshot(), self._database.read() as connection:
+            its = _recorded_of(connection, select(POOLS.c.id).where(POOLS.c.id == pool_id)).get(pool_id)
+            bill = _bills(connection, [RESOURCES.c.pool_id == pool_id]).get(pool_id, 0)
+        if its is None:
+            return []
+        shares, held = _disjoint(its)
+        costs = split_bill(bill, [*shares, *held])[len(shares) :]
+        return [
+            HeldPart(one.key, in_usd(cost), in_usd(max(0, cost - one.micro_usd)))
+            for one, cost in zip(held, costs, strict=True)
         ]
 
     def prune(self, ended_before: datetime, *, is_dry_run: bool = True) -> Pruned:
@@ -213,7 +236,7 @@ class Bills:
         return Pruned(len(pools), attempts, reservations, calls)
 
 
-def _whole(number: object) -> int:
+def _number(number: object) -> int:
     """Return a sum of the database as an integer; 0 if a damaged row has made it something else."""
     try:
         return int(cast("Any", number))
@@ -230,10 +253,11 @@ def _pool_row(
 def _keep_parts(connection: Connection, pool_ids: Sequence[str]) -> None:
     """Make shares of the parts of a cost that the rows of uses and of detached calls decide."""
     recorded = _recorded_of(connection, select(POOLS.c.id).where(POOLS.c.id.in_(pool_ids)))
+    bills = _bills(connection, [RESOURCES.c.pool_id.in_(pool_ids)])
     rows = [
         {"pool_id": pool_id, "micro_usd": micro_usd, "owner": bearer.owner, **work_values(bearer.work)}
         for pool_id, its in sorted(recorded.items())
-        for bearer, micro_usd in parts_of(its)[len(its.shares) :]
+        for bearer, micro_usd in parts_of(its, bills.get(pool_id, 0))[len(its.shares) :]
     ]
     if rows:
         connection.execute(insert(SHARES), rows)
@@ -266,33 +290,7 @@ def _slim(tags_json: str) -> str:
         return tags_json
 
 
-# ── cost, in integers, so that both databases add up alike ────────────────────────────────────────────────────────────
-
-
-def _total_milliseconds(buckets: Sequence[Bucket]) -> ColumnElement[int]:
-    total: ColumnElement[int] = literal(0, BigInteger)
-    for bucket in buckets:
-        total += RESOURCES.c[milliseconds_of(bucket)]
-    return total
-
-
-def _billed_micro_usd(price_per_hour: ColumnElement[int]) -> ColumnElement[int]:
-    """Return the same as `Price.cost`. A resource that was never bound and has no seconds costs nothing."""
-    r = RESOURCES.c
-    increments = ((_MILLISECONDS + 999) // 1000 + r.increment_seconds - 1) // r.increment_seconds
-    seconds = increments * r.increment_seconds
-    billed = case((seconds < r.minimum_seconds, r.minimum_seconds), else_=seconds)
-    cost = (price_per_hour * billed + SECONDS_PER_HOUR - 1) // SECONDS_PER_HOUR
-    return case(
-        (r.bound_microseconds.is_(None) & (_MILLISECONDS == 0), 0),
-        (cost < r.minimum_micro_usd, r.minimum_micro_usd),
-        else_=cost,
-    )
-
-
-_MILLISECONDS = _total_milliseconds(tuple(Bucket))
-_COST = _billed_micro_usd(RESOURCES.c.price_micro_usd_per_hour)
-_ON_DEMAND = _billed_micro_usd(RESOURCES.c.on_demand_micro_usd_per_hour)
+# ── rows that cannot be billed ────────────────────────────────────────────────────────────────────────────────────────
 
 
 _NUMBERS = (
@@ -373,12 +371,19 @@ def _pools_for(work: Work) -> ColumnElement[bool]:
     return or_(*(RESOURCES.c.pool_id.in_(pools) for pools in found))
 
 
-def _work_rows(
-    connection: Connection, by: CostBy, conditions: Sequence[ColumnElement[bool]], wanted: Work, *, split: bool
-) -> list[CostRow]:
+@dataclass(frozen=True, slots=True)
+class _Which:
+    """Which resources count. `is_whole`: all of a pool, or none. `readable`: which of them can be billed."""
+
+    conditions: Sequence[ColumnElement[bool]]
+    readable: Sequence[ColumnElement[bool]] = ()
+    is_whole: bool = True
+
+
+def _work_rows(connection: Connection, by: CostBy, which: _Which, wanted: Work, *, split: bool) -> list[CostRow]:
     """Add up by who bears the cost, or for one work by pool. Only what is for `wanted` counts."""
     totals: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
-    for pool_id, bearer, resources, amounts in _parts(connection, conditions, split=split):
+    for pool_id, bearer, resources, amounts in _parts(connection, which, split=split):
         if is_for(bearer.work, wanted):
             key = pool_id if by is CostBy.POOL else f"pool {bearer.pool}" if bearer.pool else _KEYS[by](bearer)
             keys = key.split(", ") if by is CostBy.ASSET and not bearer.pool else [key]
@@ -392,16 +397,17 @@ def _nth_part(amount: int, number: int, count: int) -> int:
     return amount // count + (0 if number else amount % count)
 
 
-def _owner_rows(connection: Connection, conditions: Sequence[ColumnElement[bool]], *, split: bool) -> list[CostRow]:
+def _owner_rows(connection: Connection, which: _Which, *, split: bool) -> list[CostRow]:
     """Add up by owner: of pools with a name by the processes of their uses; all others, of which a ledger may have very
     many, are wholly for the process that has opened them.
     """
     has_name = RESOURCES.c.pool_id.in_(select(POOLS.c.id).where(POOLS.c.name != ""))
-    found = _work_rows(connection, CostBy.OWNER, [*conditions, has_name], NO_WORK, split=split)
+    named = replace(which, conditions=[*which.conditions, has_name])
+    found = _work_rows(connection, CostBy.OWNER, named, NO_WORK, split=split)
     owner = POOLS.c.owner_user + "@" + POOLS.c.owner_host
-    sums = select(owner, func.count(), func.sum(_MILLISECONDS), func.sum(_COST), func.sum(_ON_DEMAND))
+    sums = select(owner, func.count(), func.sum(MILLISECONDS), func.sum(COST), func.sum(ON_DEMAND))
     without = sums.select_from(RESOURCES.join(POOLS, RESOURCES.c.pool_id == POOLS.c.id)).where(
-        *conditions, POOLS.c.name == ""
+        *which.conditions, POOLS.c.name == ""
     )
     found += [_cost_row(CostBy.OWNER, *row) for row in connection.execute(without.group_by(owner))]
     rows: dict[str, CostRow] = {}
@@ -411,7 +417,7 @@ def _owner_rows(connection: Connection, conditions: Sequence[ColumnElement[bool]
 
 
 def _parts(
-    connection: Connection, conditions: Sequence[ColumnElement[bool]], *, split: bool = False
+    connection: Connection, which: _Which, *, split: bool = False
 ) -> Generator[tuple[str, Bearer, int, Sequence[int]]]:
     """Generate the parts of the cost of each pool: its id, the bearer, the number of resources, and the milliseconds
     and micro-dollars, real and on demand, as whole numbers.
@@ -419,20 +425,18 @@ def _parts(
     The last part of a pool is the rest of its sums, and its resources. `split` divides the rest of a pool that belongs
     to nobody among the others.
     """
-    sums = select(
-        RESOURCES.c.pool_id, func.count(), func.sum(_MILLISECONDS), func.sum(_COST), func.sum(_ON_DEMAND)
-    ).where(*conditions)
+    sums = select(RESOURCES.c.pool_id, func.count(), func.sum(MILLISECONDS), func.sum(COST), func.sum(ON_DEMAND)).where(
+        *which.conditions
+    )
     found = {row[0]: tuple(map(int, row[1:])) for row in connection.execute(sums.group_by(RESOURCES.c.pool_id))}
-    recorded = _recorded_of(connection, select(RESOURCES.c.pool_id).where(*conditions))
+    recorded = _recorded_of(connection, select(RESOURCES.c.pool_id).where(*which.conditions))
+    bills = {pool_id: amounts[2] for pool_id, amounts in found.items()} if which.is_whole else _whole(connection, which)
     for pool_id, (resources, *amounts) in found.items():
         its = recorded.get(pool_id, Recorded())  # the row of the pool may be damaged: its cost still counts
-        its_parts = parts_of(its)
+        bill = bills[pool_id]
+        its_parts = parts_of(its, bill)
         bearers, costs = [bearer for bearer, _ in its_parts], [part for _, part in its_parts]
-        whole = max(amounts[1], sum(costs))
-        if whole > amounts[1] and _has_no_others(connection, pool_id, resources):
-            # calls have held slots of machines whose time is noted some seconds later: they count in full
-            amounts[1:] = whole, max(whole, amounts[2])
-        columns = [[amount * cost // whole if whole else 0 for cost in costs] for amount in amounts]
+        columns = [[amount * cost // bill if bill else 0 for cost in costs] for amount in amounts]
         if split and its.own.pool and costs:
             columns = [_all_of(amount, column, costs) for amount, column in zip(amounts, columns, strict=True)]
         for bearer, *part in zip(bearers, *columns, strict=True):
@@ -441,10 +445,16 @@ def _parts(
         yield pool_id, its.own, resources, left
 
 
-def _has_no_others(connection: Connection, pool_id: str, resources: int) -> bool:
-    """Return whether these are all resources of a pool. Else what its calls have held is in part that of others."""
-    count = select(func.count()).where(RESOURCES.c.pool_id == pool_id)
-    return int(connection.execute(count).scalar_one()) == resources
+def _whole(connection: Connection, which: _Which) -> dict[str, int]:
+    """Return the whole bill of each pool of which some resources count."""
+    some = select(RESOURCES.c.pool_id).where(*which.conditions)
+    return _bills(connection, [RESOURCES.c.pool_id.in_(some), *which.readable])
+
+
+def _bills(connection: Connection, conditions: Sequence[ColumnElement[bool]]) -> dict[str, int]:
+    """Return the micro-dollars of these resources, by pool."""
+    sums = select(RESOURCES.c.pool_id, func.sum(COST)).where(*conditions).group_by(RESOURCES.c.pool_id)
+    return {str(pool_id): _number(micro_usd) for pool_id, micro_usd in connection.execute(sums)}
 
 
 def _all_of(amount: int, parts: Sequence[int], costs: Sequence[int]) -> list[int]:
@@ -464,21 +474,22 @@ def _recorded_of(connection: Connection, pools: Select[tuple[Any]]) -> dict[str,
         if its := found.get(row["pool_id"]):
             its.shares.append((Bearer(work_of(row), row["owner"] or its.own.owner), row["micro_usd"]))
     process = USES.outerjoin(CLIENTS, CLIENTS.c.id == USES.c.client_id)
-    uses = select(USES, CLIENTS.c.owner_user, CLIENTS.c.owner_host).select_from(process)
+    uses = select_uses().add_columns(CLIENTS.c.owner_user, CLIENTS.c.owner_host).select_from(process)
     in_order = uses.where(USES.c.pool_id.in_(pools)).order_by(USES.c.began_microseconds, USES.c.id)
     for row in connection.execute(in_order).mappings():
         if its := found.get(row["pool_id"]):
             owner = its.own.owner if row["owner_user"] is None else f"{row['owner_user']}@{row['owner_host']}"
-            its.held.append((Bearer(work_of(row), owner), _whole(row["micro_usd"])))
+            amounts = _number(row["micro_usd"]), _number(row["estimated_micro_usd"])
+            its.held.append(Held(Bearer(work_of(row), owner), *amounts, row["id"]))
     works = [CALLS.c[name] for name in WORK_COLUMNS]
-    sums = select(CALLS.c.pool_id, *works, func.sum(CALLS.c.micro_usd).label("micro_usd"))
-    by_work = sums.where(CALLS.c.pool_id.in_(pools)).group_by(CALLS.c.pool_id, *works)
-    for row in connection.execute(by_work).mappings():
+    key = CALLS.c.pool_id, CALLS.c.owner, *works
+    sums = select(*key, func.sum(CALLS.c.micro_usd).label("micro_usd")).where(CALLS.c.pool_id.in_(pools))
+    for row in connection.execute(sums.group_by(*key).order_by(*key)).mappings():
         if its := found.get(row["pool_id"]):
+            work = work_of(row)
             # calls of earlier releases have no work
-            is_its_own = not work_of(row).labels() and not its.own.pool
-            bearer = its.own if is_its_own else Bearer(work_of(row), its.own.owner)
-            its.held.append((bearer, _whole(row["micro_usd"])))
+            bearer = Bearer(work, its.own.owner) if work.labels() or its.own.pool else its.own
+            its.held.append(Held(bearer, _number(row["micro_usd"]), 0, (row["owner"], work)))
     return found
 
 
@@ -495,14 +506,17 @@ def _closed(connection: Connection, pool_ids: Sequence[str]) -> set[str]:
 
 
 def _with_open_calls(connection: Connection, pool_ids: Sequence[str]) -> set[tuple[str, Work, str]]:
-    """Return the ids of these pools with the works of their uses and detached calls that have not ended, and ""."""
+    """Return the ids of these pools with the works of their uses and detached calls that have not ended, and "". A use
+    with an estimate counts: what others have held may leave less for it.
+    """
     found: set[tuple[str, Work, str]] = set()
     for start in range(0, len(pool_ids), NUMBERS_PER_STATEMENT):
         some = pool_ids[start : start + NUMBERS_PER_STATEMENT]
         for table in (USES, CALLS):
             works = (table.c[name] for name in WORK_COLUMNS)
             is_open = table.c.ended_microseconds.is_(None)
-            wanted = select(table.c.pool_id, *works).where(table.c.pool_id.in_(some), is_open)
+            changes = is_open | (ESTIMATED_MICRO_USD > 0) if table is USES else is_open
+            wanted = select(table.c.pool_id, *works).where(table.c.pool_id.in_(some), changes)
             found |= {(row["pool_id"], work_of(row), "") for row in connection.execute(wanted).mappings()}
     return found
 
@@ -511,19 +525,23 @@ def _add(total: list[int], *amounts: int) -> None:
     total[:] = [one + other for one, other in zip(total, amounts, strict=True)]
 
 
-def _bucket_rows(connection: Connection, conditions: Sequence[ColumnElement[bool]]) -> list[CostRow]:
+def _bucket_rows(connection: Connection, which: _Which) -> list[CostRow]:
     """Return the cost of each bucket as the difference of two running totals, so that all add up to the bill.
 
-    That of running calls is not below what the uses and detached calls of the pool have held: while calls were short,
-    no process may have kept the pool, and its time was not counted as theirs.
+    That of running calls is not below the parts of the uses and detached calls of the pool: while calls were short, no
+    process may have kept the pool, and its time was not counted as theirs.
     """
     columns = _bucket_columns()
-    lines = _lines(connection.execute(select(*columns).where(*conditions)).one())
-    held = _held(connection, select(RESOURCES.c.pool_id).where(*conditions))
+    lines = _lines(connection.execute(select(*columns).where(*which.conditions)).one())
+    held = _held(connection, select(RESOURCES.c.pool_id).where(*which.conditions))
+    bills = {} if which.is_whole else _whole(connection, which)
     has_held = or_(*(RESOURCES.c.pool_id.in_(select(table.c.pool_id)) for table in (USES, CALLS)))
-    by_pool = select(RESOURCES.c.pool_id, *columns).where(*conditions, has_held).group_by(RESOURCES.c.pool_id)
-    for pool_id, *numbers in connection.execute(by_pool):
-        for key, moved in _moved_to_calls(_lines(numbers), held.get(pool_id, 0)).items():
+    by_pool = select(RESOURCES.c.pool_id, *columns).where(*which.conditions, has_held)
+    for pool_id, *numbers in connection.execute(by_pool.group_by(RESOURCES.c.pool_id)):
+        cost = sum(line[2] for line in _lines(numbers).values())
+        whole = bills.get(pool_id, cost)
+        its_held = min(held.get(pool_id, 0), whole) * cost // whole if whole else 0
+        for key, moved in _moved_to_calls(_lines(numbers), its_held).items():
             _add(lines[key], 0, *moved)
     return [
         CostRow(key, resources, milliseconds / 1000, in_usd(cost), in_usd(on_demand))
@@ -537,7 +555,7 @@ def _bucket_columns() -> list[ColumnElement[Any]]:
     before, before_on_demand = literal(0, BigInteger), literal(0, BigInteger)
     r = RESOURCES.c
     for place, bucket in enumerate(Bucket):
-        reached_seconds = _total_milliseconds(tuple(Bucket)[: place + 1]) // 1000
+        reached_seconds = total_milliseconds(tuple(Bucket)[: place + 1]) // 1000
         reached = r.price_micro_usd_per_hour * reached_seconds // SECONDS_PER_HOUR
         reached_on_demand = r.on_demand_micro_usd_per_hour * reached_seconds // SECONDS_PER_HOUR
         own = r[milliseconds_of(bucket)]
@@ -548,7 +566,7 @@ def _bucket_columns() -> list[ColumnElement[Any]]:
             func.sum(reached_on_demand - before_on_demand),
         ]
         before, before_on_demand = reached, reached_on_demand
-    return [*columns, func.count(), literal(0), func.sum(_COST - before), func.sum(_ON_DEMAND - before_on_demand)]
+    return [*columns, func.count(), literal(0), func.sum(COST - before), func.sum(ON_DEMAND - before_on_demand)]
 
 
 def _lines(numbers: Sequence[Any]) -> dict[str, list[int]]:
@@ -558,12 +576,14 @@ def _lines(numbers: Sequence[Any]) -> dict[str, list[int]]:
 
 
 def _held(connection: Connection, pools: Select[tuple[Any]]) -> dict[str, int]:
-    """Return the micro-dollars of the slots that calls have held, of each of these pools that has any recorded."""
+    """Return the micro-dollars of the slots that calls have held, also by estimate, of each of these pools that has any
+    recorded.
+    """
     held: defaultdict[str, int] = defaultdict(int)
-    for table in (USES, CALLS):
-        sums = select(table.c.pool_id, func.sum(table.c.micro_usd)).where(table.c.pool_id.in_(pools))
-        for pool_id, micro_usd in connection.execute(sums.group_by(table.c.pool_id)):
-            held[str(pool_id)] += _whole(micro_usd)
+    for table, micro_usd in ((USES, USES.c.micro_usd + ESTIMATED_MICRO_USD), (CALLS, CALLS.c.micro_usd)):
+        sums = select(table.c.pool_id, func.sum(micro_usd)).where(table.c.pool_id.in_(pools))
+        for pool_id, total in connection.execute(sums.group_by(table.c.pool_id)):
+            held[str(pool_id)] += _number(total)
     return held
 
 
@@ -599,6 +619,27 @@ type Part = tuple[Bearer, int]
 """A bearer and its micro-dollars."""
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a use, or the detached calls of an owner for a work, have held: micro-dollars that were measured, and those
+    that were only estimated. `key` is the id of the use, or owner and work.
+    """
+
+    bearer: Bearer
+    micro_usd: int
+    estimated: int = 0
+    key: str | tuple[str, Work] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPart:
+    """The part of a bill for a use or for detached calls (`Held.key`), in USD, and what of it is estimated."""
+
+    key: str | tuple[str, Work]
+    cost_usd: Decimal
+    estimated_usd: Decimal
+
+
 @dataclass(slots=True)
 class Recorded:
     """What is recorded of a pool, in micro-dollars: who bears the rest, shares, and what uses and detached calls have
@@ -607,24 +648,56 @@ class Recorded:
 
     own: Bearer = Bearer()
     shares: list[Part] = field(default_factory=list[Part])
-    held: list[Part] = field(default_factory=list[Part])
+    held: list[Held] = field(default_factory=list[Held])
 
 
-def parts_of(recorded: Recorded) -> list[Part]:
-    """Return the parts of a pool's cost for others than its own bearer, who bears the rest.
+def parts_of(recorded: Recorded, bill: int) -> list[Part]:
+    """Return the parts of a pool's bill for others than its own bearer, who bears the rest: shares first, in order.
 
-    A share within the work of a use, such as one of its tasks, is a part of that use's part.
+    No part is negative, and their sum is at most the bill, so that the rest is not negative either. A share within the
+    work of a use, such as one of its tasks, is taken from that use's part.
     """
-    held: defaultdict[Bearer, int] = defaultdict(int)
-    shared: defaultdict[Bearer, int] = defaultdict(int)
-    for bearer, micro_usd in recorded.held:
-        held[bearer] += micro_usd
+    shares, held = _disjoint(recorded)
+    costs = split_bill(bill, [*shares, *held])
+    parts: defaultdict[Bearer, int] = defaultdict(int)
+    for one, cost in zip(held, costs[len(shares) :], strict=True):
+        parts[one.bearer] += cost
+    with_shares = {one.bearer for one, left in zip(recorded.held, held, strict=True) if one != left}
+    others = [(bearer, part) for bearer, part in parts.items() if bearer != recorded.own]
+    return [
+        *((share.bearer, cost) for share, cost in zip(shares, costs, strict=False)),
+        *((bearer, part) for bearer, part in others if part or bearer not in with_shares),
+    ]
+
+
+def _disjoint(recorded: Recorded) -> tuple[list[Held], list[Held]]:
+    """Return shares, and what uses and detached calls have held without the shares within their works."""
+    held = list(recorded.held)
     for bearer, micro_usd in recorded.shares:
-        within = (user for user in held if user.work.labels() and is_for(bearer.work, user.work))
-        if (user := next(within, None)) is not None:
-            shared[user] += micro_usd
-    left = [(bearer, part - shared[bearer]) for bearer, part in held.items() if bearer != recorded.own]
-    return [*recorded.shares, *((bearer, part) for bearer, part in left if part > 0 or not shared[bearer])]
+        left = micro_usd
+        for place, one in enumerate(held):
+            if left and one.bearer.work.labels() and is_for(bearer.work, one.bearer.work):
+                measured = min(left, one.micro_usd)
+                estimated = min(left - measured, one.estimated)
+                held[place] = replace(one, micro_usd=one.micro_usd - measured, estimated=one.estimated - estimated)
+                left -= measured + estimated
+    return [Held(bearer, micro_usd) for bearer, micro_usd in recorded.shares], held
+
+
+def split_bill(bill: int, held: Sequence[Held]) -> list[int]:
+    """Return the part of a pool's bill for each of those who have held something, in micro-dollars.
+
+    What was measured counts in full; only if that alone were more than the bill, in proportion. What was estimated
+    counts as far as the measured parts leave something, in proportion too. The result depends on the amounts alone, and
+    not on who wrote them when.
+    """
+    measured = [one.micro_usd for one in held]
+    if (left := bill - sum(measured)) < 0:
+        return split_exactly(bill, measured)
+    estimated = [one.estimated for one in held]
+    if sum(estimated) > left:
+        estimated = split_exactly(left, estimated)
+    return [known + more for known, more in zip(measured, estimated, strict=True)]
 
 
 def divided(rest: int, costs: Sequence[int]) -> list[int]:

@@ -94,6 +94,7 @@ class Database:
         self._awake = awake
         self.has_server_clock = uses_server_clock and self.url.get_backend_name() == "postgresql"
         self._is_closed = False
+        self._snapshots = threading.local()
         self._engine = open_engine(self.url, busy_timeout_seconds)
         self._writing = self._engine.execution_options(skyward_writes=True)
         self._writers = WriterQueue(self.url)
@@ -175,9 +176,30 @@ class Database:
 
     @contextmanager
     def read(self) -> Generator[Connection]:
-        """Open a transaction that reads. It never waits for a writer."""
+        """Open a transaction that reads, or go on in the `snapshot` of this thread. It never waits for a writer."""
+        if (present := getattr(self._snapshots, "connection", None)) is not None:
+            with ledger_errors(self.url):
+                yield present
+            return
         with ledger_errors(self.url), self._pooled(), self._engine.connect() as connection:
             yield connection
+
+    @contextmanager
+    def snapshot(self) -> Generator[None]:
+        """Let all that this thread reads in the block be of one moment: figures that others write meanwhile would not
+        add up.
+        """
+        if getattr(self._snapshots, "connection", None) is not None:
+            yield
+            return
+        with self.read() as connection:
+            if connection.dialect.name == "postgresql":  # a transaction of SQLite is of one moment anyway
+                connection.execution_options(isolation_level="REPEATABLE READ")
+            self._snapshots.connection = connection
+            try:
+                yield
+            finally:
+                self._snapshots.connection = None
 
     @contextmanager
     def write(self) -> Generator[Connection]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -139,6 +140,10 @@ class Ledger(Pools, Calls, Intents, Bills, Accounts):
     def time_of_day(self) -> datetime:
         """Return the time of this computer, by which `PoolEntry.lease_expires_at` is judged."""
         return self._database.clock()
+
+    def snapshot(self) -> AbstractContextManager[None]:
+        """Let all that this thread reads in the block be of one moment."""
+        return self._database.snapshot()
 
     def try_write(self) -> int:
         """Write without changing anything; return the version of the tables. For checks of an installation."""

@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from skyward_core.errors import ZERO_USD, LedgerConflict
-from skyward_core.ledger.bills import divided
+from skyward_core.ledger.bills import HeldPart, divided
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.names_policy import Client
 from skyward_core.ledger.rows import MICRO_USD, Bucket, CallEntry, CostBy, CostRow, Intent, ResourceKind, UnreadableRow
@@ -35,12 +35,17 @@ def receipt(ledger: Ledger, pool_id: str, *, unreadable: list[UnreadableRow] | N
 
     Times are UTC in ISO 8601, None if it has not happened; money is USD to the micro-dollar, seconds are exact to the
     millisecond. `resources` are in the order of their requests. Their costs add up to `total_cost_usd`, and so do the
-    `buckets`, one of which is the billing rounding. `lines` divide the same total into machines, disks, addresses and
-    so on. `users` are the processes that have used a pool with a name; their costs add up to that of the bucket
-    "running calls". `max_cost_usd` is the pool's limit, None if it has none, or is pruned. `ceiling_usd` is the most
-    that it may cost: by that limit, or by `max_lifetime` and the dearest price of its machines. `left` are the
-    resources that are not known to be gone.
+    `buckets`, one of which is the billing rounding; their seconds add up to those of the buckets. `lines` divide the
+    same total into machines, disks, addresses and so on. `users` are the processes that have used a pool with a name;
+    their costs are in the bucket "running calls", which also has slots that were empty beside them. `max_cost_usd` is
+    the pool's limit, None if it has none, or is pruned. `ceiling_usd` is the most that it may cost: by that limit, or
+    by `max_lifetime` and the dearest price of its machines. `left` are the resources that are not known to be gone.
     """
+    with ledger.snapshot():
+        return _receipt(ledger, pool_id, unreadable)
+
+
+def _receipt(ledger: Ledger, pool_id: str, unreadable: list[UnreadableRow] | None) -> dict[str, Any]:
     pool = ledger.pool(pool_id)
     if pool is None:
         raise LedgerConflict(
@@ -54,6 +59,7 @@ def receipt(ledger: Ledger, pool_id: str, *, unreadable: list[UnreadableRow] | N
     )
     spec = json.loads(pool.spec_json)
     buckets = ledger.cost_rows(CostBy.BUCKET, pool_id=pool_id, unreadable=None if unreadable is None else [])
+    seconds = _seconds(intents, buckets)
     return {
         "pool_id": pool.id,
         "name": pool.name or None,
@@ -65,7 +71,7 @@ def receipt(ledger: Ledger, pool_id: str, *, unreadable: list[UnreadableRow] | N
         "ceiling_usd": _ceiling(spec, intents),
         "created_at": _time(pool.created_at),
         "ended_at": _time(pool.ended_at),
-        "resources": [_resource(intent, bills[str(intent.id)]) for intent in intents],
+        "resources": [_resource(intent, bills[str(intent.id)], seconds[intent.id]) for intent in intents],
         "buckets": {
             row.key: {
                 "seconds": row.seconds,
@@ -94,7 +100,25 @@ def _ceiling(spec: Mapping[str, Any], intents: Iterable[Intent]) -> float | None
     return min(limits, default=None)
 
 
-def _resource(intent: Intent, bill: CostRow) -> dict[str, Any]:
+def _seconds(intents: Sequence[Intent], buckets: Sequence[CostRow]) -> dict[int, dict[Bucket, float]]:
+    """Return the seconds of each resource by bucket. What a bucket of the pool has given to running calls, its
+    resources have given, in their order.
+    """
+    found = {
+        intent.id: {bucket: round(intent.seconds.get(bucket, 0.0) * 1000) for bucket in Bucket} for intent in intents
+    }
+    left = {row.key: round(row.seconds * 1000) for row in buckets}
+    for bucket in Bucket:
+        missing = sum(its[bucket] for its in found.values()) - left[bucket]
+        for its in found.values() if bucket is not Bucket.RUNNING_CALLS else ():
+            moved = max(0, min(missing, its[bucket]))
+            its[bucket] -= moved
+            its[Bucket.RUNNING_CALLS] += moved
+            missing -= moved
+    return {number: {bucket: spent / 1000 for bucket, spent in its.items()} for number, its in found.items()}
+
+
+def _resource(intent: Intent, bill: CostRow, seconds: Mapping[Bucket, float]) -> dict[str, Any]:
     return {
         **_name(intent),
         "instance_type": intent.tags.get(TYPE_TAG),
@@ -107,7 +131,7 @@ def _resource(intent: Intent, bill: CostRow) -> dict[str, Any]:
         "end_asked_at": _time(intent.end_asked_at),
         "gone_at": _time(intent.gone_at),
         "evidence": intent.evidence,
-        "seconds": {bucket.value: intent.seconds.get(bucket, 0.0) for bucket in Bucket},
+        "seconds": {bucket.value: seconds[bucket] for bucket in Bucket},
         "cost_usd": float(bill.cost_usd),
         "on_demand_usd": float(bill.on_demand_usd),
     }
@@ -183,16 +207,22 @@ def users_of(
     Their costs are those of `Ledger.cost_rows`. `split` divides among them what no call has used of a pool that belongs
     to nobody, in proportion to their costs. Raises LedgerError.
     """
+    with ledger.snapshot():
+        return _users_of(ledger, pool_id, unreadable, split=split)
+
+
+def _users_of(ledger: Ledger, pool_id: str, unreadable: list[UnreadableRow] | None, *, split: bool) -> list[PoolUser]:
     clients, uses, entry = ledger.names.clients(pool_id), ledger.uses.of_pool(pool_id), ledger.pool(pool_id)
     if not clients and not uses:
         return []
     calls = ledger.calls(pool_id=pool_id, unreadable=unreadable)
+    parts = {part.key: part for part in ledger.held_parts(pool_id)}
     now, owners = ledger.names.now(), {client.id: client.owner for client in clients}
     opener = entry.owner if entry is not None else Owner.unknown("")
     has_use = {use.client_id for use in uses}
-    steps = [_of_use(use, owners.get(use.client_id, opener)) for use in uses]
+    steps = [_of_use(use, owners.get(use.client_id, opener), parts.get(use.id)) for use in uses]
     others = [_of_client(client, now) for client in clients if client.id not in has_use]
-    found = [*sorted([*steps, *others], key=lambda user: user.joined_at), *_of_calls(calls)]
+    found = [*sorted([*steps, *others], key=lambda user: user.joined_at), *_of_calls(calls, parts)]
     if split and entry is not None and entry.belongs_to_nobody:
         rows = ledger.cost_rows(CostBy.POOL, pool_id=pool_id, unreadable=None if unreadable is None else [])
         return _with_all_of(sum((row.cost_usd for row in rows), ZERO_USD), found)
@@ -202,16 +232,21 @@ def users_of(
 def _with_all_of(cost_usd: Decimal, users: Sequence[PoolUser]) -> list[PoolUser]:
     """Return the users with the whole cost of their pool, divided among those that have made calls."""
     costs = [int(user.cost_usd / MICRO_USD) for user in users if user.has_calls]
-    parts = iter(divided(max(0, int(cost_usd / MICRO_USD) - sum(costs)), costs))
+    parts = iter(divided(int(cost_usd / MICRO_USD) - sum(costs), costs))
     return [
         replace(user, cost_usd=user.cost_usd + next(parts) * MICRO_USD) if user.has_calls else user for user in users
     ]
 
 
-def _of_use(use: UseEntry, owner: Owner) -> PoolUser:
+def _of_use(use: UseEntry, owner: Owner, part: HeldPart | None) -> PoolUser:
     lives = use.ended_at is None and owner.state() is not OwnerState.DEAD
-    figures = use.slot_seconds, use.cost_usd
-    return PoolUser(owner.name, use.work, use.began_at, use.ended_at, *figures, pid=owner.pid or None, lives=lives)
+    cost_usd, estimated_usd = (ZERO_USD, ZERO_USD) if part is None else (part.cost_usd, part.estimated_usd)
+    # of what is estimated, only the part for which others have left slots
+    share = float(estimated_usd / use.estimated_usd) if use.estimated_usd else 1.0
+    slot_seconds = use.slot_seconds - (1.0 - share) * use.estimated_seconds
+    return PoolUser(
+        owner.name, use.work, use.began_at, use.ended_at, slot_seconds, cost_usd, pid=owner.pid or None, lives=lives
+    )
 
 
 def _of_client(client: Client, now: datetime) -> PoolUser:
@@ -228,7 +263,7 @@ def _of_client(client: Client, now: datetime) -> PoolUser:
     )
 
 
-def _of_calls(calls: Sequence[CallEntry]) -> list[PoolUser]:
+def _of_calls(calls: Sequence[CallEntry], parts: Mapping[str | tuple[str, Work], HeldPart]) -> list[PoolUser]:
     """Return one user for the detached calls of each owner and work."""
     by_owner: dict[tuple[str, Work], list[CallEntry]] = {}
     for call in calls:
@@ -240,7 +275,7 @@ def _of_calls(calls: Sequence[CallEntry]) -> list[PoolUser]:
             min(call.started_at for call in its),
             _last_end(its),
             sum(round(call.seconds * 1000) for call in its) / 1000,
-            sum((call.cost_usd for call in its), ZERO_USD),
+            parts[owner, work].cost_usd if (owner, work) in parts else ZERO_USD,
             is_detached=True,
             lives=_last_end(its) is None and its[0].pool_ended_at is None,
         )

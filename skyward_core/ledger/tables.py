@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
@@ -24,6 +24,7 @@ from sqlalchemy import (
     Boolean,
     Case,
     Column,
+    ColumnElement,
     Connection,
     ForeignKey,
     Index,
@@ -34,6 +35,7 @@ from sqlalchemy import (
     Text,
     case,
     false,
+    literal,
 )
 
 from skyward_core.errors import BadRequest
@@ -41,6 +43,7 @@ from skyward_core.ledger.lease_clock import LeaseClock
 from skyward_core.ledger.names_policy import Client, NamedPool, NameState
 from skyward_core.ledger.rows import (
     MICRO_USD,
+    SECONDS_PER_HOUR,
     Account,
     Attempt,
     Bucket,
@@ -610,3 +613,32 @@ def insert_new(connection: Connection, table: Table) -> Any:
     """
     dialect: Any = importlib.import_module(f"sqlalchemy.dialects.{connection.dialect.name}")
     return dialect.insert(table).on_conflict_do_nothing()
+
+
+# ── cost, in integers, so that both databases add up alike ────────────────────────────────────────────────────────────
+
+
+def total_milliseconds(buckets: Sequence[Bucket]) -> ColumnElement[int]:
+    total: ColumnElement[int] = literal(0, BigInteger)
+    for bucket in buckets:
+        total += RESOURCES.c[milliseconds_of(bucket)]
+    return total
+
+
+def _billed_micro_usd(price_per_hour: ColumnElement[int]) -> ColumnElement[int]:
+    """Return the same as `Price.cost`. A resource that was never bound and has no seconds costs nothing."""
+    r = RESOURCES.c
+    increments = ((MILLISECONDS + 999) // 1000 + r.increment_seconds - 1) // r.increment_seconds
+    seconds = increments * r.increment_seconds
+    billed = case((seconds < r.minimum_seconds, r.minimum_seconds), else_=seconds)
+    cost = (price_per_hour * billed + SECONDS_PER_HOUR - 1) // SECONDS_PER_HOUR
+    return case(
+        (r.bound_microseconds.is_(None) & (MILLISECONDS == 0), 0),
+        (cost < r.minimum_micro_usd, r.minimum_micro_usd),
+        else_=cost,
+    )
+
+
+MILLISECONDS = total_milliseconds(tuple(Bucket))
+COST = _billed_micro_usd(RESOURCES.c.price_micro_usd_per_hour)
+ON_DEMAND = _billed_micro_usd(RESOURCES.c.on_demand_micro_usd_per_hour)

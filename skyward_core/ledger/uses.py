@@ -4,8 +4,15 @@
       └──its process is dead──▶ settled: by the next try of its work, a process that keeps the pool, or the pool's end
 
 The bill of a use is the price of the slots that its calls have held, for as long as they held them. Its process notes
-that, and what the slots that are held at that moment cost per hour. The process that settles the use of a dead one adds
-the time until its calls have ended. Figures only grow; an end stays.
+that, and what the slots that are held at that moment cost per hour. Figures of an open use only grow. An end stays, and
+so do the figures: what is written after it may only lower an estimate.
+
+A use that others settle keeps what was held at its last note. The time from there to its end is an estimate, which is
+in no figure of the row: bills compute it when they are read (`ESTIMATED_MICRO_USD`), and give it at most what the
+measured figures leave of the bill (`bills.split_bill`). So no order of writes changes a sum.
+
+The time of a pool's machines is at least what its calls have held: `cover_held` adds what is missing, in the
+transaction that notes these.
 
 Warm time begins when the last process leaves a pool with a name. It ends when another one joins, or when the pool ends.
 `skyward_pools.warm_since_microseconds` is set while a pool is warm. No process counts its time then. The transaction in
@@ -23,13 +30,26 @@ from datetime import datetime
 from decimal import ROUND_CEILING, Decimal
 from typing import Any
 
-from sqlalchemy import BigInteger, Connection, bindparam, case, insert, literal, select, update
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Connection,
+    Select,
+    bindparam,
+    case,
+    func,
+    insert,
+    literal,
+    select,
+    update,
+)
 
-from skyward_core.errors import LedgerConflict
-from skyward_core.ledger.database import Database
+from skyward_core.errors import ZERO_USD, LedgerConflict
+from skyward_core.ledger.database import NUMBERS_PER_STATEMENT, Database
 from skyward_core.ledger.rows import SECONDS_PER_HOUR, Bucket, CallEntry, CallState, UnreadableRow
 from skyward_core.ledger.tables import (
     CALLS,
+    COST,
     IS_OPEN,
     POOLS,
     RESOURCES,
@@ -77,7 +97,8 @@ class UseCount:
 class UseEntry:
     """A use of a pool, as it was noted last. `client_id` is the process in a pool with a name, else "".
 
-    With `ended_at` the figures are final, unless its process lives and was taken for dead.
+    With `ended_at` the figures grow no more. They include an estimate, `estimated_usd` and `estimated_seconds`, if
+    others have settled it: for the slots that it held at its last note, until its end. Bills bound it.
     """
 
     id: str
@@ -88,6 +109,8 @@ class UseEntry:
     ended_at: datetime | None
     slot_seconds: float
     cost_usd: Decimal
+    estimated_seconds: float = 0.0
+    estimated_usd: Decimal = ZERO_USD
 
 
 class Uses:
@@ -109,6 +132,7 @@ class Uses:
             begin_uses(connection, begun, now)
             note_uses(connection, counts or {}, now, is_final=False)
             note_uses(connection, ended or {}, now, is_final=True)
+            cover_held_by(connection, [*(counts or {}), *(ended or {})], now)
 
     def settle(self, use_ids: Collection[str]) -> None:
         """End uses whose processes are dead, and whose calls have ended now. Those that have ended stay as they are."""
@@ -117,19 +141,19 @@ class Uses:
 
     def of_pool(self, pool_id: str) -> list[UseEntry]:
         """Return the uses of a pool, in the order in which they began."""
-        wanted = select(USES).where(USES.c.pool_id == pool_id).order_by(USES.c.began_microseconds, USES.c.id)
+        wanted = select_uses().where(USES.c.pool_id == pool_id).order_by(USES.c.began_microseconds, USES.c.id)
         with self._database.read() as connection:
             return [use_of(row) for row in connection.execute(wanted).mappings()]
 
     def use(self, use_id: str) -> UseEntry | None:
         """Return a use; None if it is unknown."""
         with self._database.read() as connection:
-            row = connection.execute(select(USES).where(USES.c.id == use_id)).mappings().first()
+            row = connection.execute(select_uses().where(USES.c.id == use_id)).mappings().first()
         return None if row is None else use_of(row)
 
 
 def use_of(row: Values) -> UseEntry:
-    """Return the use of a row."""
+    """Return the use of a row of `select_uses`."""
     return UseEntry(
         row["id"],
         row["pool_id"],
@@ -137,8 +161,28 @@ def use_of(row: Values) -> UseEntry:
         work_of(row),
         moment(row["began_microseconds"]),
         moment_or_none(row["ended_microseconds"]),
-        row["slot_milliseconds"] / 1000,
-        in_usd(row["micro_usd"]),
+        (row["slot_milliseconds"] + row["estimated_milliseconds"]) / 1000,
+        in_usd(row["micro_usd"] + row["estimated_micro_usd"]),
+        row["estimated_milliseconds"] / 1000,
+        in_usd(row["estimated_micro_usd"]),
+    )
+
+
+_AFTER_NOTE = case(
+    (USES.c.noted_microseconds < USES.c.ended_microseconds, USES.c.ended_microseconds - USES.c.noted_microseconds),
+    else_=literal(0, BigInteger),
+)
+"""Microseconds from the last note of a use to its end; 0 for an open one."""
+_ESTIMATED_MILLISECONDS = _AFTER_NOTE // 1000 * USES.c.held_slots
+# the product of a day in microseconds and 1,000 USD an hour in micro-dollars would exceed 64 bits
+ESTIMATED_MICRO_USD = _AFTER_NOTE // 1000 * USES.c.held_micro_usd_per_hour // (SECONDS_PER_HOUR * 1000)
+"""What nobody has measured of a settled use: the price of the slots that it held at its last note, until its end."""
+
+
+def select_uses() -> Select[Any]:
+    """Return the statement for the rows of uses, with their estimates."""
+    return select(
+        USES, _ESTIMATED_MILLISECONDS.label("estimated_milliseconds"), ESTIMATED_MICRO_USD.label("estimated_micro_usd")
     )
 
 
@@ -157,20 +201,24 @@ def begin_uses(connection: Connection, begun: Sequence[NewUse], now: int) -> Non
 
 
 def note_uses(connection: Connection, counts: Mapping[str, UseCount], now: int, *, is_final: bool) -> None:
-    """Record what uses have had so far, by id."""
+    """Record what uses have had so far, by id. Of a use that has ended, what is measured replaces what was estimated;
+    it is never more than both were.
+    """
     if not counts:
         return
-    known_ms, known_usd = USES.c.slot_milliseconds, USES.c.micro_usd
+    u = USES.c
     milliseconds, cost = bindparam("new_milliseconds", type_=BigInteger), bindparam("new_micro_usd", type_=BigInteger)
     values: dict[str, Any] = {
-        "slot_milliseconds": case((known_ms < milliseconds, milliseconds), else_=known_ms),
-        "micro_usd": case((known_usd < cost, cost), else_=known_usd),
+        "slot_milliseconds": _measured(u.slot_milliseconds, milliseconds, _ESTIMATED_MILLISECONDS),
+        "micro_usd": _measured(u.micro_usd, cost, ESTIMATED_MICRO_USD),
         "noted_microseconds": bindparam("noted_at", type_=BigInteger),
-        "held_slots": bindparam("holds", type_=BigInteger),
-        "held_micro_usd_per_hour": bindparam("holds_micro_usd_per_hour", type_=BigInteger),
+        "held_slots": case((_IS_OPEN_USE, bindparam("holds", type_=BigInteger)), else_=0),
+        "held_micro_usd_per_hour": case(
+            (_IS_OPEN_USE, bindparam("holds_micro_usd_per_hour", type_=BigInteger)), else_=0
+        ),
     }
     if is_final:
-        values["ended_microseconds"] = case((USES.c.ended_microseconds.is_(None), now), else_=USES.c.ended_microseconds)
+        values["ended_microseconds"] = case((_IS_OPEN_USE, now), else_=u.ended_microseconds)
     rows = [
         {
             "use_id": use_id,
@@ -186,27 +234,86 @@ def note_uses(connection: Connection, counts: Mapping[str, UseCount], now: int, 
     connection.execute(update(USES).where(USES.c.id == bindparam("use_id")).values(values), rows)
 
 
-def settle_uses(connection: Connection, which: Any, until: int) -> None:
-    """End the uses for which a condition holds, with the time until then for the slots that they held."""
-    since = case(
-        (USES.c.noted_microseconds < until, literal(until, BigInteger) - USES.c.noted_microseconds),
-        else_=literal(0, BigInteger),
-    )
-    # the product of a day in microseconds and 1,000 USD an hour in micro-dollars would exceed 64 bits
-    milliseconds = since // 1000
-    values = {
-        "slot_milliseconds": USES.c.slot_milliseconds + milliseconds * USES.c.held_slots,
-        "micro_usd": USES.c.micro_usd + milliseconds * USES.c.held_micro_usd_per_hour // (SECONDS_PER_HOUR * 1000),
-        "ended_microseconds": until,
-        "held_slots": 0,
-        "held_micro_usd_per_hour": 0,
-    }
-    connection.execute(update(USES).where(which, USES.c.ended_microseconds.is_(None)).values(values))
+_IS_OPEN_USE = USES.c.ended_microseconds.is_(None)
+
+
+def _measured(known: ColumnElement[int], new: ColumnElement[int], estimated: ColumnElement[int]) -> ColumnElement[int]:
+    """Return the larger of two figures of a use; after its end not more than it had then."""
+    return case((new <= known, known), (_IS_OPEN_USE, new), (new < known + estimated, new), else_=known + estimated)
+
+
+def settle_uses(connection: Connection, which: ColumnElement[bool], until: int) -> None:
+    """End the open uses for which a condition holds. What they held at their last note they have held until then, as an
+    estimate.
+    """
+    connection.execute(update(USES).where(which, _IS_OPEN_USE).values(ended_microseconds=until))
 
 
 def _micro(usd: float) -> int:
     """Return the nearest micro-dollars, as all who show a use's cost round it."""
     return round(usd * 1_000_000)
+
+
+# ── the time of machines is at least that of their calls ─────────────────────────────────────────────────────────────
+
+
+def cover_held_by(connection: Connection, use_ids: Collection[str], now: int) -> None:
+    """As `cover_held`, for the pools of these uses."""
+    pools = set[str]()
+    ids = sorted(set(use_ids))
+    for start in range(0, len(ids), NUMBERS_PER_STATEMENT):
+        some = USES.c.id.in_(ids[start : start + NUMBERS_PER_STATEMENT])
+        pools |= set(connection.execute(select(USES.c.pool_id).where(some).distinct()).scalars())
+    for pool_id in sorted(pools):
+        cover_held(connection, pool_id, now)
+
+
+def cover_held(connection: Connection, pool_id: str, now: int) -> None:
+    """Count the time of a pool's machines as far as its calls have held their slots, by what was measured: the process
+    that keeps the pool notes the whole of it some seconds later, or never if it was killed.
+
+    No machine gets more time than has passed since its request.
+    """
+    missing = _held_micro_usd(connection, pool_id) - _billed_micro_usd(connection, pool_id)
+    if missing <= 0:
+        return
+    r = RESOURCES.c
+    wanted = select(RESOURCES).where(r.pool_id == pool_id, r.bound_microseconds.is_not(None), IS_OPEN)
+    for row in connection.execute(wanted.order_by(r.id).with_for_update()).mappings().all():
+        price = row["price_micro_usd_per_hour"]
+        if missing > 0 and price:
+            billed = _billed_milliseconds(row)
+            spent = sum(row[milliseconds_of(bucket)] for bucket in Bucket)
+            until = min(spent + unnoted_milliseconds(row, now), billed - (-missing * _HOUR // price))
+            added = max(0, until - spent)
+            calls = {_RUNNING_CALLS: row[_RUNNING_CALLS] + added}
+            connection.execute(update(RESOURCES).where(r.id == row["id"]).values(calls))
+            missing -= max(0, until - billed) * price // _HOUR
+
+
+_HOUR = SECONDS_PER_HOUR * 1000
+"""In milliseconds."""
+
+
+def _billed_milliseconds(row: Values) -> int:
+    """Return for how long a machine is billed: begun increments count as whole ones."""
+    increment = row["increment_seconds"] * 1000
+    spent = sum(row[milliseconds_of(bucket)] for bucket in Bucket)
+    return max(-(-spent // increment) * increment, row["minimum_seconds"] * 1000 if spent else 0)
+
+
+_RUNNING_CALLS = milliseconds_of(Bucket.RUNNING_CALLS)
+
+
+def _held_micro_usd(connection: Connection, pool_id: str) -> int:
+    """Return the price of the slots that the uses and detached calls of a pool have held, as far as it was measured."""
+    sums = (select(func.sum(table.c.micro_usd)).where(table.c.pool_id == pool_id) for table in (USES, CALLS))
+    return sum(int(connection.execute(wanted).scalar() or 0) for wanted in sums)
+
+
+def _billed_micro_usd(connection: Connection, pool_id: str) -> int:
+    wanted = select(func.sum(COST)).where(RESOURCES.c.pool_id == pool_id)
+    return int(connection.execute(wanted).scalar() or 0)
 
 
 # ── warm time ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -308,6 +415,7 @@ class Calls:
                 work = call.work if call.work.labels() else work_of(pool._mapping)  # pyright: ignore
                 owner = call.owner or str(work)[: CALLS.c.owner.type.length]  # pyright: ignore
                 _write(connection, pool_id, call, _values(call, owner, prices) | work_values(work))
+            cover_held(connection, pool_id, stamp(self._database.now(connection)))
 
     def calls(
         self,

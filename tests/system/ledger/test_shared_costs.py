@@ -10,7 +10,7 @@ from sqlalchemy import event
 from skyward_core.cleanup.policy import Ends
 from skyward_core.cleanup.pool_record import close_entries
 from skyward_core.errors import LedgerConflict
-from skyward_core.ledger.bills import Bearer, Recorded, parts_of
+from skyward_core.ledger.bills import Bearer, Held, Recorded, parts_of, split_bill
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.names_policy import Join, NameState, Rent
 from skyward_core.ledger.receipt import receipt, users_of
@@ -252,9 +252,10 @@ def test_the_parts_of_the_cost_for_a_work_are_those_of_exact_works(ledger: Ledge
 
 
 def test_a_part_counts_in_full_while_the_time_of_the_machines_is_noted_late(ledger: Ledger, clock: Clock) -> None:
-    """The rest of the pool is nothing then. A bill of other machines of the pool only has no more than these cost."""
+    """The rest of the pool is nothing then. Of a part of its machines, parts count in proportion."""
     opened(ledger, name_it=True)
     intent = rented(ledger, "3.6")
+    clock.go(30)
     ledger.note_all({intent: {Bucket.RUNNING_CALLS: 10}})
     held(ledger, "1", FIT, "a", "0.02")
     for seconds, rest in ((10, "0"), (30, "0.01")):
@@ -265,8 +266,12 @@ def test_a_part_counts_in_full_while_the_time_of_the_machines_is_noted_late(ledg
     clock.go(3600)
     later = rented(ledger, "3.6", token="2")
     ledger.note_all({later: {Bucket.RUNNING_CALLS: 5}})
-    rows = ledger.cost_rows(CostBy.TASK, since=clock.time)
-    assert sum(row.cost_usd for row in rows) == USD("0.005")
+    late, early = (
+        {row.key: row.cost_usd for row in ledger.cost_rows(CostBy.TASK, **when)}
+        for when in ({"since": clock.time}, {"until": clock.time})
+    )
+    assert sum(late.values()) == USD("0.005")
+    assert late["prefect:train/fit"] + early["prefect:train/fit"] == pytest.approx(USD("0.02"), abs=USD("0.000001"))
 
 
 @pytest.mark.parametrize(
@@ -303,11 +308,25 @@ def test_the_parts_of_a_pool() -> None:
     """
     run, task, nobody = Bearer(Work(run="2")), Bearer(Work(run="2", task="fit")), Bearer()
     own = Bearer(Work(run="1"))
-    recorded = Recorded(own, [(task, 60)], [(run, 50), (nobody, 50), (run, 0), (own, 7)])
-    assert parts_of(recorded) == [(task, 60), (nobody, 50)]
+    recorded = Recorded(own, [(task, 60)], [Held(run, 50), Held(nobody, 50), Held(run, 0), Held(own, 7)])
+    assert parts_of(recorded, 200) == [(task, 60), (nobody, 50)]
     recorded.shares = [(task, 20)]
-    assert parts_of(recorded) == [(task, 20), (run, 30), (nobody, 50)]
-    assert parts_of(Recorded(own, held=[(run, 0)])) == [(run, 0)], "zero is a value"
+    assert parts_of(recorded, 200) == [(task, 20), (run, 30), (nobody, 50)]
+    assert parts_of(Recorded(own, held=[Held(run, 0)]), 200) == [(run, 0)], "zero is a value"
+
+
+@pytest.mark.parametrize("bill", [200, 100, 90, 55, 41, 40, 20])
+def test_only_estimates_give_way_to_a_bill(bill: int) -> None:
+    """In proportion, down to nothing. Only a bill below what was measured divides that."""
+    held = [Held(Bearer(), 30), Held(Bearer(), 0, 25), Held(Bearer(), 10, 35)]
+    found = split_bill(bill, held)
+    assert sum(found) == min(bill, 100)
+    assert all(0 <= part <= one.micro_usd + one.estimated for part, one in zip(found, held, strict=True))
+    if bill >= 40:
+        assert all(part >= one.micro_usd for part, one in zip(found, held, strict=True))
+        assert found[1] == pytest.approx(min(25, (bill - 40) * 25 / 60), abs=1)
+    else:
+        assert found == [15, 0, 5]
 
 
 LAUNCHED = {Bucket.LAUNCHING: 10.0, Bucket.IDLE: 20.0}

@@ -35,7 +35,7 @@ def cost(ledger: Ledger, by: CostBy = CostBy.TASK, work: Work = NO_WORK) -> dict
     return {row.key: row.cost_usd for row in ledger.cost_rows(by, work=work)}
 
 
-def test_what_a_use_has_had_only_grows_and_its_end_stays(ledger: Ledger, clock: Clock) -> None:
+def test_what_a_use_has_had_only_grows_until_its_end_which_stays(ledger: Ledger, clock: Clock) -> None:
     begun(ledger)
     assert (use(ledger, "1").cost_usd, use(ledger, "1").ended_at) == (0, None)
     assert (use(ledger, "2").client_id, use(ledger, "2").work) == ("client", SCORE)
@@ -46,7 +46,7 @@ def test_what_a_use_has_had_only_grows_and_its_end_stays(ledger: Ledger, clock: 
     assert use(ledger, "2").ended_at == ended_at
     clock.go(60)
     ledger.uses.write(ended={"2": UseCount(7.0, 0.007)})
-    assert (use(ledger, "2").cost_usd, use(ledger, "2").ended_at) == (USD("0.007"), ended_at)
+    assert (use(ledger, "2").cost_usd, use(ledger, "2").ended_at) == (USD("0.006"), ended_at)
     assert [entry.id for entry in ledger.uses.of_pool("sky-a")] == ["1", "2"]
     assert ledger.uses.use("3") is None
 
@@ -100,6 +100,76 @@ def test_a_use_of_an_expensive_machine_for_weeks_does_not_overflow(ledger: Ledge
     assert use(ledger, "1").cost_usd == 1000 * 24 * 60
 
 
+def noted(ledger: Ledger, machine: int, seconds: float) -> None:
+    ledger.note_all({machine: {Bucket.RUNNING_CALLS: seconds}})
+
+
+def parts(ledger: Ledger) -> dict[str, Any]:
+    """The parts of the bill, which are the whole of it, to the micro-dollar; users and buckets agree with them."""
+    by_task = cost(ledger)
+    (whole,) = ledger.cost_rows(CostBy.POOL, pool_id="sky-a")
+    assert sum(by_task.values()) == whole.cost_usd
+    assert all(usd >= 0 for usd in by_task.values())
+    users = users_of(ledger, "sky-a")
+    assert [user.cost_usd for user in users] == [by_task["prefect:train/fit"], by_task["prefect:train/score"]]
+    buckets = {row.key: row for row in ledger.cost_rows(CostBy.BUCKET, pool_id="sky-a")}
+    assert sum(row.cost_usd for row in buckets.values()) == whole.cost_usd
+    assert buckets[Bucket.RUNNING_CALLS].cost_usd >= sum(user.cost_usd for user in users)
+    return by_task
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["settled first", "settled last"])
+def test_what_nobody_has_measured_of_a_stopped_process_is_at_most_what_others_have_left(
+    ledger: Ledger, clock: Clock, is_first: bool
+) -> None:
+    """A process was stopped while it held a slot: its call ended, and others had the slot. The order is no matter."""
+    machine = begun(ledger)
+    ledger.uses.write(counts={"1": UseCount(1.0, 0.001, held_slots=1, usd_per_hour=3.6)})
+    clock.go(99)
+    if is_first:
+        ledger.uses.settle(["1"])
+    noted(ledger, machine, 99.0)
+    ledger.uses.write(ended={"2": UseCount(90.0, 0.09)})
+    if not is_first:
+        ledger.uses.settle(["1"])
+    assert parts(ledger) == {"prefect:train/fit": USD("0.009"), "prefect:train/score": USD("0.09"), "(no task)": USD(0)}
+    first, _ = users_of(ledger, "sky-a")
+    assert first.slot_seconds == pytest.approx(9.0)
+    assert not next(part for part in ledger.cost_parts(FIT)).is_final, "others may have had more of the slots"
+    ledger.close_all([machine], "it is gone")
+    ledger.end_pool("sky-a")
+    assert next(part for part in ledger.cost_parts(FIT)).is_final
+    before = parts(ledger)
+    ledger.prune(clock.time + timedelta(days=1), is_dry_run=False)
+    assert cost(ledger) == before
+
+
+def test_what_a_process_measured_before_its_use_was_settled_replaces_the_estimate(ledger: Ledger, clock: Clock) -> None:
+    """It was stopped, and goes on: its call has ended long ago. The figure of an ended use never grows."""
+    machine = begun(ledger)
+    ledger.uses.write(counts={"1": UseCount(1.0, 0.001, held_slots=1, usd_per_hour=3.6)})
+    clock.go(99)
+    noted(ledger, machine, 99.0)
+    ledger.uses.settle(["1"])
+    assert parts(ledger)["prefect:train/fit"] == USD("0.1") - USD("0.001")
+    ledger.uses.write(ended={"1": UseCount(4.0, 0.004)})
+    assert parts(ledger)["prefect:train/fit"] == USD("0.004")
+    ledger.uses.write(counts={"1": UseCount(70.0, 0.07, held_slots=1, usd_per_hour=3.6)})
+    clock.go(10)
+    assert parts(ledger)["prefect:train/fit"] == USD("0.004")
+
+
+def test_calls_that_were_measured_count_in_full_from_the_same_transaction_on(ledger: Ledger, clock: Clock) -> None:
+    """The time of their machine is at least theirs, also before the process that keeps the pool notes it."""
+    machine = begun(ledger)
+    clock.go(20)
+    ledger.uses.write(ended={"1": UseCount(10.0, 0.01), "2": UseCount(5.0, 0.005)})
+    assert parts(ledger) == {"prefect:train/fit": USD("0.01"), "prefect:train/score": USD("0.005"), "(no task)": USD(0)}
+    assert {part.work: part.cost_usd for part in ledger.cost_parts(SCORE)} == {SCORE: USD("0.005")}
+    noted(ledger, machine, 19.0)
+    assert parts(ledger)["(no task)"] == USD("0.004")
+
+
 def test_the_bill_of_each_task_is_that_of_its_uses(ledger: Ledger, clock: Clock) -> None:
     """Attempts add up; the rest is for the work of the pool. All is the same after pruning."""
     machine = begun(ledger)
@@ -123,18 +193,10 @@ def test_the_bill_of_each_task_is_that_of_its_uses(ledger: Ledger, clock: Clock)
     assert (cost(ledger), cost(ledger, CostBy.POOL, SCORE)) == before
 
 
-def test_what_calls_have_held_counts_before_the_time_of_their_machine_is_noted(ledger: Ledger) -> None:
-    """The process that keeps the pool writes that some seconds later, and writes nothing any more if it was killed."""
-    machine = begun(ledger)
-    ledger.note_all({machine: {Bucket.RUNNING_CALLS: 2}})
-    ledger.uses.write(counts={"1": UseCount(10.0, 0.01)}, ended={"2": UseCount(5.0, 0.005)})
-    assert cost(ledger) == {"prefect:train/fit": USD("0.01"), "prefect:train/score": USD("0.005"), "(no task)": USD(0)}
-    assert {part.work: part.cost_usd for part in ledger.cost_parts(SCORE)} == {SCORE: USD("0.005")}
-
-
-def test_the_users_of_a_pool_are_its_steps(ledger: Ledger) -> None:
+def test_the_users_of_a_pool_are_its_steps(ledger: Ledger, clock: Clock) -> None:
     """Also without a name; the costs are those of the bills."""
     begun(ledger)
+    clock.go(150)
     ledger.uses.write(counts={"1": UseCount(100.0, 0.1)}, ended={"2": UseCount(50.0, 0.05)})
     first, second = users_of(ledger, "sky-a")
     assert [(user.work, user.slot_seconds, user.cost_usd) for user in (first, second)] == [

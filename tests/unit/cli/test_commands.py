@@ -110,6 +110,7 @@ def test_a_pool_with_a_name_shows_it_and_how_many_use_it(skyward: Skyward) -> No
 def test_what_no_call_has_used_of_a_pool_is_never_negative(skyward: Skyward) -> None:
     """What calls have held is noted some seconds before the time of their machines; it counts in full."""
     skyward.open_named()
+    skyward.clock.now += timedelta(hours=3)
     skyward.ledger.uses.write(counts={"a": UseCount(500.0, 5.0)})
     found = skyward.json("users nightly")
     assert (found["calls_cost_usd"], found["rest_usd"], found["cost_usd"]) == (5.1, 0.0, 5.1)
