@@ -11,6 +11,7 @@ The caller's thread packs calls and posts them; the owner's thread decides every
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import time
@@ -40,7 +41,7 @@ from skyward_core.transport.transport import Transports
 from skyward_core.wire import protocol as messages
 from skyward_core.wire.masking import SecretValues
 from skyward_core.wire.messages import Call, Parcel
-from skyward_core.wire.protocol import END_CLIENT
+from skyward_core.wire.protocol import BUSY_TIMES_NOW, END_CLIENT
 from skyward_core.wire.shared_values import SharedValue
 from skyward_core.work import NO_WORK, Work
 
@@ -48,6 +49,12 @@ TICK_SECONDS = 0.5
 JOIN_POLL_SECONDS = 0.01
 CONNECT_SECONDS = 30.0
 BUSY_SECONDS = 2.0
+SAMPLE_SECONDS = 2.0
+"""How long the end of a pool or a use waits for a head that does not answer, and may be dead."""
+LOOK_SECONDS = 0.5
+"""How much longer the question itself may take."""
+
+_log = logging.getLogger("skyward")
 
 
 class Cluster:
@@ -222,6 +229,16 @@ class Cluster:
                 its = found.setdefault(use, {})
                 its[instance_id] = its.get(instance_id, 0.0) + its_seconds
         return bool(is_free), found
+
+    def take_sample(self, seconds: float = SAMPLE_SECONDS) -> None:
+        """Count for how long calls have held slots until now, those that run too: the last report of the workers may be
+        some seconds old. Waits so long at most for the head. Raises nothing: without its answer that report counts.
+        """
+        try:
+            told = self.owner.ask(BUSY_TIMES_NOW, seconds + LOOK_SECONDS, topic=self.topic, seconds=seconds)
+            self.owner.run(lambda: self.owner.on_seen(told), seconds)
+        except Exception as error:  # also of a head of an earlier release, which knows no such question
+            _log.debug("the last seconds of running calls of %s are not counted: %r", self.owner.pool, error)
 
     def slots_held(self) -> dict[str, int]:
         """Return how many slots the calls of each use hold now, as far as is known here, also while they stop."""

@@ -391,7 +391,7 @@ class EngineThread:
         def pinged() -> None:
             self.dispatcher.pinged(epoch, is_answered=busy_times is not None)
             if busy_times is not None:
-                self._on_seen(busy_times)
+                self.on_seen(busy_times)
 
         self.post(pinged)
 
@@ -433,7 +433,8 @@ class EngineThread:
                 listed.append([call_id, function, stage, where, now - since])
         return {"listed": listed, "waiting": waiting}
 
-    def _on_seen(self, busy_times: Collection[BusyTime]) -> None:
+    def on_seen(self, busy_times: Collection[BusyTime]) -> None:
+        """Count what workers have told of their busy slots. In this thread."""
         self.slot_seconds.reported()
         for instance_id, process, seconds, by_use in busy_times:
             for use, own_seconds in by_use.items():

@@ -49,6 +49,7 @@ from skyward_core.ledger.names_policy import (
     may_be_condemned,
     may_be_kept_warm,
     may_come_back,
+    silent_clients,
     standing,
     warm_end,
 )
@@ -70,7 +71,7 @@ from skyward_core.ledger.tables import (
     stamp,
     work_values,
 )
-from skyward_core.ledger.uses import UseCount, begin_warm_time, end_warm_time, note_uses, settle_uses
+from skyward_core.ledger.uses import UseCount, begin_warm_time, cover_held_by, end_warm_time, note_uses, settle_uses
 from skyward_core.machines.owner import Owner
 from skyward_core.work import NO_WORK, Work
 
@@ -216,17 +217,25 @@ class Names:
             own = None if facts is None else next((one for one in facts.clients if one.id == client_id), None)
             return [] if facts is None or own is None else ended_by(own, facts)
 
+    def silent(self, name: str, client_id: str) -> list[Client]:
+        """Return the other clients of a pool that are silent (`names_policy.silent_clients`). It may change at once."""
+        with self._database.read() as connection:
+            facts = self._facts(connection, name, is_locked=False)
+            own = None if facts is None else next((one for one in facts.clients if one.id == client_id), None)
+            return [] if facts is None or own is None else silent_clients(own, facts)
+
     def ended(self, client_id: str, counts: Mapping[str, UseCount]) -> None:
         """Record that the calls of a client were ended now: it uses its pool no more, and its uses are settled.
 
-        `counts` has what the nodes say of its uses. The others have what they had when they were noted last, and the
-        slots that they held then until now.
+        `counts` has what the nodes say of its uses. The others have what they had when they were noted last, and as an
+        estimate the slots that they held then until now.
         """
         with self._database.write() as connection:
             now = stamp(self._database.now(connection))
             self._end_client(connection, client_id, None)
             note_uses(connection, counts, now, is_final=True)
             settle_uses(connection, USES.c.client_id == client_id, now)
+            cover_held_by(connection, counts.keys(), now)
 
     # ── leave ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

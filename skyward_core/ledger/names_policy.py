@@ -342,6 +342,14 @@ def ended_by(client: Client, facts: NameFacts) -> list[Client]:
     ]
 
 
+def silent_clients(client: Client, facts: NameFacts) -> list[Client]:
+    """Return the other clients of a pool that have not left it and do not live: what their calls have held is asked of
+    the nodes before the pool ends.
+    """
+    living = {one.id for one in facts.living()}
+    return [one for one in facts.clients if one.id not in {client.id, *living} and one.left_at is None]
+
+
 def warm_end(facts: NameFacts, most_seconds: float) -> datetime:
     """Return until when a pool is warm that its last client leaves now: for `keep_warm` seconds, unless its nodes end
     earlier by another of their clocks, or are paid for `most_seconds` only.

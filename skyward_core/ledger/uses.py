@@ -250,7 +250,7 @@ def settle_uses(connection: Connection, which: ColumnElement[bool], until: int) 
 
 
 def _micro(usd: float) -> int:
-    """Return the nearest micro-dollars, as all who show a use's cost round it."""
+    """Return the nearest micro-dollars."""
     return round(usd * 1_000_000)
 
 

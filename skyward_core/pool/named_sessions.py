@@ -141,6 +141,8 @@ def _leave_own(session: NamedSession, use: NamedUse) -> None:
         _leave_as_client(session, use)
         return
     is_last = session.is_running and use.is_last()
+    if is_last and not use.keep_warm:
+        use.settle_the_silent()
     if not session.is_running or (is_last and not use.keep_warm and use.leave() is NameState.CLOSING):
         _end(session)
         return
@@ -212,6 +214,8 @@ def _leave_attached(attached: Attached, use: NamedUse) -> None:
             may_be_warm = False
         except SkywardError as error:
             use.log(logging.INFO, "the leases of the pool %r are extended after it was left: %s", use.name, error)
+    if attached.is_running and (not may_be_warm or not use.keep_warm) and use.is_last():
+        use.settle_the_silent()
     _adopt_no_more(use)
     attached.stop("the pool was left")
     _end_if_last(use, pool_id, may_be_warm=may_be_warm, is_extended=is_extended, warm_seconds=warm_seconds)

@@ -228,7 +228,7 @@ class PoolUse:
         slot_seconds, cost_usd, is_final = 0.0, self.pool.cost, self.pool.cost_final is not None
         if not self._is_alone:
             count = None if self._book is None else self._book.count(self.id)
-            slot_seconds, cost_usd = (0.0, 0.0) if count is None else (count.slot_seconds, _billed(count.cost_usd))
+            slot_seconds, cost_usd = (0.0, 0.0) if count is None else (count.slot_seconds, count.cost_usd)
             is_final = self._book is not None and self._book.is_final(self.id)
         return UseBill(
             self.pool.id,
@@ -238,8 +238,3 @@ class PoolUse:
             slot_seconds,
             not self._is_alone,
         )
-
-
-def _billed(usd: float) -> float:
-    """Return USD as the ledger writes them: the nearest micro-dollars."""
-    return round(usd * 1_000_000) / 1_000_000

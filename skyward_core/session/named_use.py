@@ -30,6 +30,7 @@ from skyward_core.errors import BadRequest, LeaseLost, LedgerError, Provisioning
 from skyward_core.events import console
 from skyward_core.image.local_files import included_in
 from skyward_core.ledger.names_policy import (
+    Client,
     Join,
     LookAgain,
     NameState,
@@ -233,14 +234,30 @@ class NamedUse:
             except LedgerError as error:
                 self.log(logging.DEBUG, "the uses of dead processes on %r are settled later: %s", self.name, error)
 
+    def settle_the_silent(self) -> None:
+        """Before the pool ends: end the calls of processes that are silent too, because they are stopped or cut off
+        from the ledger, and settle their uses by what the nodes say. Nobody can ask the nodes later. Raises nothing.
+        """
+        if self._cluster is None or self._contact.gap(self.term.now()) is not None:
+            return
+        try:
+            silent = self._ledger.names.silent(self.name, self._client_id)
+            self._end_these(silent, self._cluster, RENEWAL_WAIT_SECONDS, "it is silent, and the pool ends")
+        except LedgerError as error:
+            words = "what silent processes have used of %r is settled by what they had noted: %s"
+            self.log(logging.DEBUG, words, self.name, error)
+
     def _end_others(self, cluster: Cluster, seconds: float) -> None:
         """End the calls of the clients for which this one does that, and wait for their slots, so long for each."""
-        for other in self._ledger.names.ended_by(self.name, self._client_id):
+        self._end_these(self._ledger.names.ended_by(self.name, self._client_id), cluster, seconds, "it is dead")
+
+    def _end_these(self, others: Sequence[Client], cluster: Cluster, seconds: float, why_ended: str) -> None:
+        for other in others:
             is_new = other.id not in self._others
             self._others.add(other.id)
             if is_new:
                 words = "the calls of %s (process %s, %s) on %r are ended: %s"
-                why = "a newer attempt has begun" if is_earlier_attempt(other.work, self._work) else "it is dead"
+                why = "a newer attempt has begun" if is_earlier_attempt(other.work, self._work) else why_ended
                 self.log(logging.WARNING, words, other.owner.name, other.owner.pid, other.work, self.name, why)
             try:
                 is_free, spent = cluster.end_client(other.topic, seconds) if other.topic else (True, {})
@@ -322,6 +339,7 @@ class NamedUse:
             words = "the ledger does not know that the pool %r ends: a process may still attach to it: %s"
             self.log(logging.WARNING, words, self.name, error)
         self._is_ending = True
+        self.settle_the_silent()
 
     # ── leave ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

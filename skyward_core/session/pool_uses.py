@@ -191,7 +191,8 @@ def slot_prices(nodes: Iterable[Node]) -> dict[str, float]:
 def use_count(
     seconds: Mapping[str, float], prices: Mapping[str, float], held: int = 0, age_seconds: float = 0.0
 ) -> UseCount:
-    """Return what a use has had, from its seconds of slots by instance id, and the prices of slots.
+    """Return what a use has had, from its seconds of slots by instance id, and the prices of slots. Its cost is in
+    whole micro-dollars, the nearest: all who show it have the number of the ledger.
 
     `held`: how many slots it holds since `age_seconds`.
     """
@@ -199,7 +200,7 @@ def use_count(
     known = [prices.get(instance, 0.0) for instance in seconds] or [*prices.values()] or [0.0]
     return module.UseCount(
         sum(seconds.values()),
-        sum(its * prices.get(instance, 0.0) for instance, its in seconds.items()),
+        round(sum(its * prices.get(instance, 0.0) for instance, its in seconds.items()) * 1_000_000) / 1_000_000,
         held,
         held * sum(known) / len(known) * SECONDS_PER_HOUR,
         age_seconds,
@@ -295,6 +296,7 @@ class UseBook:
         until = time.monotonic() + STOP_SECONDS
         while self._cluster.slots_held().get(use_id) and time.monotonic() < until:
             time.sleep(LOOK_SECONDS)
+        self._take_sample([use_id])
         self._end([use_id])
 
     def note(self) -> None:
@@ -313,7 +315,8 @@ class UseBook:
         return use_id in self._final and use_id not in self._ends
 
     def close(self) -> None:
-        """End the uses that are open, and the connection. Raises nothing."""
+        """End the uses that are open, after a last look at calls that still run, and the connection. Raises nothing."""
+        self._take_sample(list(self._since))
         self._end(list(self._since))
         with self._turn:
             self._is_closed = True
@@ -321,6 +324,11 @@ class UseBook:
         self._thread.join(2 * LEDGER_BUSY_SECONDS)
         if self._ledger is not None:
             self._ledger.close()
+
+    def _take_sample(self, use_ids: Iterable[str]) -> None:
+        """If calls of these uses hold slots: workers have reported that some seconds ago."""
+        if self._cluster.slots_held().keys() & set(use_ids):
+            self._cluster.take_sample()
 
     def _end(self, use_ids: Iterable[str]) -> None:
         self._learn_prices()

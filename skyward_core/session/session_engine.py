@@ -131,6 +131,7 @@ class SessionEngine:
         assert self.cluster is not None
         assert self.recovery is not None
         self.recovery.stop()
+        self.cluster.take_sample()
         note_all(self.cluster, self._pool_id, self._emitter.queue.log)
         if self.user_client is not None:
             self.user_client.close()

@@ -233,6 +233,8 @@ class Stewardship:
     def leave(self) -> None:
         """Stop keeping the pool; its machines go on. Idempotent."""
         with self._ending:
+            if not self._ended.is_set():
+                self._cluster.take_sample()
             if not self._stop_working():
                 return
             assert self._machines is not None
@@ -290,6 +292,7 @@ class Stewardship:
             assert self._recovery is not None
             self._emitter.emit(PoolStopping())
             self._recovery.stop()
+            self._cluster.take_sample()
             note_all(self._cluster, self._pool_id, self._log)
             try:
                 self._on_end(reason, error)  # before the machines end: otherwise its calls would be repeated on them

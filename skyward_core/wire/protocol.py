@@ -60,6 +60,8 @@ call is forgotten (False); how many seconds after its end it is forgotten (never
 """
 BUSY_TIMES = "skyward_busy_times"
 """Name of the workers' metric, and of the scheduler's operation that returns all of them."""
+BUSY_TIMES_NOW = "skyward_busy_times_now"
+"""The scheduler's operation that asks the workers for the same as of now."""
 ENDS = frozenset({"ended", "cancelled", "lost"})
 DETACHED_PREFIX = "skyward-call-"
 HOLD, FREE, KEPT = "skyward_hold", "skyward_free", "skyward_kept"

@@ -257,7 +257,7 @@ class Slots(WorkerPlugin):
         if Path(path).parent in map(Path, self.settings.value_directories):
             Parcel(b"", (), path).release()
 
-    def busy_time(self, _: Worker) -> WorkerTime:
+    def busy_time(self, _: Worker | None) -> WorkerTime:
         """Return how long calls have kept the slots busy, running ones included; each heartbeat sends it to the
         scheduler.
         """
@@ -273,15 +273,17 @@ class Slots(WorkerPlugin):
         now = time.monotonic()
         return [(slot.pid, None if (since := slot.busy_since) is None else now - since) for slot in self._all]
 
-    def tell_calls(self, request: int, *, with_stacks: bool = False, topic: str = "") -> None:
-        """Send the scheduler the calls in the slots, or what one client has had (`CallLists`). In Dask's loop, which
-        goes on meanwhile.
+    def tell_calls(self, request: int, *, with_stacks: bool = False, topic: str = "", with_times: bool = False) -> None:
+        """Send the scheduler the calls in the slots, or what one client has had (`CallLists`), with times as a
+        `BusyTime`. In Dask's loop, which goes on meanwhile.
         """
         if topic:
             its = [slot.ran_for(topic) for slot in self._all]
             with contextlib.suppress(OSError):  # the scheduler is gone, and so is its question
                 is_running, seconds = any(runs for runs, _ in its), added_up(seconds for _, seconds in its)
-                self._send(answer_of(request, [is_running, self.settings.instance_id, seconds]))
+                instance_id, process, total, _ = self.busy_time(None)
+                answer = [instance_id, process, total, seconds] if with_times else [is_running, instance_id, seconds]
+                self._send(answer_of(request, answer))
             return
         telling = asyncio.get_running_loop().create_task(self._tell_calls(request, with_stacks=with_stacks))
         self._telling.add(telling)

@@ -24,6 +24,7 @@ from distributed.versions import get_versions  # noqa: TID253
 from skyward_core.wire.messages import Sealed
 from skyward_core.wire.protocol import (
     ANSWERS_CALLS,
+    BUSY_TIMES_NOW,
     CALLS_ANSWER,
     CALLS_QUESTION,
     END_CLIENT,
@@ -257,6 +258,7 @@ class CallLists(SchedulerPlugin):
         """Add the operations to the scheduler."""
         self._scheduler = scheduler
         scheduler.handlers.update({INTRODUCE: self.introduce, LIST_CALLS: self.list_calls, END_CLIENT: self.end_client})
+        scheduler.handlers[BUSY_TIMES_NOW] = self.busy_times_now
         streams: dict[str, Any] = scheduler.stream_handlers
         streams[CALLS_ANSWER] = self._answered
 
@@ -306,6 +308,12 @@ class CallLists(SchedulerPlugin):
             if is_free or time.monotonic() > until:
                 return is_free, [spent for _, *spent in known]
             await asyncio.sleep(LOOK_SECONDS)
+
+    async def busy_times_now(self, *, topic: str, seconds: float) -> list[Any]:
+        """Return what `CallMemory.skyward_busy_times` does as of now, of the workers that answer in so many seconds."""
+        workers = [address for address, one in self._scheduler.workers.items() if one.metrics.get(ANSWERS_CALLS)]
+        answers = await self._ask([], workers, {"topic": topic, "with_times": True}, seconds=seconds)
+        return [answer for answer in answers.values() if answer is not None]
 
     async def _ask(
         self, clients: Sequence[str], workers: Sequence[str], question: Mapping[str, Any], *, seconds: float

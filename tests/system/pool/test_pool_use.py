@@ -3,6 +3,7 @@
 Run as a program, this file is a process that uses a pool of a name until it is killed.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -123,6 +124,56 @@ def test_two_uses_of_one_pool_have_what_their_calls_have_held(tmp_path: Path) ->
     assert by_task["test:fit"] == entries["fit"].cost_usd
     assert by_task["test:score"] == entries["score"].cost_usd
     assert sum(by_task.values()) == Decimal(repr(pool.receipt["total_cost_usd"]))
+
+
+def seconds_held(go: Path) -> float:
+    """For how long the call that waits for this file has held a slot, by its own clock; two seconds at least."""
+    wait_until(Path(f"{go}-held").exists, "the call to hold its slot")
+    since = Path(f"{go}-begun").stat().st_mtime
+    wait_until(lambda: Path(f"{go}-held").stat().st_mtime - since > 2.0, "two seconds of the call")
+    return Path(f"{go}-held").stat().st_mtime - since
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        ("its own", KeyboardInterrupt),
+        ("its own", None),
+        ("named", ValueError),
+        ("joined", KeyboardInterrupt),
+        ("detached", None),
+    ],
+)
+def test_what_running_calls_have_held_counts_when_their_pool_is_left(
+    kind: str, way: type[BaseException] | None, name: str, tmp_path: Path
+) -> None:
+    """By Ctrl-C, by an exception, or at the end of its block, and when it is detached: until that moment, not until the
+    last report of the workers, which may be seconds ago.
+    """
+    go, settings = tmp_path / "go", {"provider": sky.Local(price_per_hour=PRICE), "display": "quiet"}
+    shared = kind in {"named", "joined"}
+    with contextlib.ExitStack() as others:
+        if kind == "joined":
+            others.enter_context(sky.ComputePool(**settings_of(name)))
+        with contextlib.suppress(KeyboardInterrupt, ValueError):
+            with sky.ComputePool(**(settings_of(name) if shared else settings)) as pool:
+                call = pool.submit(hold(str(go)))
+                begun(go)
+                held = seconds_held(go)
+                if kind == "detached":
+                    others.callback(sky.release, pool.detach(60))
+                if way is not None:
+                    raise way
+        with pytest.raises((sky.PoolClosed, CancelledError)):
+            call.result(60)
+        if shared:
+            assert pool.cost >= held
+            assert uses_of(pool.id)[""].cost_usd == Decimal(repr(pool.cost))
+        elif kind == "its own":
+            assert pool.cost_final.buckets["running calls"] == pool.receipt["buckets"]["running calls"]["cost_usd"]
+        with Ledger(default_url()) as ledger:
+            costs = {row.key: float(row.cost_usd) for row in ledger.cost_rows(CostBy.BUCKET, pool_id=pool.id)}
+        assert costs["running calls"] >= held - 1.0, "whole seconds"
 
 
 def test_a_pool_of_its_own_is_billed_whole(tmp_path: Path) -> None:

@@ -196,7 +196,9 @@ class Keeping(Stewardship):
         self._use: Any = SimpleNamespace(
             begin_to_end=lambda: steps.append("closing"), release_stewardship=lambda: steps.append("release")
         )
-        self._attached: Any = SimpleNamespace(cluster=object(), end=lambda *_: steps.append("end the machines"))
+        self._attached: Any = SimpleNamespace(
+            cluster=SimpleNamespace(take_sample=int), end=lambda *_: steps.append("end the machines")
+        )
         self._on_end = lambda *_: steps.append("let the session go")
 
 
