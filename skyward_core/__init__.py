@@ -102,6 +102,7 @@ if TYPE_CHECKING:
     from skyward_core.events.events import LogLine as LogLine
     from skyward_core.events.events import Metrics as Metrics
     from skyward_core.events.events import NodesScaled as NodesScaled
+    from skyward_core.events.events import PoolLeft as PoolLeft
     from skyward_core.events.events import PoolReady as PoolReady
     from skyward_core.events.events import PoolStopping as PoolStopping
     from skyward_core.events.events import PreemptionNoticed as PreemptionNoticed
@@ -206,7 +207,7 @@ _HOMES = {
         " CallRetrying Callback CallsWaiting CandidateRefused ClusterRestarting ContactLost ContactRegained"
         " CostFinal CostUpdate Error InfraCreated InfraCreating InstanceLaunching InstanceLost"
         " InstanceProvisioned InstanceStopping InstancesUnconfirmed LogLine Metrics NodesScaled PoolReady"
-        " PoolStopping PreemptionNoticed ProviderName RebalanceRecommended SkywardEvent compose emit"
+        " PoolLeft PoolStopping PreemptionNoticed ProviderName RebalanceRecommended SkywardEvent compose emit"
         " use_callback"
     ),
     "distributed.checkpoint": "Checkpoint SavedCheckpoint checkpoint",

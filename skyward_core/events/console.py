@@ -28,6 +28,7 @@ from skyward_core.events.events import (
     InfraCreating,
     InstanceLaunching,
     LogLine,
+    PoolLeft,
     PoolReady,
     PoolStopping,
     SkywardEvent,
@@ -344,7 +345,13 @@ class _Spinner:
                 case CostUpdate(accumulated_cost=cost, hourly_rate=rate):
                     self._show_pool(note=f"{usd(cost)} at {usd(rate)}/h" if rate or cost else "")
                 case (
-                    InfraCreating() | InfraCreated() | InstanceLaunching() | PoolReady() | PoolStopping() | CostFinal()
+                    InfraCreating()
+                    | InfraCreated()
+                    | InstanceLaunching()
+                    | PoolReady()
+                    | PoolStopping()
+                    | CostFinal()
+                    | PoolLeft()
                 ):
                     self._show_phase(event, line[1] if line else "")
                 case _ if line is not None and line[0] >= logging.WARNING:
@@ -396,7 +403,7 @@ class _Spinner:
             self._progress.update(pool, total=event.count)
         elif isinstance(event, PoolReady):
             self._progress.update(pool, total=event.nodes, completed=event.nodes)
-        elif isinstance(event, CostFinal):
+        elif isinstance(event, CostFinal | PoolLeft):
             for row in self._machines.values():
                 self._progress.update(row, visible=False)
             self._progress.update(pool, note="")

@@ -357,7 +357,8 @@ class CostUpdate:
 
 @dataclass(frozen=True, slots=True)
 class CostFinal:
-    """The whole bill, in USD, exactly once per pool, in any way that it ends.
+    """The whole bill, in USD, in any way that the pool ends: exactly once, in the process that keeps the pool then. It
+    is that of the ledger, if that answers. A process that leaves the pool to others has `PoolLeft` instead.
 
     `buckets`: what it went to, in USD, by the names of `rows.Bucket`, together all of it.
     """
@@ -369,6 +370,20 @@ class CostFinal:
     ondemand_count: int
     savings_vs_ondemand: float
     buckets: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLeft:
+    """This process uses the pool no more, and has no more events of it; the pool goes on: for other processes, warm, or
+    by its lease. `cost_so_far` is that of the pool, in USD, and `hourly_rate` what its machines cost from now on.
+
+    The last event in place of `CostFinal`, which the process has that ends the pool.
+    """
+
+    pool_id: str
+    cost_so_far: float
+    elapsed_seconds: float
+    hourly_rate: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,6 +437,7 @@ type SkywardEvent = (
     | PoolStopping
     | CostUpdate
     | CostFinal
+    | PoolLeft
     | BudgetWarning
     | Error
 )

@@ -32,6 +32,7 @@ from skyward_core.events.events import (
     LogLine,
     Metrics,
     NodesScaled,
+    PoolLeft,
     PoolReady,
     PoolStopping,
     PreemptionNoticed,
@@ -143,6 +144,8 @@ class Narrator:
                 return "giving the machines back" + (f" ({self._calls_so_far()})" if self._calls.submitted else "")
             case CostFinal():
                 return _bill(event)
+            case PoolLeft():
+                return _left(event)
             case _:
                 return None
 
@@ -248,6 +251,14 @@ def _bill(event: CostFinal) -> str:
         + (f" ({machines})" if machines else "")
         + saved
         + _shares(event)
+    )
+
+
+def _left(event: PoolLeft) -> str:
+    rate = f", at {usd(event.hourly_rate)} per hour" if event.hourly_rate else ""
+    return (
+        f"left: the pool {event.pool_id} goes on{rate}; it has cost {usd(event.cost_so_far)} in"
+        f" {_duration(event.elapsed_seconds)} so far"
     )
 
 

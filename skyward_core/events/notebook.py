@@ -38,6 +38,7 @@ from skyward_core.events.events import (
     InstanceLost,
     InstanceStopping,
     LogLine,
+    PoolLeft,
     PoolReady,
     PoolStopping,
     SkywardEvent,
@@ -106,7 +107,7 @@ def after(summary: Summary, event: SkywardEvent, line: tuple[int, str] | None) -
             return _with_problem(_without(summary, machine), words)
         case ContactRegained():
             return _with_problem(summary, words)
-        case CostFinal():  # the words have the cost
+        case CostFinal() | PoolLeft():  # the words have the cost
             return replace(summary, phase=words, cost="", nodes={})
         case InfraCreating() | InfraCreated() | InstanceLaunching() | PoolReady() | PoolStopping():
             return replace(summary, phase=words)

@@ -23,7 +23,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from skyward_core.events.events import CallProgress, CallReported, CostFinal, Error, LogLine, Metrics, SkywardEvent
+from skyward_core.events.events import (
+    CallProgress,
+    CallReported,
+    CostFinal,
+    Error,
+    LogLine,
+    Metrics,
+    PoolLeft,
+    SkywardEvent,
+)
 
 MOST_WAITING = 100_000
 """Events that may wait: beyond, log lines, metrics and progress are dropped until half of them are delivered.
@@ -90,7 +99,7 @@ class EventQueue:
     def put(self, event: SkywardEvent) -> int:
         """Add an event to the queue without waiting; return its number, to compare with `delivered`.
 
-        After the bill the queue takes no more events.
+        After the bill, and after the pool was left, the queue takes no more events.
         """
         if os.getpid() != self._process:
             return self.delivered
@@ -99,7 +108,7 @@ class EventQueue:
                 return self.number
             if self._dropped and not self._is_dropping:
                 self._deliver_what_was_dropped()
-            if isinstance(event, CostFinal):
+            if isinstance(event, CostFinal | PoolLeft):
                 self._deliver_what_was_dropped()
                 self._is_ended = True
             return self._add(event)

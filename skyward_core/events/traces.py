@@ -35,6 +35,7 @@ from skyward_core.events.events import (
     InstanceProvisioned,
     InstancesUnconfirmed,
     NodesScaled,
+    PoolLeft,
     PoolReady,
     PoolStopping,
     PreemptionNoticed,
@@ -112,7 +113,10 @@ class Traces:
             case Error(message):
                 self._fail(message)
             case CostFinal():
-                self._end(event)
+                parts = {f"skyward.cost.{bucket}": usd for bucket, usd in event.buckets.items()}
+                self._end(event, parts)
+            case PoolLeft():
+                self._end(event, {})
             case _ if isinstance(event, _NOTED) and self._phase is not None:
                 self._phase.add_event(type(event).__name__, _attributes(event))
             case _:
@@ -146,7 +150,7 @@ class Traces:
         if (span := self._nodes.pop(instance_id, None)) is not None:
             span.end()
 
-    def _set(self, event: InfraCreated | PoolReady | CostFinal) -> None:
+    def _set(self, event: InfraCreated | PoolReady | CostFinal | PoolLeft) -> None:
         if self._pool is not None:
             self._pool.set_attributes(_attributes(event))
 
@@ -155,10 +159,9 @@ class Traces:
             if span is not None:
                 span.set_status(self._api.StatusCode.ERROR, message)
 
-    def _end(self, event: CostFinal) -> None:
-        """End all spans; the pool's span gets the bill, with `skyward.cost.<bucket>` for its parts."""
+    def _end(self, event: CostFinal | PoolLeft, parts: Mapping[str, float]) -> None:
+        """End all spans; the pool's span gets the bill and its parts, or what it has cost so far."""
         self._set(event)
-        parts = {f"skyward.cost.{bucket}": usd for bucket, usd in event.buckets.items()}
         if self._pool is not None:
             self._pool.set_attributes(parts)
         for span in (*self._nodes.values(), self._phase, self._pool):

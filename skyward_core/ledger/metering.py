@@ -16,7 +16,7 @@ from decimal import Decimal
 from typing import TYPE_CHECKING
 
 from skyward_core.errors import ZERO_USD
-from skyward_core.events.events import CostFinal, CostUpdate
+from skyward_core.events.events import CostFinal, CostUpdate, PoolLeft
 from skyward_core.ledger.rows import (
     BILLING_ROUNDING,
     MICRO_USD,
@@ -258,6 +258,17 @@ class Meter:
                 savings_vs_ondemand=float(on_demand - total),
                 buckets={name: float(usd) for name, usd in self._bucket_costs(now).items() if usd},
             )
+
+    def left(self, pool_id: str) -> PoolLeft | None:
+        """Return the bill so far of a pool that this process leaves to others; None at a later call, or after `final`,
+        which returns None from then on.
+        """
+        update = self.update()
+        with self._lock:
+            if self._is_final:
+                return None
+            self._is_final = True
+        return PoolLeft(pool_id, update.accumulated_cost, update.elapsed_seconds, update.hourly_rate)
 
     # ── with the lock held ───────────────────────────────────────────────────────────────────────────────────────────
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 from skyward_core.concurrency.threads import refuse_greenlets
 from skyward_core.errors import BadRequest, InstancesLeft, LedgerError, PoolClosed, SkywardError
 from skyward_core.events import console
-from skyward_core.events.events import Callback, CostFinal
+from skyward_core.events.events import Callback, CostFinal, PoolLeft
 from skyward_core.ledger.names_policy import NOTHING_USED, Usage
 from skyward_core.machines.instances import Lease
 from skyward_core.machines.signing import secret_keys, signed
@@ -72,6 +72,8 @@ class CurrentSession:
         """
         self.was_opened = False
         self.final: CostFinal | None = None
+        self._left: PoolLeft | None = None
+        """What the last pool had cost when it was left to others."""
         self.receipt: Mapping[str, Any] | None = None
         self.unconfirmed: InstancesLeft | None = None
         self.still_running = ""
@@ -110,7 +112,7 @@ class CurrentSession:
                     secrets = prepared.read_secrets()
                     secret_keys()  # a malformed one is refused before anything is rented
                     self.was_opened = True
-                    self.final = self.receipt = self._why_ended = self.unconfirmed = None
+                    self.final = self.receipt = self._why_ended = self.unconfirmed = self._left = None
                     self.still_running = ""
                     self._process = os.getpid()
                     if prepared.spec.name is None:
@@ -277,6 +279,7 @@ class CurrentSession:
                 leave_named(cast("NamedSession | Attached", opened), self._use)
         finally:
             self.final, self.receipt, self._why_ended = opened.final, opened.receipt, opened.why_ended
+            self._left = None if isinstance(opened, Attached) else opened.left
             self.unconfirmed = None if isinstance(opened, Attached) else opened.unconfirmed
             if self._use is not None:
                 self.still_running = self._use.still_running
@@ -339,7 +342,7 @@ class CurrentSession:
             if opened is None or isinstance(opened, Attached):
                 raise PoolClosed(self.why_closed if opened is None else "an attached pool is left by closing it")
             lease = signed(opened.detach(lease_seconds))
-            self.final = opened.final
+            self._left = opened.left
             until = lease.expires_at or datetime.now(UTC)
             rate = per_hour(opened.meter.rate())
             self.still_running = f"the pool {lease.pool_id} stays until {until:%H:%M:%S} UTC, by its lease, {rate}"
@@ -444,13 +447,15 @@ class CurrentSession:
 
     @property
     def cost(self) -> float:
-        """USD spent so far; after the end the whole bill. Of a pool that others may use too, what calls of no use have
-        cost.
+        """USD spent so far; after the end the whole bill, and after the pool was left to others what it had cost then.
+        Of a pool that others may use too, what calls of no use have cost.
         """
         if self._has_a_part and self._uses is not None:
             return self._uses.cost_usd
         if self.final is not None:
             return self.final.total_cost
+        if self._left is not None:
+            return self._left.cost_so_far
         opened = self._opened
         return 0.0 if opened is None or isinstance(opened, Attached) else opened.meter.update().accumulated_cost
 

@@ -562,7 +562,7 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
 
     @property
     def cost_final(self) -> CostFinal | None:
-        """The whole bill, once the pool has ended."""
+        """The whole bill, once the pool has ended; None if this process has left it to others."""
         return self._session.final
 
     def __repr__(self) -> str:

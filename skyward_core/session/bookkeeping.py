@@ -16,6 +16,7 @@ import logging
 import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from decimal import Decimal
 from functools import partial
 from types import TracebackType
@@ -31,6 +32,7 @@ from skyward_core.events.events import (
     Error,
     InfraCreating,
     InstanceLost,
+    PoolLeft,
     SkywardEvent,
     compose,
     hide_other_nodes,
@@ -255,6 +257,8 @@ class EventEmitter:
         self.meter = Meter()
         self.final: CostFinal | None = None
         """The bill, once it was emitted."""
+        self.left: PoolLeft | None = None
+        """What the pool had cost when this process left it to others."""
         self._slots = spec.concurrency * spec.workers_per_node
         self.queue = queue or event_queue(spec, on_event, console.log_of(spec.display))
 
@@ -290,9 +294,24 @@ class EventEmitter:
         if isinstance(error, SkywardError):
             self.emit(Error(str(error)))
 
-    def emit_bill(self) -> None:
-        """Emit the bill, unless that was done."""
+    def emit_bill(self, receipt: Mapping[str, Any] | None = None) -> None:
+        """Emit the bill, unless that was done or the pool was left: that of the receipt, if that has the end."""
         final = self.meter.final()
         if final is not None:
-            self.final = final
-            self.emit(final)
+            self.final = _as_in(receipt, final)
+            self.emit(self.final)
+
+    def emit_left(self, pool_id: str) -> None:
+        """Emit that this process leaves the pool to others, in place of the bill."""
+        if (left := self.meter.left(pool_id)) is not None:
+            self.left = left
+            self.emit(left)
+
+
+def _as_in(receipt: Mapping[str, Any] | None, final: CostFinal) -> CostFinal:
+    """Return the bill with the figures of a receipt: the ledger may know more than the meter of this process."""
+    if receipt is None or receipt["ended_at"] is None or receipt["left"]:
+        return final
+    buckets = {name: its["cost_usd"] for name, its in receipt["buckets"].items() if its["cost_usd"]}
+    saved = receipt["saved_usd"]
+    return replace(final, total_cost=receipt["total_cost_usd"], savings_vs_ondemand=saved, buckets=buckets)

@@ -166,7 +166,7 @@ class Departure:
         finally:
             self._reaper.leave()
             self.close_ledger()
-            self._emitter.emit_bill()
+            self._emitter.emit_left(self._pool_id)
             self._emitter.queue.close()
         return lease
 
@@ -185,7 +185,7 @@ class Departure:
         finally:
             self._reaper.leave()
             self._bookkeeping.close_ledger()
-            self._emitter.emit_bill()
+            self._emitter.emit_left(self._pool_id)
             self._emitter.queue.close()
             self._claims.end_stop()
 

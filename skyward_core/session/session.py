@@ -38,7 +38,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, override
 
 from skyward_core.errors import InstancesLeft, LedgerError, PoolClosed, SkywardError
-from skyward_core.events.events import Callback, CostFinal, Error, InstancesUnconfirmed, PoolReady, PoolStopping
+from skyward_core.events.events import (
+    Callback,
+    CostFinal,
+    Error,
+    InstancesUnconfirmed,
+    PoolLeft,
+    PoolReady,
+    PoolStopping,
+)
 from skyward_core.ledger.budgets import SpendingLimit
 from skyward_core.ledger.journal import Journal
 from skyward_core.machines.instances import Lease, new_pool_id
@@ -164,6 +172,11 @@ class Session:
         return self._emitter.final
 
     @property
+    def left(self) -> PoolLeft | None:
+        """What the pool had cost when this process left it to others, once it has."""
+        return self._emitter.left
+
+    @property
     def receipt(self) -> Mapping[str, Any] | None:
         """The ledger's receipt of the pool, once it has ended, or could not be ended (`left`)."""
         return self._bookkeeping.receipt
@@ -185,7 +198,7 @@ class Session:
         started = time.monotonic()
         try:
             with _Undo() as undo:
-                undo.callback(self._emitter.emit_bill)
+                undo.callback(self._emit_bill)
                 undo.push(self._emitter.emit_error)
                 self._engine.start_import()
                 self._lock_image()
@@ -359,7 +372,7 @@ class Session:
             try:
                 self.release()
             finally:
-                self._emitter.emit_bill()
+                self._emit_bill()
                 self.events.close()
                 self._claims.end_stop()
 
@@ -399,6 +412,9 @@ class Session:
             self._claims.is_written_down = True
             self._reaper.leave()  # after the journal: if killed in between, the reaper finds that the pool has ended
             self._departure.close_ledger()
+
+    def _emit_bill(self) -> None:
+        self._emitter.emit_bill(self._bookkeeping.receipt)
 
     def hand_over(self, left: InstancesLeft) -> None:
         """Leave unconfirmed machines to the reaper, as if this process were dead (`Departure.hand_over`)."""

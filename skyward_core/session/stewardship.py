@@ -316,7 +316,7 @@ class Stewardship:
             self._bookkeeping.note_what_is_left()
         except SkywardError as error:
             self._log(logging.ERROR, "the end of %s is not in the ledger: %s", self._pool_id, error)
-        self._emitter.emit_bill()
+        self._emitter.emit_bill(self._bookkeeping.receipt)
         self._attached.final, self._attached.receipt = self._emitter.final, self._bookkeeping.receipt
         self._finish()
 

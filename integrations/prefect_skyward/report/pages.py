@@ -38,7 +38,7 @@ class RunState:
     @property
     def rate_per_hour(self) -> float:
         """The cost per hour of the machines that are rented now."""
-        return total(pool.rate_per_hour for pool in self.pools if pool.final is None)
+        return total(pool.rate_per_hour for pool in self.pools if pool.final is None and not pool.is_left)
 
     @property
     def seconds(self) -> float:

@@ -74,6 +74,8 @@ class PoolState:
     seconds: float = 0.0
     calls: sky.CallProgress = field(default_factory=lambda: sky.CallProgress(0, 0, 0))
     final: sky.CostFinal | None = None
+    is_left: bool = False
+    """Whether this process has left it to others, and pays no more for it."""
     unconfirmed: tuple[str, ...] = ()
     use: sky.Utilisation = field(default_factory=sky.Utilisation)
     shared_name: str = ""
@@ -108,6 +110,9 @@ class PoolState:
             case sky.CostFinal(total_cost, total_seconds, hourly_rate):
                 self.final = event
                 self.total_usd, self.rate_per_hour, self.seconds = total_cost, hourly_rate, total_seconds
+            case sky.PoolLeft(_, cost_so_far, elapsed_seconds, hourly_rate):
+                self.is_left = True
+                self.total_usd, self.rate_per_hour, self.seconds = cost_so_far, hourly_rate, elapsed_seconds
             case sky.Metrics():
                 self._measure(event)
             case _:

@@ -67,6 +67,7 @@ SOON: dict[type[sky.SkywardEvent], float] = {
     sky.InfraCreating: 0.0,
     sky.PoolReady: 0.0,
     sky.CostFinal: BILL_SECONDS,
+    sky.PoolLeft: BILL_SECONDS,
 }
 """How many seconds after an event the pages are written."""
 

@@ -22,6 +22,7 @@ from skyward_core.ledger import Ledger, default_url
 from skyward_core.ledger.rows import CostBy
 from skyward_core.ledger.uses import UseEntry, Uses
 from skyward_core.session.pool_uses import UseBook
+from tests.conftest import RecordedEvents
 from tests.pool.named import name, pool_of  # noqa: F401 - a fixture
 from tests.waiting import wait_until
 
@@ -174,6 +175,45 @@ def test_what_running_calls_have_held_counts_when_their_pool_is_left(
         with Ledger(default_url()) as ledger:
             costs = {row.key: float(row.cost_usd) for row in ledger.cost_rows(CostBy.BUCKET, pool_id=pool.id)}
         assert costs["running calls"] >= held - 1.0, "whole seconds"
+
+
+@pytest.mark.parametrize("kind", ["named", "detached"])
+def test_a_process_that_leaves_a_pool_to_others_emits_no_whole_bill(kind: str, name: str) -> None:
+    """It says what the pool has cost so far. The receipt has the whole bill, after the end."""
+    recorded = RecordedEvents()
+    settings = {"provider": sky.Local(price_per_hour=PRICE), "display": "quiet", "on_event": recorded}
+    opener = sky.ComputePool(**settings, **({"name": name} if kind == "named" else {}))
+    opener.open()
+    if kind == "named":
+        with sky.ComputePool(**settings_of(name)):
+            opener.close()
+    else:
+        sky.release(opener.detach(60))
+    (left,) = recorded.of(sky.PoolLeft)
+    assert (recorded.of(sky.CostFinal), recorded.events[-1]) == ([], left)
+    assert (opener.cost_final, left.pool_id) == (None, opener.id)
+    whole = sky.receipt_of(opener.id)["total_cost_usd"]
+    assert 0 < left.cost_so_far <= whole
+    assert opener.cost == (0.0 if kind == "named" else left.cost_so_far), "of a pool of nobody it has used nothing"
+
+
+def test_the_bill_that_is_emitted_is_the_receipt(tmp_path: Path) -> None:
+    """Also its parts: what uses have held is in the bucket of running calls."""
+    recorded = RecordedEvents()
+    (tmp_path / "go").touch()
+    provider = sky.Local(price_per_hour=PRICE)
+    with sky.ComputePool(provider=provider, display="quiet", on_event=recorded, work=FIRST) as pool:
+        with sky.PoolUse(pool, SECOND, is_alone=False) as use:
+            use.run(hold(str(tmp_path / "go")))
+    (final,) = recorded.of(sky.CostFinal)
+    assert final == pool.cost_final
+    assert (final.total_cost, pool.cost) == (pool.receipt["total_cost_usd"],) * 2
+    costs = {name: line["cost_usd"] for name, line in pool.receipt["buckets"].items() if line["cost_usd"]}
+    assert final.buckets == costs
+    with Ledger(default_url()) as ledger:
+        rows = {row.key: float(row.cost_usd) for row in ledger.cost_rows(CostBy.TASK, pool_id=pool.id)}
+    assert rows["test:score"] == use.cost
+    assert sum(rows.values()) == pytest.approx(final.total_cost, abs=1e-9)
 
 
 def test_a_pool_of_its_own_is_billed_whole(tmp_path: Path) -> None:

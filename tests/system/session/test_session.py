@@ -46,6 +46,7 @@ class World:
             owner=SimpleNamespace(connection=None),
             close=lambda error: do(f"closed with {type(error).__name__}"),
             leave=lambda _: do("left"),
+            take_sample=lambda: None,
         )  # type: ignore[assignment]
         opened._engine.recovery = SimpleNamespace(stop=lambda: None, join=lambda: None)  # type: ignore[assignment]
         opened._bookkeeping.journal = SimpleNamespace(live_by_lease=lambda _: do("ledger updated"), note=lambda: None)  # type: ignore[assignment]

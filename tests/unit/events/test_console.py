@@ -119,6 +119,10 @@ def test_log_has_the_cost_once_a_minute_and_no_metrics():
         ),
         (sky.CostFinal(0.0, 1.0, 0.0, 0, 1, 0.0), "skyward  done: 1.0 s, $0 (1 on demand)"),
         (
+            sky.PoolLeft("sky-1", 0.154, 154.0, 3.6),
+            "skyward  left: the pool sky-1 goes on, at $3.60 per hour; it has cost $0.1540 in 2 min 34 s so far",
+        ),
+        (
             sky.CostFinal(
                 2.0,
                 3600.0,
