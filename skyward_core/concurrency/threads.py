@@ -6,13 +6,16 @@ schedule new futures after interpreter shutdown"), so teardown cannot use them. 
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotInTime
+from contextlib import suppress
 from contextvars import copy_context
+from queue import SimpleQueue
 from types import ModuleType
 from typing import Any, override
 
@@ -163,6 +166,66 @@ class PeriodicThread:
             except Exception as error:  # whatever it is: the next call may succeed
                 if not self._ended.is_set():  # after the end its resources may be gone
                     self._on_error(error)
+
+
+class FinalWork:
+    """Does the work that finalizers hand over, in one thread of the process.
+
+    A finalizer runs in any thread, at any line: also in one that holds a lock for which its work would wait. So it
+    takes no lock, starts no thread, and waits for nothing.
+
+        begin: the first object with a finalizer ──▶ the thread waits ──hand over──▶ it works ──▶ it waits
+                                                          └─ end: of the last object ──▶ the thread ends
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._objects = 0
+        """How many may be collected."""
+        self._handed_over: SimpleQueue[Callable[[], object] | None] | None = None
+        """What the thread takes; None: no thread runs."""
+        os.register_at_fork(after_in_child=self.__init__)
+
+    def begin(self) -> None:
+        """An object with a finalizer is made. If no thread can be started, finalizers do their work themselves."""
+        with self._lock:
+            self._objects += 1
+            if self._handed_over is None:
+                handed_over: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+                thread = threading.Thread(target=self._run, args=(handed_over,), name="skyward-collected", daemon=True)
+                with suppress(RuntimeError):
+                    thread.start()
+                    self._handed_over = handed_over
+
+    def end(self) -> None:
+        """An object is not collected any more, or its work is done."""
+        with self._lock:
+            self._objects -= 1
+            if self._objects <= 0 and self._handed_over is not None:
+                self._handed_over.put(None)
+                self._handed_over = None
+
+    def hand_over(self, work: Callable[[], object]) -> None:
+        """Let the thread do this. At the end of the interpreter, when it may not run any more, do it here."""
+        handed_over = self._handed_over
+        if handed_over is not None and threading.main_thread().is_alive():
+            handed_over.put(work)  # re-entrant (Python's documentation of `queue.SimpleQueue`)
+        else:
+            work()
+
+    def _run(self, handed_over: SimpleQueue[Callable[[], object] | None]) -> None:
+        while (work := handed_over.get()) is not None:
+            try:
+                work()
+            except Exception as error:  # of one object: the others are waited for nevertheless
+                raised = (type(error), error, error.__traceback__, threading.current_thread())
+                threading.excepthook(threading.ExceptHookArgs(raised))
+            del work  # it may hold what it has closed
+            self.end()
+
+
+FINAL_WORK = FinalWork()
+"""That of this process: any object may be collected in any thread."""
 
 
 def after_the_work[R](

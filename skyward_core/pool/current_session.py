@@ -20,9 +20,10 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from skyward_core.concurrency.threads import refuse_greenlets
+from skyward_core.concurrency.threads import FINAL_WORK, refuse_greenlets
 from skyward_core.errors import BadRequest, InstancesLeft, LedgerError, PoolClosed, SkywardError
 from skyward_core.events import console
 from skyward_core.events.events import Callback, CostFinal, PoolLeft
@@ -61,7 +62,8 @@ if TYPE_CHECKING:
 class CurrentSession:
     """What one pool object has open: a session, an attachment to another process's session, or nothing.
 
-    If it is collected while open, the session is stopped, with a ResourceWarning. `open` and `close` have the contracts
+    If it is collected while open, the session is stopped, with a ResourceWarning, by a thread of its own
+    (`concurrency.threads.FinalWork`). `open` and `close` have the contracts
     of the methods of `ComputePool`.
     """
 
@@ -169,10 +171,7 @@ class CurrentSession:
             use.on_lost = opened.step_down
             if opened.term.is_lost:  # since the pool was opened; its renewal has not reported that to any object yet
                 opened.step_down()
-        if self._finalizer is not None:
-            self._finalizer.detach()
-        self._finalizer = weakref.finalize(self, _left_named, opened, use, uses, self._process)
-        self._finalizer.atexit = False
+        self._when_collected(partial(_left_named, opened, use, uses, self._process))
 
     def _open_own(
         self, prepared: Prepared, secrets: SecretValues, terminations: int, begun: list[Session | Attached]
@@ -216,8 +215,16 @@ class CurrentSession:
             raise
         self._calls = _call_ledger(opened, opened.pool_id)
         self._uses, self._has_a_part = _uses_of(opened, opened.pool_id, "", prepared.work), False
-        self._finalizer = weakref.finalize(self, _collected, opened, self._uses)
-        self._finalizer.atexit = False
+        self._when_collected(partial(_collected, opened, self._uses))
+
+    def _when_collected(self, leave: Callable[[], object], *, is_also_at_exit: bool = False) -> None:
+        """Do this if the pool object is collected while it has something open."""
+        if self._finalizer is None:
+            FINAL_WORK.begin()
+        else:
+            self._finalizer.detach()
+        self._finalizer = weakref.finalize(self, FINAL_WORK.hand_over, leave)
+        self._finalizer.atexit = is_also_at_exit
 
     def _flush(self, opened: Session | Attached) -> None:
         """Wait for the callbacks, without the lock, because one of them may be closing the pool.
@@ -250,7 +257,7 @@ class CurrentSession:
         self._calls = _call_ledger(attached, lease.pool_id)
         self._process = os.getpid()
         self._uses = _uses_of(attached, lease.pool_id, "", NO_WORK)
-        self._finalizer = weakref.finalize(self, _left, attached, self._uses, self._process)
+        self._when_collected(partial(_left, attached, self._uses, self._process), is_also_at_exit=True)
 
     # ── close ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -295,7 +302,8 @@ class CurrentSession:
         if self._calls is not None:
             self._calls.close()
         if self._finalizer is not None:
-            self._finalizer.detach()
+            if self._finalizer.detach() is not None:
+                FINAL_WORK.end()
             self._finalizer = None
 
     def _close_uses(self) -> None:

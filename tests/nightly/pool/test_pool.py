@@ -5,7 +5,6 @@ import contextlib
 import gc
 import os
 import signal
-import sys
 import threading
 import time
 import warnings
@@ -302,19 +301,21 @@ def test_a_lease_is_not_longer_than_max_cost_lasts() -> None:
 @pytest.mark.parametrize("are_errors", [False, True])
 def test_a_forgotten_pool_warns_and_is_closed(monkeypatch: pytest.MonkeyPatch, *, are_errors: bool) -> None:
     recorded = RecordedEvents()
-    unraisable: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
-    # weakref.finalize reports errors here
-    monkeypatch.setattr(sys, "excepthook", lambda *raised: unraisable.append(raised))
+    raised: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
     pool = one_node(recorded).open()
     instance_id = pool.lease.nodes[0].instance.id
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("error" if are_errors else "always")
         del pool
         gc.collect()
-    wait_until(lambda: recorded.of(sky.CostFinal), "the bill")
+        wait_until(lambda: recorded.of(sky.CostFinal), "the bill")
     assert len(recorded.of(sky.CostFinal)) == 1
-    assert are_errors or any(instance_id in str(one.message) for one in warned if one.category is ResourceWarning)
+    if are_errors:
+        wait_until(lambda: raised, "the warning, which is an error")
+        assert [args.exc_type for args in raised] == [ResourceWarning]
+    else:
+        assert any(instance_id in str(warning.message) for warning in warned if warning.category is ResourceWarning)
 
 
 @pytest.mark.parametrize("seconds", [0.3, 1.0])

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import logging
 import os
 import pydoc
@@ -626,3 +627,43 @@ def test_a_package_that_does_not_exist_fails_the_bootstrap() -> None:
     assert caught.value.phase == "deps"
     assert "skyward-no-such-package-5a1e" in "\n".join(caught.value.output)
     assert len(recorded.of(sky.CostFinal)) == 1
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("named", [{}, {"name": "forgotten-in-its-own-thread"}])
+@pytest.mark.parametrize("where", ["skyward-events", "skyward-engine", "IO loop"])
+def test_a_pool_that_is_collected_in_a_thread_of_its_own_is_closed(named: dict[str, Any], where: str) -> None:
+    """Any thread may run the collector at any line; one that closes the pool itself would wait for itself."""
+    kept: list[sky.ComputePool] = []
+    gone_on: list[str] = []
+    recorded = RecordedEvents()
+
+    def forget() -> None:
+        kept.clear()
+        gc.collect()
+        gone_on.append(threading.current_thread().name)
+
+    def on_event(event: sky.SkywardEvent) -> None:
+        recorded(event)
+        if isinstance(event, sky.LogLine) and where == "skyward-events":
+            forget()
+
+    pool = sky.ComputePool(provider=sky.Local(), display="quiet", on_event=on_event, **named).open()
+    (node,) = pool.lease.nodes
+    owner = pool._session.cluster.owner
+    kept.append(pool)
+    if where == "skyward-events":
+        pool.submit(says_hello())
+    elif where == "skyward-engine":
+        owner.post(forget)
+    else:
+        owner.present_connection.client.loop.add_callback(forget)
+    del pool, owner
+    wait_until(lambda: node.instance.id not in {instance.id for instance in sky.Local().instances()}, "its end")
+    wait_until(lambda: recorded.of(sky.CostFinal), "the bill")
+    assert gone_on == [where]
+
+
+@sky.compute
+def says_hello() -> None:
+    print("hello")
