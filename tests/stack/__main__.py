@@ -7,11 +7,11 @@ environment: `PREFECT_PORT=4300`, or `STACK_DATA` for the folder. The others com
 
 import os
 import signal
-import stat
 import sys
 import time
 from pathlib import Path
 
+from skyward_core.wire.private_folders import make_private
 from tests.stack.compose import DEVELOPMENT, FILE, read, read_env, services, variables_of
 from tests.stack.native import Stack, StackError, check_ports, claim, native_variables, take_down
 
@@ -21,6 +21,7 @@ READY = "The stack is ready. Ctrl-C, or `make stack-down`, ends it."
 
 def main(env_file: Path) -> None:
     started = time.monotonic()
+    os.umask(0o077)  # logs have passwords: Airflow writes that of its user
     content = read(Path(os.environ.get("COMPOSE_FILE") or FILE))
     folder = own_folder(folder_of_user())
     claim(folder)
@@ -48,6 +49,8 @@ def main(env_file: Path) -> None:
 
 def down() -> None:
     folder = folder_of_user()
+    if os.path.lexists(folder):
+        own_folder(folder)
     if left := take_down(folder):
         print(f"{left} processes were left by a stack that was killed")
     print(f"Nothing of the stack in {folder} runs. Its data is kept: remove the folder to begin anew.")
@@ -58,16 +61,14 @@ def folder_of_user() -> Path:
 
 
 def own_folder(folder: Path) -> Path:
-    """Make the folder; other users may only pass through it, as PostgreSQL's user has to.
+    """Make the folder, or check the one that is there: it is closed to other users, and none of them could exchange it.
 
-    Raises StackError if it belongs to another user.
+    Raises StackError.
     """
-    folder.mkdir(mode=0o711, parents=True, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise StackError(f"{folder} is not a folder of yours: set STACK_DATA to another one")
-    folder.chmod(0o711)
-    return folder
+    try:
+        return make_private(folder)
+    except OSError as error:
+        raise StackError(f"{error}: set STACK_DATA to another folder") from error
 
 
 def interrupt(*_: object) -> None:

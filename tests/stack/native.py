@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from skyward_core.wire.private_folders import make_private
 from tests.stack.compose import ROOT, Service, variables_of
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -172,7 +173,8 @@ class Stack:
         Raises StackError, with the last lines of its log, for a service that ends or is not healthy in time.
         """
         for folder in (self._folder / "logs", self._folder / "home"):
-            folder.mkdir(exist_ok=True)
+            make_private(folder)
+        self._let_users_pass()
         deadline = time.monotonic() + START_SECONDS
         while len(self._ready) < len(self._services):
             for one in self._services.values():
@@ -206,6 +208,14 @@ class Stack:
                 with suppress(subprocess.TimeoutExpired):
                     self._processes[name].wait(max(0.0, left))
         end_descendants()
+
+    def _let_users_pass(self) -> None:
+        """Let the group of a service with a user of its own, as PostgreSQL has, pass through the folder to its data."""
+        users = {one.user for one in self._services.values() if one.user is not None}
+        if os.getuid() == 0 and users:
+            (group,) = {pwd.getpwnam(user).pw_gid for user in users}
+            os.chown(self._folder, -1, group)
+            self._folder.chmod(0o710)
 
     # ── one service ──────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -110,6 +111,66 @@ def test_services_end_when_the_program_is_killed(tmp_path: Path) -> None:
         process.kill()
         wait_until(lambda: not living(tmp_path), "the end of the services")
     assert process.returncode == -signal.SIGKILL
+
+
+@pytest.fixture
+def open_folder() -> Generator[Path]:
+    """A folder through which all users may pass, unlike those of pytest."""
+    folder = Path(tempfile.mkdtemp(prefix="skyward-stack-"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_other_users_can_read_neither_data_nor_logs(open_folder: Path) -> None:
+    """Airflow's log has its admin's password. Only the group of a service with a user of its own passes through the
+    folder, to the data of that service.
+    """
+    script = "echo password; echo more >$PLACE/file; exec sleep 1000"
+    services = {"one": shell(script, health="test -s $PLACE/file")}
+    is_root = os.geteuid() == 0
+    if is_root:
+        services["two"] = shell("echo data >$PLACE/two/file; exec sleep 1000", health="test -s $PLACE/two/file")
+        services["two"] |= {"x-native": {"user": "nobody"}, "volumes": ["two:${STACK_DATA:-/data}/two"]}
+    (open_folder / "data" / "logs").mkdir(parents=True)  # of an earlier release
+    before = os.umask(0)
+    try:
+        (open_folder / "data" / "logs" / "old.log").write_text("")
+        with running(open_folder, services) as process:
+            lines_until_ready(process)
+            modes = {
+                str(path.relative_to(open_folder)): path.stat().st_mode & 0o777
+                for path in folders_and_files(open_folder)
+            }
+    finally:
+        os.umask(before)
+    assert modes.pop("data") == (0o710 if is_root else 0o700)
+    assert modes.pop("data/logs/old.log") == 0o666
+    assert {"data/logs", "data/home", "data/stack.pid", "data/logs/one.log", "data/file"} <= modes.keys()
+    assert {name: mode for name, mode in modes.items() if mode & 0o077} == {}
+
+
+def folders_and_files(tmp_path: Path) -> list[Path]:
+    return [tmp_path / "data", *(tmp_path / "data").rglob("*")]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give folders to others")
+@pytest.mark.parametrize("spoiled", ["owner", "mode", "above"])
+def test_a_folder_that_another_user_could_exchange_is_refused(tmp_path: Path, spoiled: str) -> None:
+    """Its name can be guessed. `make stack-down` would signal the process that the file in it names."""
+    (tmp_path / "data").mkdir(mode=0o700)
+    if spoiled == "mode":
+        (tmp_path / "data").chmod(0o777)
+    else:
+        os.chown(tmp_path / "data" if spoiled == "owner" else tmp_path, 61_001, 61_001)
+    with running(tmp_path, {"one": shell("exec sleep 1000", health="true")}) as process:
+        output = process.communicate(timeout=60)[0]
+    assert process.returncode == 1
+    assert "set STACK_DATA to another folder" in output
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        down(tmp_path)
+    assert "set STACK_DATA to another folder" in caught.value.stderr
+    assert list((tmp_path / "data").iterdir()) == []
 
 
 WORKER = """
