@@ -5,8 +5,11 @@ An error is a `BadRequest` in our own words.
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar, cast
+from decimal import Decimal
+from typing import Any, ClassVar, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
@@ -48,7 +51,36 @@ class Frozen(BaseModel):
                 raise ValueError(
                     f"{cls.__name__} has no field {name!r}: {hint}" if known else f"{cls.__name__} has no fields"
                 )
-        return data
+        return without_booleans(cls, data)
+
+
+def without_booleans(kind: type[BaseModel], data: Any) -> Any:
+    """Return the fields of a value. Raises ValueError for a boolean in place of a number: pydantic would take it for 1
+    or 0.
+    """
+    for name, value in cast("Mapping[Any, Any]", data).items() if isinstance(data, Mapping) else ():
+        field = kind.model_fields.get(name)
+        if isinstance(value, bool) and field is not None and _is_number(field.annotation):
+            raise ValueError(f"{name}={value}: write a number")
+    return data
+
+
+def _is_number(annotation: Any) -> bool:
+    kinds = get_args(annotation) or (annotation,)
+    return bool({int, float} & set(kinds)) and bool not in kinds
+
+
+def number(given: object, name: str, what: str, *, most: float = math.inf) -> float:
+    """Return a number above zero that a user has given, also as a text. Raises BadRequest, which says what to write: no
+    boolean, no infinity and no text without a number counts.
+    """
+    value = math.nan
+    if isinstance(given, int | float | str | Decimal) and not isinstance(given, bool):
+        with contextlib.suppress(ValueError, OverflowError):
+            value = float(given)
+    if not 0 < value <= most or math.isinf(value):
+        raise BadRequest(f"{name}={_text(given)}: write {what}")
+    return value
 
 
 def _text(value: object) -> str:

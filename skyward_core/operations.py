@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from skyward_core.accelerators import Accelerator, parse
 from skyward_core.config.settings import Settings
 from skyward_core.errors import BadRequest
+from skyward_core.frozen import number
 from skyward_core.machines.instances import Lease
 from skyward_core.machines.offers import Architecture, Requirements, memory_gb
 from skyward_core.paths import cache_places, first_private
@@ -55,6 +56,8 @@ def offers(
     'local'
     """
     chip = parse(accelerator) if isinstance(accelerator, str) else accelerator
+    if max_price_per_hour is not None:
+        max_price_per_hour = number(max_price_per_hour, "max_price_per_hour", "USD per hour, above 0, or None")
     memory_wanted = None if memory is None else memory_gb(memory)
     want = Requirements(
         accelerator=chip,

@@ -28,7 +28,7 @@ from skyward_core.accelerators.alternative import Alternative
 from skyward_core.accelerators.catalog import find
 from skyward_core.accelerators.neuron import slot_cores
 from skyward_core.errors import BadRequest, question
-from skyward_core.frozen import explained
+from skyward_core.frozen import explained, without_booleans
 from skyward_core.image.image import FrozenEnv, Image, refuse_unexportable
 from skyward_core.image.volume import Volume, refuse_overlaps
 from skyward_core.machines import spot
@@ -297,7 +297,7 @@ class PoolSpec(BaseModel):
         )
         if unknown:
             raise ValueError("; ".join(_unknown(name, list(known)) for name in unknown))
-        return data
+        return without_booleans(cls, data)
 
     @model_validator(mode="after")
     def _sound(self) -> Self:

@@ -25,6 +25,7 @@ from skyward_core.engine.packing import WantedCall
 from skyward_core.errors import BadRequest, InstancesLeft, LeaseTampered, NotPicklable, PoolClosed
 from skyward_core.events import console
 from skyward_core.events.events import Callback, CostFinal
+from skyward_core.frozen import number
 from skyward_core.machines.instances import Lease
 from skyward_core.machines.signing import signed, verify
 from skyward_core.pool.aio import AsyncPool, Broadcast
@@ -444,12 +445,10 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
         With `max_cost` the lease ends when that is used up. Raises Unreachable if a node cannot be reached, and
         LedgerError. After an error the pool is open as before.
         """
-        if lease_seconds is not None and not 0 < lease_seconds <= LONGEST_SECONDS:
-            raise BadRequest(
-                f"lease_seconds={lease_seconds!r}: write the seconds that nodes may live on without a sign of life, at"
-                f" most {LONGEST_SECONDS:.0f}"
-            )
-        return self._session.detach(self._prepared.spec.lease_seconds if lease_seconds is None else lease_seconds)
+        if lease_seconds is None:
+            return self._session.detach(self._prepared.spec.lease_seconds)
+        what = f"the seconds that nodes may live on without a sign of life, at most {LONGEST_SECONDS:.0f}"
+        return self._session.detach(number(lease_seconds, "lease_seconds", what, most=LONGEST_SECONDS))
 
     def dask_client(self) -> distributed.Client:
         """Return a Dask client of the pool's cluster, for Dask collections and other libraries that take one.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -13,13 +12,14 @@ from skyward_core.errors import BadRequest, SkywardError
 from skyward_core.events import console
 from skyward_core.events.events import Callback
 from skyward_core.events.narrator import usd
+from skyward_core.frozen import number
 from skyward_core.machines import spot
 from skyward_core.providers.base import Provider
 from skyward_core.providers.local import Local
 from skyward_core.provisioning.quote import PlannedTask, Quote, ceiling_of, questions, quote
 from skyward_core.secret import read_values, too_short_to_mask
 from skyward_core.serialization import pickling
-from skyward_core.spec import PoolSpec
+from skyward_core.spec import MOST_USD, PoolSpec
 from skyward_core.wire.masking import SecretValues
 from skyward_core.work import NO_WORK, Work
 
@@ -99,10 +99,9 @@ def prepare(
 
 def _run_limit(run_max_cost: float | None, spec: PoolSpec, work: Work) -> Decimal | None:
     """Check a limit for all pools of a run, and return it in USD; None for no limit."""
-    if run_max_cost is None or run_max_cost == math.inf:
+    if run_max_cost is None:
         return None
-    if not run_max_cost > 0:
-        raise BadRequest(f"run_max_cost={run_max_cost!r}: write a positive number of USD, or None")
+    limit_usd = number(run_max_cost, "run_max_cost", "a positive number of USD, or None", most=MOST_USD)
     if not work.run:
         raise BadRequest('run_max_cost needs the run whose pools it limits: work=sky.Work(system="...", run="...")')
     if spec.name is not None:
@@ -110,7 +109,7 @@ def _run_limit(run_max_cost: float | None, spec: PoolSpec, work: Work) -> Decima
             f"run_max_cost beside name={spec.name!r}: a pool with a name is not for one run; max_cost and budget limit"
             " it"
         )
-    return Decimal(repr(run_max_cost))
+    return Decimal(repr(limit_usd))
 
 
 def complete(

@@ -10,11 +10,58 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 import skyward_core as sky
 from skyward_core.ledger import tables
 from skyward_core.providers import local
 from skyward_core.spec import memory_gb
+
+NUMBERS = ("int", "float")
+
+
+def numeric_fields(kind: type[BaseModel]) -> list[str]:
+    """The fields of a public type that are numbers."""
+    found = [
+        name
+        for name, field in kind.model_fields.items()
+        if any(word in str(field.annotation) for word in NUMBERS) and "Annotated" not in str(field.annotation)
+    ]
+    return [name for name in found if "print" not in name]
+
+
+PUBLIC = (sky.PoolSpec, sky.Local, sky.Hosts, sky.AWS, sky.RunPod, sky.VastAI, sky.Verda, sky.DigitalOcean)
+
+
+@pytest.mark.parametrize("value", [True, False, float("nan"), float("inf"), -float("inf"), "nan", "much"])
+@pytest.mark.parametrize(("kind", "field"), [(kind, field) for kind in PUBLIC for field in numeric_fields(kind)])
+def test_no_number_of_a_public_type_is_a_boolean_or_has_no_size(
+    kind: type[BaseModel], field: str, value: object
+) -> None:
+    """In words that name the field. True would be 1: a cent, a second or a machine that nobody has asked for."""
+    make = sky.PoolSpec.of if kind is sky.PoolSpec else kind
+    with pytest.raises(sky.BadRequest, match=field):
+        make(**{field: value})
+
+
+@pytest.mark.parametrize("value", [True, float("nan"), float("inf"), "inf", "much", -1, 0, [5]])
+def test_sums_and_times_outside_of_a_spec_are_checked_as_its_fields(value: Any) -> None:
+    spec = sky.PoolSpec.of(provider=sky.Local(), display="quiet")
+    with pytest.raises(sky.BadRequest, match="run_max_cost"):
+        sky.ComputePool.from_spec(spec, work=sky.Work(run="1"), run_max_cost=value)
+    with pytest.raises(sky.BadRequest, match="lease_seconds"):
+        sky.ComputePool.from_spec(spec).detach(value)
+    with pytest.raises(sky.BadRequest, match="max_price_per_hour"):
+        sky.offers(sky.Local(), max_price_per_hour=value)
+
+
+def test_a_number_may_be_a_text_wherever_a_limit_is_given() -> None:
+    """As in settings and forms: for max_cost, run_max_cost and prices alike."""
+    spec = sky.PoolSpec.of(provider=sky.Local(price_per_hour="0.5"), display="quiet", max_cost="5")
+    assert (spec.max_cost, spec.providers[0].price_per_hour) == (5.0, 0.5)
+    sky.ComputePool.from_spec(spec, work=sky.Work(run="1"), run_max_cost="5")
+    assert sky.offers(sky.Local(), max_price_per_hour="5")
+
 
 FULL: dict[str, Any] = {
     "provider": sky.Local(price_per_hour=1.2),
