@@ -173,9 +173,12 @@ _AFTER_NOTE = case(
     else_=literal(0, BigInteger),
 )
 """Microseconds from the last note of a use to its end; 0 for an open one."""
-_ESTIMATED_MILLISECONDS = _AFTER_NOTE // 1000 * USES.c.held_slots
+_BEGUN = (_AFTER_NOTE + 999) // 1000  # rounded up, as the cost below: what is measured later is not more
+_ESTIMATED_MILLISECONDS = _BEGUN * USES.c.held_slots
+_HOUR = SECONDS_PER_HOUR * 1000
+"""In milliseconds."""
 # the product of a day in microseconds and 1,000 USD an hour in micro-dollars would exceed 64 bits
-ESTIMATED_MICRO_USD = _AFTER_NOTE // 1000 * USES.c.held_micro_usd_per_hour // (SECONDS_PER_HOUR * 1000)
+ESTIMATED_MICRO_USD = (_BEGUN * USES.c.held_micro_usd_per_hour + _HOUR - 1) // _HOUR
 """What nobody has measured of a settled use: the price of the slots that it held at its last note, until its end."""
 
 
@@ -289,10 +292,6 @@ def cover_held(connection: Connection, pool_id: str, now: int) -> None:
             calls = {_RUNNING_CALLS: row[_RUNNING_CALLS] + added}
             connection.execute(update(RESOURCES).where(r.id == row["id"]).values(calls))
             missing -= max(0, until - billed) * price // _HOUR
-
-
-_HOUR = SECONDS_PER_HOUR * 1000
-"""In milliseconds."""
 
 
 def _billed_milliseconds(row: Values) -> int:
