@@ -130,11 +130,14 @@ def stacks(context: typer.Context, pool: PoolName, *, as_json: AsJson = False) -
 
     with Observer(nodes_of(context, pool)) as observer:
         found = stacks_of(observer)
+    code = print_warnings(
+        f"worker {one.worker} does not answer: what it does is not known" for one in found if one.slots is None
+    )
     if as_json:
         print_json(_stacks_json(found))
-    else:
+    elif code == 0 or any(one.slots for one in found):
         print(_stacks_text(found))
-    return 0
+    return code
 
 
 def ssh(
@@ -369,7 +372,7 @@ def _stacks_json(found: Sequence[WorkerStacks]) -> list[dict[str, Any]]:
     return [
         {"worker": one.worker, "slot": number, "pid": slot.pid, "busy_seconds": slot.busy_seconds, "stacks": slot.text}
         for one in found
-        for number, slot in enumerate(one.slots)
+        for number, slot in enumerate(one.slots or ())
     ]
 
 
@@ -379,7 +382,7 @@ def _stacks_text(found: Sequence[WorkerStacks]) -> str:
         f"worker {one.worker}, slot {number}, process {slot.pid}, {_busy_text(slot.busy_seconds)}\n"
         + stack_text(slot.text)
         for one in found
-        for number, slot in enumerate(one.slots)
+        for number, slot in enumerate(one.slots or ())
     ]
     return "\n\n".join(parts) or "the pool has no workers"
 

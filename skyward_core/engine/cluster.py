@@ -39,6 +39,7 @@ from skyward_core.machines.instances import Lease
 from skyward_core.serialization import pickling
 from skyward_core.transport.transport import Transports
 from skyward_core.wire import protocol as messages
+from skyward_core.wire.answers import busy_times, ended_client
 from skyward_core.wire.masking import SecretValues
 from skyward_core.wire.messages import Call, Parcel
 from skyward_core.wire.protocol import BUSY_TIMES_NOW, END_CLIENT
@@ -222,20 +223,32 @@ class Cluster:
         Return whether that is so, and for how many seconds they have held slots, by use and instance id. Raises
         NodeLost or PoolClosed if the scheduler is out of reach.
         """
-        is_free, spent = self.owner.ask(END_CLIENT, seconds + BUSY_SECONDS, topic=topic, seconds=seconds)
+        is_free, spent = self.owner.ask_for(
+            lambda answer: ended_client(answer, self.owner.note_unreadable),
+            END_CLIENT,
+            seconds + BUSY_SECONDS,
+            topic=topic,
+            seconds=seconds,
+        )
         found: dict[str, dict[str, float]] = {}
         for instance_id, by_use in spent:
             for use, its_seconds in by_use.items():
                 its = found.setdefault(use, {})
                 its[instance_id] = its.get(instance_id, 0.0) + its_seconds
-        return bool(is_free), found
+        return is_free, found
 
     def take_sample(self, seconds: float = SAMPLE_SECONDS) -> None:
         """Count for how long calls have held slots until now, those that run too: the last report of the workers may be
         some seconds old. Waits so long at most for the head. Raises nothing: without its answer that report counts.
         """
         try:
-            told = self.owner.ask(BUSY_TIMES_NOW, seconds + LOOK_SECONDS, topic=self.topic, seconds=seconds)
+            told = self.owner.ask_for(
+                lambda answer: busy_times(answer, self.owner.note_unreadable),
+                BUSY_TIMES_NOW,
+                seconds + LOOK_SECONDS,
+                topic=self.topic,
+                seconds=seconds,
+            )
             self.owner.run(lambda: self.owner.on_seen(told), seconds)
         except Exception as error:  # also of a head of an earlier release, which knows no such question
             _log.debug("the last seconds of running calls of %s are not counted: %r", self.owner.pool, error)

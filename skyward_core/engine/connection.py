@@ -10,10 +10,13 @@ nothing. All access to private names of Dask's client is in this file (`worker/d
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
+import inspect
 import logging
 import pickle
 import socket
+import sys
 import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import CancelledError, Future, InvalidStateError
@@ -24,14 +27,15 @@ import dask.config  # noqa: TID253 - with worker/node.py owns Dask
 import distributed  # noqa: TID253
 import uvloop
 from distributed.client import ClosedClientError  # noqa: TID253
-from distributed.core import clean_exception  # noqa: TID253
-from distributed.scheduler import KilledWorker  # noqa: TID253
+from distributed.comm.core import CommClosedError  # noqa: TID253
 from tornado.ioloop import IOLoop
 
 from skyward_core.engine.certificates import PoolCertificate
-from skyward_core.engine.dispatcher import PING_SECONDS, PoolNews
+from skyward_core.engine.data_stream import Opaque, address_of
+from skyward_core.engine.dispatcher import PING_SECONDS
 from skyward_core.errors import NodeLost, PoolClosed
 from skyward_core.wire import protocol
+from skyward_core.wire.checks import Unreadable, mapping
 from skyward_core.wire.messages import Batch, Report
 from skyward_core.wire.protocol import (
     BUSY_TIMES,
@@ -42,16 +46,19 @@ from skyward_core.wire.protocol import (
     POOL_TOPIC,
     RUN_BATCH,
     STALLED_SECONDS,
-    BusyTime,
+    TASK_FAILED,
     Resumed,
+    content_of,
 )
-from skyward_core.wire.streams import ReportedOutcomes, send_at_once
+from skyward_core.wire.streams import read_outcomes, send_at_once
 
 ASKING_SECONDS = 0.2
 CLOSE_SECONDS = 2
 USER_CLOSE_SECONDS = 2.0
 USER_SECONDS = 60.0  # how long a user's client tries to connect, also after a cut
 FINISHED_SECONDS = 0.01  # how long the end of a task may wait: its outcomes were reported before
+TOPIC, SCHEDULER = "a worker", "the scheduler"
+"""Who sends messages on a topic, as far as that is known, and who answers."""
 WORKER_GONE = "the worker that ran it is gone"
 START_SECONDS = 30.0
 """How long a new thread may take until its loop runs. An overloaded machine has taken more than 10 s."""
@@ -66,13 +73,14 @@ class ReportInbox(Protocol):
     """Takes the messages of a connection. Called in Dask's thread; must not wait."""
 
     def on_resumed(self, epoch: int, resumed: Resumed) -> None: ...
-    def on_report(self, epoch: int, report: Callable[[], Report]) -> None: ...
-    def on_pool_news(self, epoch: int, news: Callable[[], PoolNews]) -> None: ...
+    def on_report(self, epoch: int, report: bytes) -> None: ...
+    def on_pool_news(self, epoch: int, news: object) -> None: ...
+    def on_unreadable(self, sender: str, error: Unreadable) -> None: ...
     def on_tasks_finished(self, epoch: int, numbers: Collection[int]) -> None: ...
     def on_task_failed(self, epoch: int, number: int, reason: str) -> None: ...
-    def on_ping(self, epoch: int, busy_times: Collection[BusyTime] | None) -> None: ...
+    def on_ping(self, epoch: int, answer: object) -> None: ...
     def on_asked_for_calls(self, epoch: int, request: int) -> None: ...
-    def on_calls_listed(self, epoch: int, answer: Mapping[str, Any]) -> None: ...
+    def on_calls_listed(self, epoch: int, answer: object) -> None: ...
 
 
 class DaskLoop:
@@ -172,6 +180,75 @@ class DaskClient(distributed.Client):
             raise
 
 
+class DataClient(DaskClient):
+    """Dask's client on a connection that unpickles nothing (`data_stream.py`), and without Dask's own handlers that do.
+
+    A message of another form is dropped, and given to `on_unreadable`, in Dask's thread.
+    """
+
+    on_unreadable: Callable[[str, Unreadable], object] = staticmethod(
+        lambda sender, error: _log.debug("%s: %s", sender, error)
+    )
+
+    async def _ensure_connected(self, timeout: float | None = None) -> None:  # noqa: ASYNC109 - Dask's signature
+        try:
+            await cast(Any, super())._ensure_connected(timeout)
+        except (AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ConnectionError(f"the scheduler answers with something else: {error!r}") from error
+
+    async def _update_scheduler_info(self, n_workers: int = 0) -> None:
+        """Ask nothing that nobody needs: Dask's client would show it in its `repr`."""
+
+    def subscribe_topic(self, topic: str, handler: Any) -> None:
+        """Listen to a topic of ours. Dask's own ("print", "warn") have pickles."""
+        if topic not in cast(Any, distributed.Client)._default_event_handlers:
+            super().subscribe_topic(topic, handler)
+
+    async def _handle_event(self, topic: Any = None, event: Any = None) -> None:
+        handler = cast(Any, self)._event_handlers.get(topic)
+        if handler is not None:
+            handler(event)
+
+    async def _handle_report(self) -> None:
+        """Read the stream until it ends, as Dask does."""
+        me: Any = self
+        with contextlib.suppress(asyncio.CancelledError, concurrent.futures.CancelledError):
+            while (stream := me.scheduler_comm) is not None:
+                try:
+                    messages = await stream.comm.read()
+                except Unreadable as error:
+                    self.on_unreadable(SCHEDULER, error)
+                except CommClosedError:
+                    if sys.is_finalizing() or self.status != "running":
+                        return
+                    self.status = "connecting"
+                    await me._reconnect()
+                else:
+                    for message in messages if isinstance(messages, tuple) else (messages,):
+                        if await self._ends(message):
+                            return
+
+    async def _ends(self, message: Any) -> bool:
+        """Handle one message of the stream; return whether the scheduler has ended it."""
+        try:
+            op = message["op"]
+            if op in {"close", "stream-closed"}:
+                return True
+            del message["op"]
+            handled = cast(Any, self)._stream_handlers[op](**message)
+            if inspect.isawaitable(handled):
+                await handled
+        except Exception as error:  # whatever a lie leads to: the next message is heard
+            self.on_unreadable(SCHEDULER, Unreadable(f"a message of the stream: {type(error).__name__}"))
+        return False
+
+    def _adjust_heartbeat_intervals(self, interval: Any = None) -> None:
+        """Keep our own intervals."""
+
+    def _handle_error(self, *_: Any, **__: Any) -> None:
+        """Dask prints it."""
+
+
 class TaskListener(Protocol):
     """Receives how tasks end. Called in Dask's thread; must not wait."""
 
@@ -188,7 +265,7 @@ class TaskListener(Protocol):
         ...
 
 
-class PoolClient(DaskClient):
+class PoolClient(DataClient):
     """Dask's client, without its automatic reconnect: the pool finds out whether the scheduler is lost.
 
     It has no futures: the listener receives how tasks end.
@@ -205,8 +282,8 @@ class PoolClient(DaskClient):
             self.listener.finished(key)
 
     def _handle_task_erred(self, key: Any = None, exception: Any = None, traceback: Any = None) -> None:
-        if self.listener is not None:
-            self.listener.failed(key, reason_of(exception))
+        if self.listener is not None:  # our own message before has the reason (`on_failed`), unless there is none
+            self.listener.failed(key, WORKER_GONE)
 
     def _handle_cancelled_keys(self, keys: Collection[Any], reason: Any = None, msg: Any = None) -> None:
         if self.listener is not None:
@@ -216,13 +293,6 @@ class PoolClient(DaskClient):
     def _handle_restart(self) -> None:
         if self.listener is not None:
             self.listener.all_failed("the cluster was restarted by a Dask client")
-
-
-def reason_of(exception: Any) -> str:
-    """Return why Dask's scheduler has given a task up. It sends the exception as it is, or pickled."""
-    _, error, _ = clean_exception(exception)
-    # the message of KilledWorker advises to read logs that do not exist here
-    return WORKER_GONE if isinstance(error, KilledWorker) else f"the scheduler could not take it: {error}"
 
 
 class UserDaskClient(DaskClient):
@@ -244,6 +314,10 @@ class UserDaskClient(DaskClient):
             _allow_silence(stream.comm.stream.socket, STALLED_SECONDS)
 
 
+class ObserverClient(DataClient, UserDaskClient):
+    """The client of a process that only looks: it reconnects by itself, and unpickles nothing."""
+
+
 def _allow_silence(connection: socket.socket, seconds: float) -> None:
     """Keep a TCP connection for this long while the other side acknowledges nothing (tcp(7): this overrides the
     keepalive). Only Linux has it.
@@ -263,6 +337,8 @@ class SchedulerConnection:
         self.client = client
         self.epoch = 0
         self._inbox: ReportInbox | None = None
+        self._has_answer = False
+        """Whether the scheduler has answered. Only Dask's thread uses it."""
         self._topic = ""
         self._followed: dict[str, int] = {}
         """By key: the numbers of the tasks that have not ended."""
@@ -288,22 +364,31 @@ class SchedulerConnection:
         self._inbox = inbox
         self.client.listener = self
 
-        def on_topic(event: tuple[float, Any]) -> None:
-            if isinstance(event[1], Mapping):
-                self._on_answer(Resumed.of(cast("Mapping[str, Any]", event[1])), inbox)
-            else:
-                inbox.on_report(epoch, lambda: pickle.loads(event[1]))
+        def on_topic(event: object) -> None:
+            content = content_of(event)
+            if type(content) is bytes:
+                inbox.on_report(epoch, content)
+            elif not isinstance(content, Mapping):
+                inbox.on_unreadable(TOPIC, Unreadable("an event of another type"))
+            elif cast("Mapping[str, Any]", content).get("request") == epoch and not self._has_answer:
+                try:
+                    resumed = Resumed.of(cast("Mapping[str, Any]", content))
+                except Unreadable as error:
+                    inbox.on_unreadable(SCHEDULER, error)
+                else:
+                    self._has_answer = True
+                    self._on_answer(resumed, inbox)
 
         try:
-            self.client.subscribe_topic(
-                POOL_TOPIC, lambda event: inbox.on_pool_news(epoch, lambda: pickle.loads(event[1]))
-            )
+            self.client.subscribe_topic(POOL_TOPIC, lambda event: inbox.on_pool_news(epoch, content_of(event)))
             self.client.subscribe_topic(topic, on_topic)
         except ClosedClientError as error:
             raise NotSent from error
         cast(Any, self.client)._stream_handlers[CALLS_QUESTION] = lambda request, **_: inbox.on_asked_for_calls(
             epoch, request
         )
+        cast(Any, self.client)._stream_handlers[TASK_FAILED] = self._on_failed
+        self.client.on_unreadable = inbox.on_unreadable
         self.send(protocol.resume(self.client.id, topic, after, epoch))
 
     def introduce(self, who: Mapping[str, Any]) -> None:
@@ -381,6 +466,9 @@ class SchedulerConnection:
         """Post a task that has no result."""
         self._end(key, lambda number: self._post_failed(number, reason))
 
+    def _on_failed(self, key: str, reason: str) -> None:
+        self.failed(key, f"the scheduler could not take it: {reason}" if reason else WORKER_GONE)
+
     def all_failed(self, reason: str) -> None:
         """Post all tasks as failed."""
         for key in [*self._followed, *self._known]:
@@ -408,12 +496,15 @@ class SchedulerConnection:
 
     # ── questions ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def gather(self, key: str, is_open: Callable[[], bool]) -> ReportedOutcomes:
-        """Return a task's result. Raises NodeLost if it is out of reach, or when `is_open` returns False."""
-        answer = self.ask("gather", is_open, {"keys": [key]})
-        if answer["status"] != "OK":
+    def gather(self, key: str, is_open: Callable[[], bool]) -> Report:
+        """Return a task's result, in the form of a report. Raises NodeLost if it is out of reach, or when `is_open`
+        returns False; and Unreadable.
+        """
+        answer = mapping("a result", self.ask("gather", is_open, {"keys": [key]}))
+        if answer.get("status") != "OK":
             raise NodeLost("the node that had the result is gone")
-        return cast(ReportedOutcomes, answer["data"][key])
+        outcomes = mapping("a result", answer.get("data")).get(key)
+        return read_outcomes(outcomes.frames if isinstance(outcomes, Opaque) else ())
 
     def ask(self, operation: str, is_open: Callable[[], bool], what: Mapping[str, Any]) -> Any:
         """Call an operation of the scheduler, and return its answer. Raises NodeLost if there will be none."""
@@ -425,13 +516,13 @@ class SchedulerConnection:
             cast(Any, self.client.loop).add_callback(self._ping, inbox)
 
     async def _ping(self, inbox: ReportInbox) -> None:
-        busy_times: Collection[BusyTime] | None = None
+        answer: object = None
         try:
             async with asyncio.timeout(PING_SECONDS):
-                busy_times = await getattr(cast(Any, self.client.scheduler), BUSY_TIMES)(topic=self._topic)
+                answer = await getattr(cast(Any, self.client.scheduler), BUSY_TIMES)(topic=self._topic)
         except Exception as error:
             _log.debug("the scheduler does not answer: %s", error)
-        inbox.on_ping(self.epoch, busy_times)
+        inbox.on_ping(self.epoch, answer)
 
     def list_calls(self, inbox: ReportInbox) -> None:
         """Ask the scheduler which calls the slots have, of all clients."""
@@ -470,7 +561,11 @@ def connect(address: str, certificate: PoolCertificate, timeout_seconds: float) 
     }
     with dask.config.set(settings):
         client = PoolClient(
-            address, security=_security(certificate), set_as_default=False, timeout=timeout_seconds, name="skyward"
+            address_of(address),
+            security=_security(certificate),
+            set_as_default=False,
+            timeout=timeout_seconds,
+            name="skyward",
         )
     if (stream := client.scheduler_comm) is None:  # `_reconnect`
         end(client, CLOSE_SECONDS)
@@ -479,11 +574,23 @@ def connect(address: str, certificate: PoolCertificate, timeout_seconds: float) 
     return client
 
 
+def connect_observer(address: str, certificate: PoolCertificate) -> ObserverClient:
+    """Return a client for a process that only looks, as `connect_user`: it unpickles nothing. Raises OSError."""
+    with dask.config.set({"distributed.comm.timeouts.tcp": f"{STALLED_SECONDS:.0f}s"}):
+        return ObserverClient(
+            address_of(address),
+            security=_security(certificate),
+            set_as_default=False,
+            timeout=USER_SECONDS,
+            name="skyward-observer",
+        )
+
+
 def connect_user(address: str, certificate: PoolCertificate) -> distributed.Client:
     """Return a Dask client of the pool's cluster that reconnects automatically. Its caller ends it. Raises OSError.
 
-    It uses the user's own Dask settings, except for the TCP timeout. A scheduler reads nothing while it imports what a
-    graph needs, and that must not break the connection.
+    It is Dask itself: it unpickles what the pool sends. It uses the user's own Dask settings, except for the TCP
+    timeout. A scheduler reads nothing while it imports what a graph needs, and that must not break the connection.
     """
     with dask.config.set({"distributed.comm.timeouts.tcp": f"{STALLED_SECONDS:.0f}s"}):
         return UserDaskClient(
@@ -563,6 +670,8 @@ def wait_in_loop(client: distributed.Client, answer: Any, is_open: Callable[[], 
 async def _answer(client: Any, operation: str, what: Mapping[str, Any]) -> Any:
     try:
         return await getattr(client.scheduler, operation)(**what)
+    except (LookupError, TypeError, ValueError) as error:
+        raise NodeLost(f"the pool's scheduler has sent an answer that is none: {error!r}") from error
     except (AttributeError, RuntimeError) as error:
         if client.status == "running":
             raise

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from skyward_core.compute import PendingCompute
@@ -16,6 +16,7 @@ from skyward_core.engine.packing import WantedCall, packed_function, pickled_arg
 from skyward_core.errors import BadRequest, NodeLost
 from skyward_core.serialization import pickling
 from skyward_core.transport.transport import Transport, Transports
+from skyward_core.wire.answers import call_record, call_records
 from skyward_core.wire.messages import Batch, Call, Outcome, Parcel
 from skyward_core.wire.protocol import (
     ENDS,
@@ -33,6 +34,10 @@ from skyward_core.wire.protocol import (
 # how long `start` waits for a scheduler that is out of reach: the connection may come back, or another head may start
 DETACH_SECONDS = 60.0
 RETRY_SECONDS = 0.01
+
+
+def _record_or_none(answer: object) -> dict[str, Any] | None:
+    return None if answer is None else call_record(answer)
 
 
 class DetachedCalls:
@@ -78,20 +83,25 @@ class DetachedCalls:
         }
         return self._start_detached(wanted.call_id, {"batch": batch, "annotations": annotations})
 
-    def all(self) -> list[Mapping[str, Any]]:
+    def all(self) -> Sequence[Mapping[str, Any]]:
         """Return the records of all detached calls that are not forgotten, in the order in which they came."""
-        return list(self._owner.ask("skyward_calls"))
+        return self._owner.ask_for(lambda answer: call_records(answer, self._owner.note_unreadable), "skyward_calls")
 
-    def known(self, timeout_seconds: float) -> list[Mapping[str, Any]]:
+    def known(self, timeout_seconds: float) -> Sequence[Mapping[str, Any]]:
         """Return the records of all detached calls, forgotten ones too. Raises as `record` does."""
-        return list(self._owner.ask("skyward_calls", timeout_seconds, is_all=True))
+        return self._owner.ask_for(
+            lambda answer: call_records(answer, self._owner.note_unreadable),
+            "skyward_calls",
+            timeout_seconds,
+            is_all=True,
+        )
 
     def record(self, call_id: str, after: int = 0) -> Mapping[str, Any]:
         """Return the record of a detached call, and its messages after number `after`.
 
         Raises BadRequest if the pool has no call of this id.
         """
-        known = self._owner.ask("skyward_call", call_id=call_id, after=after)
+        known = self._owner.ask_for(_record_or_none, "skyward_call", call_id=call_id, after=after)
         if known is None:
             raise BadRequest(f"the pool knows of no call {call_id!r}: it was forgotten, or started in another pool")
         has_ended = known["state"] in ENDS or known["is_forgotten"]
@@ -131,7 +141,8 @@ class DetachedCalls:
             if connection is not None:
                 sent_to = scheduler
                 try:
-                    return self._owner.ask_on(connection, START_DETACHED, deadline, {"call_id": call_id, **message})
+                    answer = self._owner.ask_on(connection, START_DETACHED, deadline, {"call_id": call_id, **message})
+                    return self._owner.checked(call_record, answer)
                 except NodeLost as failure:
                     error = failure
             time.sleep(RETRY_SECONDS)

@@ -28,7 +28,6 @@ be among them. When the head is lost, workers that outlive it announce the calls
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
 
 from skyward_core.engine import actions as do
 from skyward_core.engine.calls import call_events
@@ -48,6 +47,7 @@ from skyward_core.wire.protocol import (
     WorkerKept,
     WorkerLeft,
 )
+from skyward_core.wire.reports import PoolNews
 
 HEAD_LOST = "the head of the pool was lost"
 
@@ -285,8 +285,6 @@ PING_SECONDS = 4.0
 PINGS = 3  # unanswered in a row
 ACKNOWLEDGED_TOGETHER = 1000
 
-type PoolNews = WorkerJoined | WorkerLeft | WorkerHeld | WorkerKept | WorkerFree | PoolRanks | Mapping[str, Any]
-
 
 class Dispatcher(Losses):
     """The state of all calls of one client.
@@ -407,12 +405,10 @@ class Dispatcher(Losses):
         self._do(do.Answered(epoch))
 
     def report(self, epoch: int, report: Report | None, now: float) -> None:
-        """The next message of the topic: a worker's report. None: it could not be read."""
+        """The next message of the topic: a worker's report. None: it could not be read, and is of no call."""
         if not self._is_live_in(epoch):
             return
         self.heard += 1
-        if report is None:
-            self._lose_streams()
         if report is not None and not self._is_repeated(report):
             if seconds := seconds_by_use(item for item in report.news if isinstance(item, Outcome)):
                 self._do(do.MeterCalls(report.instance_id, seconds))

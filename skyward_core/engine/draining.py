@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterable
 from skyward_core.engine.connection import NotSent
 from skyward_core.engine.owner import EngineThread
 from skyward_core.errors import SkywardError
+from skyward_core.wire.answers import whole_number
 from skyward_core.wire.protocol import FREE, HOLD, KEPT, WAITING, stay
 
 ANSWER_SECONDS = 1.0
@@ -107,7 +108,7 @@ class NodeDraining:
         does not answer.
         """
         try:
-            others = int(self._owner.ask(WAITING, BUSY_SECONDS, topic=self._owner.dispatcher.topic))
+            others = self._owner.ask_for(whole_number, WAITING, BUSY_SECONDS, topic=self._owner.dispatcher.topic)
         except (SkywardError, OSError):
             others = 0
         return self._owner.dispatcher.queue.waiting + others
@@ -151,7 +152,7 @@ class NodeDraining:
         if beginning or waiting:
             self.free(rank)
             return beginning + waiting, beginning + bound
-        return max(self.hold(rank), meant) + int(self._owner.ask(KEPT, rank=rank)), bound
+        return max(self.hold(rank), meant) + self._owner.ask_for(whole_number, KEPT, rank=rank), bound
 
     def hold(self, rank: int) -> int:
         """Give a node no more calls, of any client; return how many it still has. Idempotent. Repeat it: a worker that
@@ -159,7 +160,7 @@ class NodeDraining:
 
         Calls for that node wait for its replacement. Raises NodeLost or PoolClosed if the scheduler is out of reach.
         """
-        left = int(self._owner.ask(HOLD, rank=rank))
+        left = self._owner.ask_for(whole_number, HOLD, rank=rank)
         node = self._owner.dispatcher.members.nodes.get(rank)
         try:  # after all messages that have arrived by now: the fetches that they begin count too
             return left + self._owner.run(

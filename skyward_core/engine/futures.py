@@ -14,6 +14,7 @@ come before the end are taken first:
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import pickle
@@ -32,7 +33,7 @@ from skyward_core.serialization import exceptions, pickling
 from skyward_core.serialization import unpicklable as exception_state
 from skyward_core.serialization.exceptions import note_for
 from skyward_core.serialization.unpicklable import one_line
-from skyward_core.wire.messages import Outcome, OutcomeKind, Parcel
+from skyward_core.wire.messages import Outcome, OutcomeKind, Parcel, no_link
 
 PLAIN_BYTES = 4096
 """The largest pickle of a result that the engine's thread loads."""
@@ -354,7 +355,9 @@ def value_of(outcome: Outcome, node: int) -> Any:
 def _loaded(parcel: Parcel) -> Any:
     if parcel.path is None or parcel.data or len(parcel.spans) > 1:
         return pickling.loads(*parcel.contents())
-    with open(parcel.path, "rb") as file:  # mapped, the pickle would be in memory beside the value that it holds
+    with open(
+        parcel.path, "rb", opener=no_link
+    ) as file:  # mapped, the pickle would be in memory beside the value that it holds
         return pickle.load(file)
 
 
@@ -388,7 +391,10 @@ def _death(exit_code: int | None) -> str:
         return "its exit code is unknown"
     if exit_code >= 0:
         return f"it ended with exit code {exit_code}"
-    return f"killed by {signal.Signals(-exit_code).name}{' (out of memory?)' if exit_code == -signal.SIGKILL else ''}"
+    with contextlib.suppress(ValueError):  # a real-time signal has no name
+        by = signal.Signals(-exit_code).name
+        return f"killed by {by}{' (out of memory?)' if exit_code == -signal.SIGKILL else ''}"
+    return f"killed by signal {-exit_code}"
 
 
 class _Arrived(NamedTuple):

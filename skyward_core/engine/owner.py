@@ -22,8 +22,8 @@ from typing import Any, Protocol
 from distributed.protocol.serialize import to_serialize  # noqa: TID253 - with connection.py owns Dask in this package
 
 from skyward_core.engine import actions as do
-from skyward_core.engine.connection import NotSent, SchedulerConnection
-from skyward_core.engine.dispatcher import TICK_SECONDS, Dispatcher, PoolNews
+from skyward_core.engine.connection import SCHEDULER, TOPIC, NotSent, SchedulerConnection
+from skyward_core.engine.dispatcher import TICK_SECONDS, Dispatcher
 from skyward_core.engine.futures import (
     Callbacks,
     CallFuture,
@@ -41,9 +41,12 @@ from skyward_core.events.events import CallReported, CallsWaiting, SkywardEvent
 from skyward_core.machines.owner import Owner
 from skyward_core.transport.transport import Transports
 from skyward_core.wire import protocol
+from skyward_core.wire.answers import busy_times, call_lists
+from skyward_core.wire.checks import Unreadable, UnreadableMessages
 from skyward_core.wire.masking import SecretValues
 from skyward_core.wire.messages import Parcel, Report
 from skyward_core.wire.protocol import MOST_WAITING, PUT_SECRETS, BusyTime, Resumed, answer_of, detached_key
+from skyward_core.wire.reports import decode_news, decode_report
 from skyward_core.work import NO_WORK, Work
 
 LOOK_SECONDS = 0.2
@@ -114,6 +117,7 @@ class EngineThread:
         """Why the pool has ended."""
         self.drained: SkywardError | None = None
         """Why the pool begins no calls just now."""
+        self._unreadable = UnreadableMessages("the pool")
         self._waits = SlotWaits()
         self._followed: dict[str, int] = {}
         """By id of a detached call that has not ended: how many messages it had at the last look."""
@@ -216,6 +220,26 @@ class EngineThread:
         """
         return self.ask_on(self.present_connection, operation, time.monotonic() + timeout_seconds, arguments)
 
+    def ask_for[T](
+        self, read: Callable[[object], T], operation: str, timeout_seconds: float = math.inf, **arguments: Any
+    ) -> T:
+        """Ask the scheduler as `ask` does, and return what `read` makes of the answer. Raises NodeLost for an answer
+        that cannot be read.
+        """
+        return self.checked(read, self.ask(operation, timeout_seconds, **arguments))
+
+    def checked[T](self, read: Callable[[object], T], answer: object) -> T:
+        """Return what `read` makes of an answer of the scheduler. Raises NodeLost if it is none."""
+        try:
+            return read(answer)
+        except Unreadable as error:
+            self.note_unreadable(SCHEDULER, error)
+            raise NodeLost(f"the pool's scheduler has sent an answer that is none: {error}") from error
+
+    def note_unreadable(self, sender: str, error: Unreadable) -> None:
+        """Count something that was no message. Any thread may call this."""
+        self.post(lambda: self._unreadable.note(sender, error))
+
     def ask_on(
         self, connection: SchedulerConnection, operation: str, deadline: float, arguments: Mapping[str, Any]
     ) -> Any:
@@ -249,6 +273,10 @@ class EngineThread:
         self._results.close()
 
     def _run(self) -> None:
+        self._handle_all()
+        self._unreadable.end()
+
+    def _handle_all(self) -> None:
         tick_at = time.monotonic() + TICK_SECONDS
         while True:
             try:
@@ -364,13 +392,38 @@ class EngineThread:
         """The scheduler has answered on this connection."""
         self.post(lambda: self.dispatcher.resumed(epoch, resumed, time.monotonic()))
 
-    def on_report(self, epoch: int, report: Callable[[], Report]) -> None:
+    def on_report(self, epoch: int, report: bytes) -> None:
         """A worker has reported."""
-        self.post(lambda: self.dispatcher.report(epoch, _loaded(report), time.monotonic()))
+        self.post(lambda: self.dispatcher.report(epoch, self._read(self._report_of, report), time.monotonic()))
 
-    def on_pool_news(self, epoch: int, news: Callable[[], PoolNews]) -> None:
+    def _report_of(self, message: object) -> Report:
+        """Return the report of a message. Raises Unreadable, also if it names a file of this machine where no node of
+        the pool keeps values.
+        """
+        report = decode_report(message)
+        self._transfers.refuse_other_files(report)
+        return report
+
+    def on_pool_news(self, epoch: int, news: object) -> None:
         """A worker has joined or left, or a node has measured something."""
-        self.post(lambda: self.dispatcher.pool_news(epoch, news(), time.monotonic()))
+
+        def heard() -> None:
+            if (known := self._read(decode_news, news)) is not None:
+                self.dispatcher.pool_news(epoch, known, time.monotonic())
+
+        self.post(heard)
+
+    def on_unreadable(self, sender: str, error: Unreadable) -> None:
+        """Something has come that is no message."""
+        self.note_unreadable(sender, error)
+
+    def _read[T](self, decode: Callable[[object], T], message: object, sender: str = TOPIC) -> T | None:
+        """Return what a message says; None if it cannot be read. In the owner's thread."""
+        try:
+            return decode(message)
+        except Unreadable as error:
+            self._unreadable.note(sender, error)
+            return None
 
     def on_tasks_finished(self, epoch: int, numbers: Collection[int]) -> None:
         """The results of these batches are in the memory of workers."""
@@ -385,22 +438,24 @@ class EngineThread:
         """A batch has no result."""
         self.post(lambda: self.dispatcher.task_ended(epoch, number, is_finished=False, reason=reason))
 
-    def on_ping(self, epoch: int, busy_times: Collection[BusyTime] | None) -> None:
+    def on_ping(self, epoch: int, answer: object) -> None:
         """The scheduler has answered a ping with the times of busy slots; None: it has not answered."""
 
         def pinged() -> None:
-            self.dispatcher.pinged(epoch, is_answered=busy_times is not None)
-            if busy_times is not None:
-                self.on_seen(busy_times)
+            self.dispatcher.pinged(epoch, is_answered=answer is not None)
+            if answer is not None:
+                self.on_seen(self._read(lambda it: busy_times(it, self._unreadable.note), answer, SCHEDULER) or ())
 
         self.post(pinged)
 
-    def on_calls_listed(self, epoch: int, answer: Mapping[str, Any]) -> None:
+    def on_calls_listed(self, epoch: int, answer: object) -> None:
         """The scheduler has listed who holds the slots."""
 
         def listed() -> None:
+            if (known := self._read(lambda it: call_lists(it, self._unreadable.note), answer, SCHEDULER)) is None:
+                return
             topics = {self.dispatcher.topic, *map(detached_key, list(self._followed))}
-            holder, calls = holder_of(answer, topics), len(self.dispatcher.entries) + len(topics) - 1
+            holder, calls = holder_of(known, topics), len(self.dispatcher.entries) + len(topics) - 1
             seconds = self._waits.answered(time.monotonic(), waits=holder is not None)
             if holder is not None and calls and epoch == self.dispatcher.epoch:
                 self._emit(CallsWaiting(self.pool, calls, seconds, holder.words, holder.seconds))
@@ -433,10 +488,10 @@ class EngineThread:
                 listed.append([call_id, function, stage, where, now - since])
         return {"listed": listed, "waiting": waiting}
 
-    def on_seen(self, busy_times: Collection[BusyTime]) -> None:
+    def on_seen(self, times: Collection[BusyTime]) -> None:
         """Count what workers have told of their busy slots. In this thread."""
         self.slot_seconds.reported()
-        for instance_id, process, seconds, by_use in busy_times:
+        for instance_id, process, seconds, by_use in times:
             for use, own_seconds in by_use.items():
                 self.slot_seconds.seen(use, instance_id, process, own_seconds)
             if self._counts is None:
@@ -613,14 +668,6 @@ def _try_to_send(connection: SchedulerConnection, message: Mapping[str, Any]) ->
         connection.send(message)
     except NotSent as error:  # the connection is closed: the message is sent again on the next one
         _log.debug("%s", error)
-
-
-def _loaded(report: Callable[[], Report]) -> Report | None:
-    try:
-        return report()
-    except Exception:
-        _log.exception("a report from a worker could not be read")
-        return None
 
 
 def _raise(error: BaseException) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from skyward_core.engine import actions as do
@@ -18,7 +18,9 @@ from skyward_core.engine.connection import SchedulerConnection
 from skyward_core.engine.dispatcher import PING_SECONDS, Dispatcher
 from skyward_core.errors import CommandFailed, ConnectionLost, NodeLost, Unreachable
 from skyward_core.transport.transport import Transport, Transports
-from skyward_core.wire.messages import SHARED, Outcome, Parcel
+from skyward_core.wire.answers import batches_by_worker
+from skyward_core.wire.checks import Unreadable
+from skyward_core.wire.messages import SHARED, Item, Outcome, Parcel, Report
 
 UPLOADS = FETCHES = 4  # at once
 POLL_SECONDS = 0.1
@@ -55,6 +57,18 @@ class Transfers:
         """Whether a node can be reached now."""
         transport = self._transport(instance_id)
         return transport is not None and transport.is_connected
+
+    def refuse_other_files(self, report: Report) -> None:
+        """Raise Unreadable if a report names a file of this machine where no node of the pool keeps values: such files
+        are read, and removed. Those of other machines are checked when they are fetched.
+        """
+        members = self._dispatcher.members
+        for item in report.news if members.is_local else ():
+            parcel = item.parcel if isinstance(item, Outcome | Item) else None
+            if parcel is not None and parcel.path is not None:
+                here = list(members.instances.values())
+                if not self._transports.may_be_here(parcel, here):
+                    raise Unreadable("a value lies where no node of the pool keeps values")
 
     def upload(self, action: do.Upload) -> None:
         """Put large arguments and functions into a node's memory."""
@@ -156,22 +170,24 @@ class Transfers:
     def _gather(self, connection: SchedulerConnection, action: do.Gather, is_of_use: Callable[[], bool]) -> None:
         epoch, number = action.epoch, action.number
         try:
-            outcomes = connection.gather(action.key, is_of_use)
+            report = connection.gather(action.key, is_of_use)
+            self.refuse_other_files(report)
         except Exception as failure:
             error = failure
             self._post(lambda: self._dispatcher.not_gathered(epoch, number, error))
         else:
-            known: Mapping[str, Outcome] = outcomes
+            outcomes = {item.call_id: item for item in report.news if isinstance(item, Outcome)}
             self._post(
                 lambda: self._dispatcher.gathered(
-                    epoch, number, known, outcomes.node, outcomes.instance_id, time.monotonic()
+                    epoch, number, outcomes, report.node, report.instance_id, time.monotonic()
                 )
             )
 
     def _ask_load(self, connection: SchedulerConnection, epoch: int, is_of_use: Callable[[], bool]) -> None:
         until = time.monotonic() + PING_SECONDS
         try:
-            load = connection.ask("skyward_load", lambda: is_of_use() and time.monotonic() < until, {})
+            answer = connection.ask("skyward_load", lambda: is_of_use() and time.monotonic() < until, {})
+            load = batches_by_worker(answer)
         except Exception as error:  # it cannot be reached; pings notice that
             _log.debug("the scheduler does not say how busy its workers are: %s", error)
             load = {}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
-import pickle
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 from urllib.parse import urlsplit
 
 from skyward_core.engine.certificates import PoolCertificate
@@ -22,17 +21,22 @@ from skyward_core.machines.instances import Instance
 from skyward_core.session.detached_call import state_of
 from skyward_core.session.sealed_lease import KeysInMemory
 from skyward_core.transport.transport import Transport, Transports
+from skyward_core.wire import answers
+from skyward_core.wire.checks import Unreadable, UnreadableMessages
 from skyward_core.wire.messages import lines_of
 from skyward_core.wire.protocol import (
     DASK_PAGE,
     LIST_CALLS,
+    LIST_STACKS,
     LISTING_SECONDS,
     PAGE_SECONDS,
     POOL_TOPIC,
+    content_of,
     detached_key,
     is_detached,
 )
-from skyward_core.worker.stacks import SlotStack, stacks_of_worker
+from skyward_core.wire.reports import decode_news, decode_report
+from skyward_core.worker.stacks import SlotStack
 
 if TYPE_CHECKING:
     import distributed
@@ -55,15 +59,6 @@ MOST_SAMPLES = 60
 """Of one node: two minutes."""
 GRACE_SECONDS = 10.0
 """For the way to a busy scheduler and back, beside the time that it waits for its members."""
-LARGEST_PAGE = 1 << 25
-PAGE_STATUSES = (200, 404, 500)
-
-
-class DaskPage(NamedTuple):
-    """A page of Dask's scheduler: its HTTP status, and HTML that the node has written."""
-
-    status: int
-    text: str
 
 
 class Observer:
@@ -76,6 +71,8 @@ class Observer:
         self._in_memory = KeysInMemory()
         self._transports = Transports(NO_LEASE_SECONDS, lambda _: 0)
         self._client: distributed.Client | None = None
+        self.unreadable = UnreadableMessages(f"pool {nodes.pool_id}")
+        """Messages and answers of its nodes that were none."""
         self.instances = nodes.instances
         if nodes.lease is not None and nodes.keys is not None:
             lease = self._in_memory.with_keys(nodes.lease, nodes.keys.ssh_keys)
@@ -93,6 +90,7 @@ class Observer:
         finally:
             self._transports.close()
             self._in_memory.close()
+            self.unreadable.end()
 
     @property
     def slots_by_rank(self) -> dict[int, int]:
@@ -110,7 +108,7 @@ class Observer:
         return transport
 
     def client(self) -> distributed.Client:
-        """Return a Dask client of the pool's scheduler, made at the first call.
+        """Return a Dask client of the pool's scheduler, made at the first call. It unpickles nothing.
 
         Raises NodeLost if the pool has no head that answers, Unreachable and errors of keys.
         """
@@ -119,9 +117,11 @@ class Observer:
             certificate = self._certificate or _certificate_of(self.reach(head))
             module = importlib.import_module("skyward_core.engine.connection")
             try:
-                self._client = cast("distributed.Client", module.connect_user(self._here(head, address), certificate))
+                client = module.connect_observer(self._here(head, address), certificate)
             except OSError as error:
                 raise NodeLost(f"the scheduler of pool {self.pool_id} does not answer: try again") from error
+            client.on_unreadable = self.unreadable.note
+            self._client = cast("distributed.Client", client)
         return self._client
 
     def ask(self, operation: str, seconds: float, /, **what: Any) -> Any:
@@ -130,20 +130,26 @@ class Observer:
         module = importlib.import_module("skyward_core.engine.connection")
         return module.call_scheduler(client, operation, lambda: time.monotonic() < until, what)
 
-    def dask_page(self, path: str) -> DaskPage:
+    def dask_page(self, path: str) -> answers.DaskPage:
         """Return a plain page of Dask's scheduler. For any thread, after the first call of `client`.
 
-        Raises what `ask` raises, and BadRequest for an answer that is no page: the nodes may have an earlier release.
+        Raises what `ask_for` raises; nodes of an earlier release have no pages.
         """
-        answer: object = self.ask(DASK_PAGE, PAGE_SECONDS + GRACE_SECONDS, path=path)
-        page = cast("Mapping[str, object]", answer) if isinstance(answer, Mapping) else {}
-        status, text = page.get("status"), page.get("text")
-        if not isinstance(status, int) or not isinstance(text, str) or len(text) > LARGEST_PAGE:
-            raise BadRequest(
-                f"the scheduler of pool {self.pool_id} sends no page: its nodes have a release without, or do not keep"
-                " to the protocol"
-            )
-        return DaskPage(status if status in PAGE_STATUSES else 502, text)
+        return self.ask_for(answers.dask_page, DASK_PAGE, PAGE_SECONDS + GRACE_SECONDS, path=path)
+
+    def ask_for[T](self, read: Callable[[object], T], operation: str, seconds: float, /, **what: Any) -> T:
+        """Return what `read` makes of the answer of the pool's scheduler. Raises NodeLost for an answer that is none,
+        and as `ask` does.
+        """
+        return self.checked(read, self.ask(operation, seconds, **what))
+
+    def checked[T](self, read: Callable[[object], T], answer: object) -> T:
+        """Return what `read` makes of an answer. Raises NodeLost if it is none."""
+        try:
+            return read(answer)
+        except Unreadable as error:
+            self.unreadable.note("the scheduler", error)
+            raise NodeLost(f"the scheduler of pool {self.pool_id} has sent an answer that is none: {error}") from error
 
     def _here(self, head: Instance, address: str) -> str:
         return self.reach(head).address(address)
@@ -229,7 +235,8 @@ class CallLog:
     failures: Sequence[str] = ()
 
     def __init__(self, observer: Observer, call_id: str) -> None:
-        self._client = observer.client()
+        self._observer = observer
+        observer.client()
         self._slots = observer.slots_by_rank
         self._call_id = call_id
         self._after = 0
@@ -241,14 +248,23 @@ class CallLog:
 
     def new(self) -> Iterator[Line]:
         """Yield the lines since the last call. Raises BadRequest if the pool has no such call."""
-        known = _ask(self._client, "skyward_call", call_id=self._call_id, after=self._after)
-        if known is None:
-            names = ", ".join(one["call_id"] for one in _ask(self._client, "skyward_calls")) or "none"
+        observer = self._observer
+        answer = observer.ask("skyward_call", GRACE_SECONDS, call_id=self._call_id, after=self._after)
+        if answer is None:
+            records = observer.ask_for(
+                lambda it: answers.call_records(it, observer.unreadable.note), "skyward_calls", GRACE_SECONDS
+            )
+            names = ", ".join(record["call_id"] for record in records) or "none"
             raise BadRequest(f"the pool has no detached call {self._call_id!r}; it has {names}")
-        self._known = known
+        self._known = known = observer.checked(answers.call_record, answer)
         self._after = known["number"] + len(known["messages"])
         for message in known["messages"]:
-            for text in lines_of(pickle.loads(message)):
+            try:
+                lines = lines_of(decode_report(message))
+            except Unreadable as error:
+                observer.unreadable.note(f"a worker of call {self._call_id}", error)
+                continue
+            for text in lines:
                 yield Line(-1, text)
 
     @property
@@ -279,10 +295,6 @@ def followed(source: NodeLogs | CallLog) -> Iterator[Line]:
         time.sleep(POLL_SECONDS)
 
 
-def _ask(client: Any, operation: str, **arguments: Any) -> Any:
-    return client.sync(getattr(client.scheduler, operation), **arguments)
-
-
 def _lives(transport: Any) -> bool:
     try:
         return transport.lives(LOOK_SECONDS) is not False
@@ -290,37 +302,27 @@ def _lives(transport: Any) -> bool:
         return True  # an outage is no end
 
 
-def _workers(client: Any) -> Mapping[str, Any]:
-    """Return the workers that a scheduler names. Raises OSError if it is gone: Dask's client has nothing then."""
-    found = client.scheduler_info(n_workers=-1)
-    if "workers" not in found:
-        raise OSError("the scheduler of the pool does not answer")
-    return cast(Mapping[str, Any], found["workers"])
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerStacks:
-    """The slots of one worker, RANK-INDEX."""
+    """The slots of one worker, RANK-INDEX; None if it has not answered."""
 
     worker: str
-    slots: tuple[SlotStack, ...]
+    slots: tuple[SlotStack, ...] | None
 
 
 def stacks_of(observer: Observer) -> list[WorkerStacks]:
-    """Return the stacks of all slots, by worker. The calls go on.
-
-    Raises BadRequest if the nodes were started by an earlier release, which cannot do this.
-    """
-    client: Any = observer.client()
-    names: dict[str, str] = {str(address): str(one["name"]) for address, one in _workers(client).items()}
-    try:
-        found = client.run(stacks_of_worker, on_error="raise")
-    except (ImportError, AttributeError) as error:
-        raise BadRequest(
-            f"the nodes of pool {observer.pool_id} have a release that shows no stacks: {error}"
-        ) from error
+    """Return the stacks of all slots, by worker. The calls go on. Raises as `Observer.ask_for` does."""
+    found = observer.ask_for(
+        lambda answer: answers.worker_stacks(answer, observer.unreadable.note),
+        LIST_STACKS,
+        LISTING_SECONDS + GRACE_SECONDS,
+        seconds=LISTING_SECONDS,
+    )
     return sorted(
-        (WorkerStacks(names.get(str(address), str(address)), tuple(slots)) for address, slots in found.items()),
+        (
+            WorkerStacks(name, None if slots is None else tuple(SlotStack(*slot) for slot in slots))
+            for name, slots in found
+        ),
         key=lambda one: one.worker,
     )
 
@@ -347,31 +349,36 @@ class SampleFeed:
     def __init__(self, observer: Observer, most_samples: int = MOST_SAMPLES) -> None:
         """Subscribe, and keep so many samples of each node. Raises what `Observer.client` raises."""
         self._observer = observer
-        self._most_samples = most_samples
-        self._samples: dict[str, deque[Metrics]] = {}
-        self._client: Any = observer.client()
-        self._client.subscribe_topic(POOL_TOPIC, self._hear)
+        self._samples = {one.id: deque[Metrics](maxlen=most_samples) for one in observer.instances}
+        observer.client().subscribe_topic(POOL_TOPIC, self._hear)
 
     def await_first(self) -> None:
         """Wait until each node has sent a sample, but not for long: a pool may have `collect_metrics=False`."""
         deadline = time.monotonic() + FIRST_SECONDS
-        while time.monotonic() < deadline and any(one.id not in self._samples for one in self._observer.instances):
+        while time.monotonic() < deadline and not all(self._samples.values()):
             time.sleep(METRICS_POLL_SECONDS)
 
     def uses(self) -> list[NodeUse]:
-        """Return the use of each node, by rank. Raises OSError if the scheduler does not answer."""
-        slots = _slots(_workers(self._client), self._client.processing())
+        """Return the use of each node, by rank. Raises NodeLost if the scheduler does not answer."""
+        observer = self._observer
+        workers = observer.ask_for(answers.workers_of_dask, "identity", GRACE_SECONDS, n_workers=-1)
+        tasks = observer.ask_for(answers.tasks_by_address, "processing", GRACE_SECONDS, workers=None)
+        slots = _slots(workers, tasks)
         return [
-            NodeUse(one.rank, one.id, tuple(self._samples.get(one.id, ())), *slots.get(one.rank, (0, 0)))
+            NodeUse(one.rank, one.id, tuple(self._samples[one.id]), *slots.get(one.rank, (0, 0)))
             for one in self._observer.instances
         ]
 
-    def _hear(self, event: tuple[float, Any]) -> None:
-        """Keep a sample. In the thread of Dask's client."""
-        message = pickle.loads(event[1]) if type(event[1]) is bytes else None
-        if isinstance(message, Mapping) and "cpu_percent" in message:  # others are of workers that come and go
-            sample = Metrics(**message)
-            self._samples.setdefault(sample.instance_id, deque(maxlen=self._most_samples)).append(sample)
+    def _hear(self, event: object) -> None:
+        """Keep a sample of a node of the pool. In the thread of Dask's client."""
+        try:
+            news = decode_news(content_of(event))
+        except Unreadable as error:
+            self._observer.unreadable.note("a node", error)
+            return
+        if isinstance(news, Mapping) and news["instance_id"] in self._samples:  # others are of workers
+            sample = Metrics(**news)
+            self._samples[sample.instance_id].append(sample)
 
 
 def uses_of(observer: Observer) -> list[NodeUse]:
@@ -434,15 +441,14 @@ class PoolUses:
         return self._feeds[pool_id][1]
 
 
-def _slots(workers: Mapping[str, Any], processing: Mapping[str, Any]) -> dict[int, tuple[int, int]]:
+def _slots(workers: Mapping[str, tuple[str, int]], tasks: Mapping[str, int]) -> dict[int, tuple[int, int]]:
     """Return how many slots of each rank have calls, and how many there are."""
     found: dict[int, tuple[int, int]] = {}
-    for address, worker in workers.items():
-        rank = str(worker["name"]).partition("-")[0]
-        if rank.isdecimal():
+    for address, (name, threads) in workers.items():
+        rank = name.partition("-")[0]
+        if rank.isascii() and rank.isdecimal():
             busy, slots = found.get(int(rank), (0, 0))
-            threads = int(worker["nthreads"])
-            found[int(rank)] = (busy + min(threads, len(processing.get(address, ()))), slots + threads)
+            found[int(rank)] = (busy + min(threads, tasks.get(address, 0)), slots + threads)
     return found
 
 
@@ -516,16 +522,14 @@ class CallList:
 def calls_of(observer: Observer, *, with_stacks: bool = False) -> CallList:
     """Return the calls of a pool. They go on.
 
-    Raises what `Observer.ask` raises, and BadRequest if the nodes were started by an earlier release.
+    Raises what `Observer.ask_for` raises, and BadRequest if the nodes were started by an earlier release.
     """
-    answer: object = observer.ask(
-        LIST_CALLS, LISTING_SECONDS + GRACE_SECONDS, with_stacks=with_stacks, seconds=LISTING_SECONDS
-    )
-    if not isinstance(answer, Mapping):
+    answer = observer.ask(LIST_CALLS, LISTING_SECONDS + GRACE_SECONDS, with_stacks=with_stacks, seconds=LISTING_SECONDS)
+    if answer is None:
         raise BadRequest(
             f"the nodes of pool {observer.pool_id} have a release that lists no calls: `skyward stacks` shows its slots"
         )
-    return call_list(answer)  # pyright: ignore[reportUnknownArgumentType] - as `CallLists.list_calls` says
+    return call_list(observer.checked(lambda it: answers.call_lists(it, observer.unreadable.note), answer))
 
 
 def call_list(answer: Mapping[str, Any]) -> CallList:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,9 @@ from typing import TYPE_CHECKING, Any, cast
 from skyward_core.concurrency.backoff import Backoff
 from skyward_core.errors import BadRequest, LedgerConflict, LedgerError, NodeLost
 from skyward_core.ledger.rows import CallState, SlotUse
-from skyward_core.wire.messages import CallMetrics, Outcome, OutcomeKind, Report, ReportedMetrics, lines_with_levels
+from skyward_core.wire.checks import Unreadable, UnreadableMessages
+from skyward_core.wire.messages import CallMetrics, Outcome, OutcomeKind, ReportedMetrics, lines_with_levels
+from skyward_core.wire.reports import decode_report
 from skyward_core.work import Work
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ class DetachedCall[R]:
         self._raise_if_stopped = raise_if_stopped
         """Raises PoolStopped if somebody has stopped the pool. It is asked when the pool does not answer."""
         self._lock = threading.Lock()
+        self._unreadable = UnreadableMessages("the pool")
         self._number = 0
         self._lines: list[tuple[int, list[tuple[str, int | None]]]] = []
         """Number of the first line, and lines with their levels; between two of them, lines were dropped."""
@@ -264,7 +266,11 @@ class DetachedCall[R]:
             known = ask()
             lines = list[tuple[str, int | None]]()
             for message in known["messages"]:
-                report: Report = pickle.loads(message)
+                try:
+                    report = decode_report(message)
+                except Unreadable as error:
+                    self._unreadable.note(f"a worker of call {self.call_id}", error)
+                    continue
                 lines.extend(lines_with_levels(report))
                 for item in report.news:
                     if isinstance(item, ReportedMetrics):

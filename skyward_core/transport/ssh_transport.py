@@ -36,6 +36,7 @@ from skyward_core.machines.instances import Instance
 from skyward_core.transport.code_upload import CompressedFile, shipped_archive, shipped_file, shipped_uv
 from skyward_core.transport.ssh_connection import SSHConnection
 from skyward_core.transport.ssh_link import Loop
+from skyward_core.transport.transport import refuse_elsewhere
 from skyward_core.wire.messages import Parcel
 
 _log = logging.getLogger("skyward")
@@ -462,12 +463,14 @@ class SSHTransport:
     def take(self, parcel: Parcel, *, keep: bool = False) -> Parcel:
         if parcel.path is None:
             return parcel
+        refuse_elsewhere(parcel, self)
         path = parcel.path  # the file stays until we confirm the transfer: it may be fetched again
         return parcel.with_content(self._patiently(lambda: self._connection.fetch(path, remove=not keep)))
 
     def release(self, parcel: Parcel) -> None:
         if parcel.path is not None:
-            with contextlib.suppress(SkywardError):  # it is removed with the node
+            with contextlib.suppress(SkywardError):  # it is elsewhere, or removed with the node
+                refuse_elsewhere(parcel, self)
                 self._command('rm -f -- "$1"', [parcel.path])
 
     # ── the lease ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
 from skyward_core.concurrency.threads import side_by_side
-from skyward_core.errors import SkywardError, Unreachable
+from skyward_core.errors import NodeLost, SkywardError, Unreachable
 from skyward_core.events.events import SkywardEvent
 from skyward_core.image.local_files import NodeFile
 from skyward_core.machines.instances import Instance
@@ -166,6 +166,12 @@ class Transport(Protocol):
         ...
 
 
+def refuse_elsewhere(parcel: Parcel, transport: Transport) -> None:
+    """Raise NodeLost for a value whose file is not in the folders that a node has for values: the node lies."""
+    if not parcel.lies_in(transport.value_directories):
+        raise NodeLost(f"{transport.instance.id} says that a value lies in {parcel.path!r}, where it keeps no values")
+
+
 class LocalTransport:
     """Transport to a node that is a set of processes of this machine."""
 
@@ -262,12 +268,14 @@ class LocalTransport:
         return parcel.moved_to_file(self.value_directories)
 
     def take(self, parcel: Parcel, *, keep: bool = False) -> Parcel:
+        refuse_elsewhere(parcel, self)
         if not keep:
             return parcel
         data, buffers = parcel.contents(is_last_reader=False)
         return Parcel(bytes(data), buffers)
 
     def release(self, parcel: Parcel) -> None:
+        refuse_elsewhere(parcel, self)
         parcel.release()
 
     def extend_lease(self, seconds: float) -> None:
@@ -350,6 +358,14 @@ class Transports:
         """Return the transports to nodes of this machine, whose leases the session renews."""
         with self._lock:
             return [transport for transport in self._transports.values() if isinstance(transport, LocalTransport)]
+
+    def may_be_here(self, parcel: Parcel, instance_ids: Collection[str]) -> bool:
+        """Return whether a node of this machine may have this value. `instance_ids`: those that this client has not
+        connected to yet.
+        """
+        folders = {folder for transport in self.here() for folder in transport.value_directories}
+        folders |= {memory_directory(instance_id) for instance_id in instance_ids if "/" not in instance_id}
+        return parcel.lies_in(folders)
 
     def renew_local_leases(self) -> None:
         """Send signs of life to nodes of this machine (`LocalTransport.keep_alive`)."""

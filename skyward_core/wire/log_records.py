@@ -91,7 +91,7 @@ def _read(start: str, line: str) -> Iterator[tuple[int | None, str] | CallMetric
         level, _, text = record.partition(" ")
         try:
             yield CallMetrics.from_text(text) if level == KIND else (int(level), json.loads(text))
-        except ValueError:  # cut short: the runner died while it wrote
+        except (ValueError, RecursionError):  # cut short: the runner died while it wrote; or no record at all
             yield None, text
 
 

@@ -15,6 +15,7 @@ import json
 import mmap
 import os
 import pickle
+import re
 import select
 import sys
 import time
@@ -45,7 +46,16 @@ BURST = 20
 """How many reports a call may write at once."""
 REPORTS_PER_SECOND = 2.0
 """How many it may write in the long run."""
+MOST_STEP = 1 << 62
 KIND = "report"
+
+
+_FILE_NAME = re.compile(r"[0-9a-f]{32}")
+
+
+def no_link(path: str, flags: int) -> int:
+    """Open a file of a value: no link to another file, and nothing that waits for a writer."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 class Parcel(NamedTuple):
@@ -120,7 +130,7 @@ class Parcel(NamedTuple):
                     bytearray(buffer) if memoryview(buffer).readonly else memoryview(buffer) for buffer in self.buffers
                 ),
             )
-        with open(self.path, "r+b") as file:
+        with open(self.path, "r+b", opener=no_link) as file:
             if not KEEPS_NO_DESCRIPTOR and os.fstat(file.fileno()).st_size <= READ_WHOLE_BYTES:
                 memory, view = None, memoryview(bytearray(file.read()))
             else:
@@ -134,7 +144,7 @@ class Parcel(NamedTuple):
     def read_only(self) -> tuple[bytes | memoryview, tuple[memoryview, ...]]:
         """Return the pickle and its buffers, which are read-only views of the file's own pages."""
         assert self.path is not None
-        with open(self.path, "rb") as file:
+        with open(self.path, "rb", opener=no_link) as file:
             memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, **KEEPS_NO_DESCRIPTOR)
         view = memoryview(memory)
         parts = [view[start : start + size] for start, size in self.spans]
@@ -143,6 +153,13 @@ class Parcel(NamedTuple):
     def contents(self, *, is_last_reader: bool = True) -> tuple[bytes | memoryview, tuple[bytearray | memoryview, ...]]:
         """Return the pickle and its buffers, as `open` does."""
         return self.open(is_last_reader=is_last_reader)[1:]
+
+    def lies_in(self, directories: Iterable[str]) -> bool:
+        """Return whether the parcel's file, if it has one, has a name of ours in one of these folders. A node names the
+        path, and may name any.
+        """
+        folder, name = os.path.split(self.path or "")
+        return self.path is None or (folder in set(directories) and _FILE_NAME.fullmatch(name) is not None)
 
     def release(self) -> None:
         """Remove the parcel's file, if it has one."""
@@ -382,9 +399,19 @@ class CallMetrics(NamedTuple):
 
     @classmethod
     def from_text(cls, text: str) -> CallMetrics:
-        """Rebuild metrics. Raises ValueError for any other text."""
-        step, values = cast("tuple[int | None, dict[str, float]]", json.loads(text))
-        return cls(step, values)
+        """Rebuild metrics. Raises ValueError for any other text, and RecursionError."""
+        content: object = json.loads(text)
+        if type(content) is not list or len(cast("list[object]", content)) != 2:
+            raise ValueError("metrics are a step and values")
+        step, values = cast("tuple[object, object]", content)
+        if not (step is None or (type(step) is int and abs(step) <= MOST_STEP)) or not isinstance(values, dict):
+            raise ValueError("a step is a whole number, and values have names")
+        if any(type(value) not in (int, float) for value in cast("dict[str, object]", values).values()):
+            raise ValueError("the values of metrics are numbers")
+        try:
+            return cls(step, {name: float(value) for name, value in cast("dict[str, float]", values).items()})
+        except OverflowError as error:
+            raise ValueError("a value of metrics is too large") from error
 
     def updated(self, later: CallMetrics) -> CallMetrics:
         """Return both in one: a later value replaces an earlier one."""

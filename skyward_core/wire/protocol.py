@@ -6,14 +6,19 @@ they need no Dask.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
+
+from skyward_core.wire import checks
 
 POOL_TOPIC = "skyward-pool"
 """The topic of these messages, of samples and of announcements of workers."""
 LIST_CALLS = "skyward_list_calls"
 """The operation by which an observer asks for the calls of all clients (`call_lists.py`)."""
+LIST_STACKS = "skyward_list_stacks"
+"""The operation by which an observer asks for the stacks of all slots, idle ones too."""
 LISTING_SECONDS = 5.0
 """How long clients and workers may take to answer it: longer than a worker waits for the stacks of its slots."""
 DASK_PAGE = "skyward_dask_page"
@@ -26,6 +31,8 @@ ENDING_SECONDS = 10.0
 """How long it waits for slots that such calls hold: longer than from SIGTERM to SIGKILL."""
 RUN_BATCH = "skyward-run-batch"
 """The operation of a client's stream that makes a batch a task; see `PoolScheduler.take_batch`."""
+TASK_FAILED = "skyward-task-failed"
+"""The message on the scheduler's stream to a client that a batch has failed, with the reason; Dask's own follows."""
 START_DETACHED = "skyward_start_detached"
 """The operation that makes a batch a detached call; see `PoolScheduler.start_detached`."""
 STALLED_SECONDS = 120.0
@@ -152,12 +159,28 @@ class Resumed:
 
     @staticmethod
     def of(answer: Mapping[str, object]) -> Resumed:
-        """Return the scheduler's answer to `resume` as a value."""
-        fields: dict[str, object] = {**answer, "gone": frozenset(answer["gone"])}  # type: ignore[arg-type]
-        if (ranks := answer.get("ranks")) is not None:
-            fields["ranks"] = frozenset(ranks)  # type: ignore[arg-type]
-        del fields["request"]
-        return Resumed(**fields)  # type: ignore[arg-type]
+        """Return the scheduler's answer to `resume` as a value. Raises Unreadable.
+
+        Workers whose names are not RANK-INDEX are none of the pool's, and are left out.
+        """
+        workers = dict[str, tuple[str, str]]()
+        for address, worker in checks.mapping("the workers", answer.get("workers", {})).items():
+            name, status = checks.fields("a worker", worker, 2)
+            with contextlib.suppress(checks.Unreadable):
+                workers[address] = checks.worker_name("a worker", name), checks.text("the state of a worker", status)
+        ranks = checks.maybe(checks.items, "the ranks", answer.get("ranks"))
+        return Resumed(
+            checks.count("the number of messages", answer.get("number")),
+            checks.count("the missed messages", answer.get("missed")),
+            checks.truth("whether the client is known", answer.get("is_known")),
+            checks.texts_by_name("the tasks", answer.get("tasks")),
+            frozenset(checks.texts("the tasks that are gone", answer.get("gone"))),
+            checks.count("the last message", answer.get("last", 0)),
+            workers,
+            checks.count("how often the topic was dropped", answer.get("abandoned", 0)),
+            checks.texts_by_name("the machines", answer.get("instances", {})),
+            None if ranks is None else frozenset(checks.count("a rank", rank, checks.MOST_RANK) for rank in ranks),
+        )
 
 
 type BusyTime = tuple[str, str, float, dict[str, float]]
@@ -260,6 +283,16 @@ class WorkerFree:
     address: str
 
 
+def task_failed(key: str, reason: str) -> dict[str, Any]:
+    """Return the message that a batch has failed; "": its worker is gone."""
+    return {"op": TASK_FAILED, "key": key, "reason": reason}
+
+
 def answer_of(request: int, answer: Any) -> dict[str, Any]:
     """Return the message that answers a question."""
     return {"op": CALLS_ANSWER, "request": request, "answer": answer}
+
+
+def content_of(event: object) -> object:
+    """Return what an event of a topic has, and None for something else than an event: a time and its content."""
+    return event[1] if isinstance(event, tuple | list) and len(cast("list[object]", event)) == 2 else None

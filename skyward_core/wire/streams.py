@@ -6,15 +6,17 @@ four of them. The others are sent together with the next message.
 
 from __future__ import annotations
 
+import pickle
 from collections import UserDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distributed.batched import BatchedSend  # noqa: TID253 - with calls.py, node.py and cluster.py owns Dask
 from distributed.protocol.pickle import dumps as dump_type  # noqa: TID253
 
-from skyward_core.wire.messages import Outcome
+from skyward_core.wire.messages import Outcome, Report
 from skyward_core.wire.protocol import ACKNOWLEDGE
+from skyward_core.wire.reports import decode_report, encode_report
 
 CAN_WAIT_SECONDS = 0.05
 _CAN_WAIT = {"free-keys", "release-worker-data", "client-releases-keys", ACKNOWLEDGE}
@@ -23,13 +25,32 @@ _CAN_WAIT = {"free-keys", "release-worker-data", "client-releases-keys", ACKNOWL
 class ReportedOutcomes(UserDict[str, Outcome]):
     """The outcomes of a batch whose reports were sent already, so they are not urgent. Not a dict: Dask measures those.
 
-    `node` and `instance_id` are of the node that ran it.
+    `node` and `instance_id` are of the node that ran it. For a client they are a message in the form of a report, which
+    Dask's pickle has out of band (`read_outcomes`).
     """
 
     def __init__(self, outcomes: Mapping[str, Outcome], node: int, instance_id: str) -> None:
         super().__init__(outcomes)
         self.node = node
         self.instance_id = instance_id
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        message = encode_report(Report(self.node, self.instance_id, tuple(self.values())))
+        return _outcomes_of, (pickle.PickleBuffer(message) if protocol >= 5 else message,)
+
+
+def _outcomes_of(message: Any) -> ReportedOutcomes:
+    report = decode_report(message)
+    outcomes = {item.call_id: item for item in report.news if isinstance(item, Outcome)}
+    return ReportedOutcomes(outcomes, report.node, report.instance_id)
+
+
+def read_outcomes(frames: Sequence[bytes | bytearray | memoryview]) -> Report:
+    """Return the outcomes from the frames that Dask has made of `ReportedOutcomes`, without the first one, a pickle.
+
+    Raises Unreadable.
+    """
+    return decode_report(b"".join(frames[1:]))
 
 
 _REPORTED_OUTCOMES = dump_type(ReportedOutcomes)

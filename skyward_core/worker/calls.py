@@ -13,7 +13,6 @@ its topic. A detached call stays until `skyward_forget` (`detached_calls`).
 from __future__ import annotations
 
 import asyncio
-import pickle
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -42,7 +41,9 @@ from skyward_core.wire.protocol import (
     PoolRanks,
     give_credit,
     is_detached,
+    task_failed,
 )
+from skyward_core.wire.reports import encode_news
 from skyward_core.worker.detached_calls import DetachedCalls, Topic
 from skyward_core.worker.topic_seconds import by_use
 
@@ -159,6 +160,9 @@ class CallMemory(SchedulerPlugin):
         }
         now = time.time()
         events = [{"op": "event", "topic": topic, "event": (now, content)} for content in (answer, *messages)]
+        for key, state in tasks.items():
+            if state == "erred":  # Dask says below that they have failed, and not why
+                events.append(task_failed(key, self._scheduler.tasks[key].exception_text or ""))
         self._scheduler.send_all({client: events}, {})
         self._scheduler.subscribe_topic(topic, client)
         if tasks:
@@ -236,6 +240,10 @@ class CallMemory(SchedulerPlugin):
         if finish == "memory":
             # When a worker is lost that holds a result, Dask runs the task again; without `run_spec` it cannot.
             self._scheduler.tasks[key].run_spec = None
+        if finish == "erred":
+            message = task_failed(key, news.get("exception_text") or "")
+            clients = [client.client_key for client in self._scheduler.tasks[key].who_wants or ()]
+            self._scheduler.send_all({client: [dict(message)] for client in clients if client != KEEP}, {})
         if is_detached(key):
             self.detached.follow(key, start, finish, stimulus_id, news)
 
@@ -337,7 +345,7 @@ class CallMemory(SchedulerPlugin):
     def _note_ranks(self, client: str, ranks: Collection[int]) -> None:
         before, self._ranks = self._ranks, frozenset(ranks)
         if before != self._ranks:
-            self._scheduler.log_event(POOL_TOPIC, pickle.dumps(PoolRanks(self._ranks)))
+            self._scheduler.log_event(POOL_TOPIC, encode_news(PoolRanks(self._ranks)))
 
     def skyward_busy_times(self, topic: str = "") -> list[BusyTime]:
         """Return how long the slots of each worker were busy, by its last heartbeat, with the parts for the uses of the

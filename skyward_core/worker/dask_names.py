@@ -31,6 +31,26 @@ CLIENT = (
     "distributed.client:Client._ensure_connected(timeout)",
     "distributed.comm.tcp:TCP.stream",
     "distributed.client:ClosedClientError",
+    # engine/connection.py: a stream whose messages are data, and none of Dask's handlers that unpickle
+    "distributed.client:Client._handle_report()",
+    "distributed.client:Client._handle_event(topic, event)",
+    "distributed.client:Client._handle_error()",
+    "distributed.client:Client._update_scheduler_info(n_workers)",
+    "distributed.client:Client._adjust_heartbeat_intervals(interval)",
+    "distributed.client:Client._default_event_handlers",
+    "distributed.client:Client._event_handlers",
+    # engine/data_stream.py: Dask's frames, read without what unpickles them
+    "distributed.comm.registry:backends",
+    "distributed.comm.core:Comm.deserialize",
+    "distributed.comm.tcp:TLS.read(deserializers)",
+    "distributed.comm.tcp:TLS._closed",
+    "distributed.comm.tcp:TLS.abort()",
+    "distributed.comm.tcp:TLSConnector.prefix",
+    "distributed.comm.tcp:TLSConnector.comm_class",
+    "distributed.comm.tcp:TLSBackend._connector_class",
+    "distributed.comm.tcp:convert_stream_closed_error(obj, exc)",
+    "distributed.comm.tcp:read_bytes_rw(stream, n)",
+    "distributed.protocol.utils:unpack_frames(b, partial)",
 )
 STREAMS = (
     # wire/streams.py: send at once

@@ -13,13 +13,13 @@ finds it. Topic and task of a call are both named `detached_key(call_id)`. Slots
 from __future__ import annotations
 
 import asyncio
-import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from skyward_core.wire.checks import Unreadable
 from skyward_core.wire.messages import Outcome, OutcomeKind, Report, lines_of
 from skyward_core.wire.protocol import (
     BUSY_TIMES,
@@ -36,6 +36,7 @@ from skyward_core.wire.protocol import (
     WORK,
     detached_key,
 )
+from skyward_core.wire.reports import decode_report, encode_report
 
 DROP_RESULT = "skyward-drop-result"
 """The operation on the scheduler's stream to a worker that removes the file of a result."""
@@ -242,7 +243,10 @@ class DetachedCalls:
         call = self._calls.get(topic)
         if call is None or call.is_forgotten:
             return
-        report: Report = pickle.loads(message)
+        try:
+            report = decode_report(message)
+        except Unreadable:  # readers say so
+            return
         for item in report.news:
             if isinstance(item, Outcome) and item.kind is not OutcomeKind.RETURNED:
                 call.outcome, call.seconds = str(item.kind), item.seconds
@@ -309,9 +313,7 @@ class DetachedCalls:
         if task.processing_on is not None:
             return  # a worker has it: its slots get the same message to stop it
         self._end(call, "cancelled")
-        self._scheduler.log_event(
-            key, pickle.dumps(Report(-1, "", (Outcome(call.run_id, OutcomeKind.CANCELLED),)), protocol=5)
-        )
+        self._scheduler.log_event(key, encode_report(Report(-1, "", (Outcome(call.run_id, OutcomeKind.CANCELLED),))))
         self._scheduler.stimulus_cancel(
             [key], client=KEEP, force=True, reason="skyward-cancel", msg="the call was cancelled"
         )
@@ -361,7 +363,7 @@ class Topic:
 
 
 class LineTopic(Topic):
-    """A topic of pickled reports. `lines` is how many lines all of them have had, the dropped ones too."""
+    """A topic of reports. `lines` is how many lines all of them have had, the dropped ones too."""
 
     __slots__ = ("_counts", "lines")
 
@@ -371,8 +373,11 @@ class LineTopic(Topic):
         self._counts: deque[int] = deque()
 
     def add(self, message: bytes) -> None:
-        """Keep a report, and count its lines."""
-        count = len(lines_of(pickle.loads(message)))
+        """Keep a report, and count its lines: none, if it is not readable."""
+        try:
+            count = len(lines_of(decode_report(message)))
+        except Unreadable:
+            count = 0
         self.lines += count
         self._counts.append(count)
         super().add(message)

@@ -34,6 +34,7 @@ from skyward_core.wire.protocol import (
     WorkerFree,
     answer_of,
 )
+from skyward_core.wire.reports import encode_news
 from skyward_core.wire.settings import NodeSettings
 from skyward_core.wire.streams import ReportedOutcomes, send_at_once
 from skyward_core.worker.detached_calls import DROP_RESULT
@@ -142,7 +143,7 @@ class Slots(WorkerPlugin):
         if self.index == 0 and interval is not None:
             settings = self.settings
             self._sampler = Sampler(
-                lambda sample: worker.log_event(POOL_TOPIC, pickle.dumps(sample)),
+                lambda sample: worker.log_event(POOL_TOPIC, encode_news(sample)),
                 settings.instance_id,
                 settings.rank,
                 interval,
@@ -216,7 +217,7 @@ class Slots(WorkerPlugin):
         if worker is not None and worker.status is Status.paused and self._older and not self.has_older_calls:
             self._older.clear()
             worker.status = Status.running
-            worker.log_event(POOL_TOPIC, pickle.dumps(WorkerFree(str(worker.name), worker.address)))
+            worker.log_event(POOL_TOPIC, encode_news(WorkerFree(str(worker.name), worker.address)))
 
     def furnish(self, worker: Worker) -> None:
         """Get the pool's secrets before a call runs, in a thread of the worker.
@@ -273,9 +274,17 @@ class Slots(WorkerPlugin):
         now = time.monotonic()
         return [(slot.pid, None if (since := slot.busy_since) is None else now - since) for slot in self._all]
 
-    def tell_calls(self, request: int, *, with_stacks: bool = False, topic: str = "", with_times: bool = False) -> None:
-        """Send the scheduler the calls in the slots, or what one client has had (`CallLists`), with times as a
-        `BusyTime`. In Dask's loop, which goes on meanwhile.
+    def tell_calls(
+        self,
+        request: int,
+        *,
+        with_stacks: bool = False,
+        topic: str = "",
+        with_times: bool = False,
+        of_all_slots: bool = False,
+    ) -> None:
+        """Send the scheduler the calls in the slots, what one client has had (`CallLists`), with times as a `BusyTime`,
+        or the stacks of all slots. In Dask's loop, which goes on meanwhile.
         """
         if topic:
             its = [slot.ran_for(topic) for slot in self._all]
@@ -285,7 +294,8 @@ class Slots(WorkerPlugin):
                 answer = [instance_id, process, total, seconds] if with_times else [is_running, instance_id, seconds]
                 self._send(answer_of(request, answer))
             return
-        telling = asyncio.get_running_loop().create_task(self._tell_calls(request, with_stacks=with_stacks))
+        told = self._tell_stacks(request) if of_all_slots else self._tell_calls(request, with_stacks=with_stacks)
+        telling = asyncio.get_running_loop().create_task(told)
         self._telling.add(telling)
         telling.add_done_callback(self._telling.discard)
 
@@ -297,6 +307,12 @@ class Slots(WorkerPlugin):
             self._send(
                 answer_of(request, [[*one, *call, text] for (*one, call), text in zip(busy, stacks, strict=True)])
             )
+
+    async def _tell_stacks(self, request: int) -> None:
+        slots = self.processes()
+        stacks = await asyncio.gather(*(stacks_of(pid) for pid, _ in slots))
+        with contextlib.suppress(OSError):  # as above
+            self._send(answer_of(request, [[*slot, text] for slot, text in zip(slots, stacks, strict=True)]))
 
     @contextlib.contextmanager
     def borrowed(self) -> Generator[Slot]:

@@ -8,15 +8,17 @@ client recognises one that comes twice.
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from skyward_core.wire.messages import Item, News, Outcome, Report
 from skyward_core.wire.protocol import WorkerKept
+from skyward_core.wire.reports import decode_report, encode_news, encode_report
 
 KEPT_LIMIT_BYTES = 16 << 20
+REPORT_BYTES = 32 << 20
+"""A larger report is sent in parts: clients read none that is larger than `checks.MOST_BYTES`."""
 
 
 @dataclass(slots=True)
@@ -80,9 +82,15 @@ class RetainedBatches:
         """Send a report of a batch, and keep it."""
         with self._lock:
             batch = self._batches[key]
+            report = Report(node, instance_id, news, batch.origin, batch.number + 1)
+            message = encode_report(report)
+            if len(message) > REPORT_BYTES and len(news) > 1:
+                middle = len(news) // 2
+                self.report(key, node, instance_id, news[:middle])
+                self.report(key, node, instance_id, news[middle:])
+                return
             batch.number += 1
-            message = pickle.dumps(Report(node, instance_id, news, batch.origin, batch.number), protocol=5)
-            if self._keeps and (kept := _without_items(message, news)):
+            if self._keeps and (kept := _without_items(message, report)):
                 batch.messages.append(kept)
                 self.nbytes += len(kept)
                 self._make_room()
@@ -126,10 +134,7 @@ class RetainedBatches:
         with self._lock:
             self._send = send
             if self._keeps:
-                send(
-                    topic,
-                    pickle.dumps(WorkerKept(name, address, self.calls, is_paused, tuple(self._batches)), protocol=5),
-                )
+                send(topic, encode_news(WorkerKept(name, address, self.calls, is_paused, tuple(self._batches))))
                 for batch in self._batches.values():
                     for message in batch.messages:
                         send(batch.topic, message)
@@ -160,16 +165,15 @@ class RetainedBatches:
         self.nbytes += sum(map(len, batch.messages)) - before
 
 
-def _without_items(message: bytes, news: tuple[News, ...]) -> bytes:
+def _without_items(message: bytes, report: Report) -> bytes:
     """Return a report as it is kept: items of streams do not outlive their head."""
-    if not any(isinstance(item, Item) for item in news):
+    if not any(isinstance(item, Item) for item in report.news):
         return message
-    rest = tuple(item for item in news if not isinstance(item, Item))
-    report: Report = pickle.loads(message)
-    return pickle.dumps(report._replace(news=rest), protocol=5) if rest else b""
+    rest = tuple(item for item in report.news if not isinstance(item, Item))
+    return encode_report(report._replace(news=rest)) if rest else b""
 
 
 def _without_output(message: bytes) -> bytes:
-    report: Report = pickle.loads(message)
+    report = decode_report(message)
     outcomes = tuple(item for item in report.news if isinstance(item, Outcome))
-    return pickle.dumps(report._replace(news=outcomes), protocol=5) if outcomes else b""
+    return encode_report(report._replace(news=outcomes)) if outcomes else b""

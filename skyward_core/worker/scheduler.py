@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import pickle
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from dask.task_spec import Task  # noqa: TID253 - this module is imported on nodes
 from distributed import Scheduler  # noqa: TID253
-from distributed.core import Status, error_message  # noqa: TID253
+from distributed.core import Status  # noqa: TID253
 from distributed.diagnostics.plugin import SchedulerPlugin  # noqa: TID253
 from distributed.protocol.serialize import deserialize  # noqa: TID253
 from distributed.scheduler import DEFAULT_EXTENSIONS, heartbeat_interval  # noqa: TID253
@@ -36,6 +35,7 @@ from skyward_core.wire.protocol import (
     KEEP,
     KEPT,
     LIST_CALLS,
+    LIST_STACKS,
     LISTING_SECONDS,
     OLDER,
     POOL_TOPIC,
@@ -50,7 +50,9 @@ from skyward_core.wire.protocol import (
     WorkerJoined,
     WorkerLeft,
     is_detached,
+    task_failed,
 )
+from skyward_core.wire.reports import encode_news
 from skyward_core.wire.streams import send_at_once
 from skyward_core.worker.calls import CallMemory, instance_of
 from skyward_core.worker.pool_worker import run_batch
@@ -137,11 +139,7 @@ class PoolScheduler(Scheduler):
         except Exception as error:  # if raised, it would end the client's stream, and all its other calls
             if key in self.tasks:
                 self.client_desires_keys([key], client)  # a half-made task ends when the client releases it
-            message = error_message(error)
-            self.report(
-                {"op": "task-erred", "key": key, "exception": message["exception"], "traceback": message["traceback"]},
-                client=client,
-            )
+            self.send_all({client: [task_failed(key, f"{type(error).__name__}: {error}")]}, {})
 
     def start_detached(self, call_id: str, batch: bytes, annotations: dict[str, Any]) -> dict[str, Any]:
         """Make a pickled batch a detached call of this id, unless there was one; return its record (`begin`)."""
@@ -216,10 +214,10 @@ class PromptMessages(SchedulerPlugin):
         send_at_once(scheduler.stream_comms[worker])
         self._names[worker] = str(scheduler.workers[worker].name)
         news = WorkerJoined(self._names[worker], worker, instance_of(scheduler.workers[worker]))
-        scheduler.log_event(POOL_TOPIC, pickle.dumps(news))
+        scheduler.log_event(POOL_TOPIC, encode_news(news))
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
-        scheduler.log_event(POOL_TOPIC, pickle.dumps(WorkerLeft(self._names.pop(worker, ""), worker)))
+        scheduler.log_event(POOL_TOPIC, encode_news(WorkerLeft(self._names.pop(worker, ""), worker)))
 
     def add_client(self, scheduler: Scheduler, client: str) -> None:
         def at_once() -> None:
@@ -257,8 +255,15 @@ class CallLists(SchedulerPlugin):
     async def start(self, scheduler: Scheduler) -> None:
         """Add the operations to the scheduler."""
         self._scheduler = scheduler
-        scheduler.handlers.update({INTRODUCE: self.introduce, LIST_CALLS: self.list_calls, END_CLIENT: self.end_client})
-        scheduler.handlers[BUSY_TIMES_NOW] = self.busy_times_now
+        scheduler.handlers.update(
+            {
+                INTRODUCE: self.introduce,
+                LIST_CALLS: self.list_calls,
+                LIST_STACKS: self.list_stacks,
+                END_CLIENT: self.end_client,
+                BUSY_TIMES_NOW: self.busy_times_now,
+            }
+        )
         streams: dict[str, Any] = scheduler.stream_handlers
         streams[CALLS_ANSWER] = self._answered
 
@@ -276,11 +281,7 @@ class CallLists(SchedulerPlugin):
         `others` are workers of an earlier release, `detached` the records of detached calls, and `now` is this clock.
         """
         clients = [client for client in self._who if client in self._scheduler.clients]
-        workers = {
-            address: str(worker.name)
-            for address, worker in self._scheduler.workers.items()
-            if worker.metrics.get(ANSWERS_CALLS)
-        }
+        workers = self._workers()
         answers = await self._ask(clients, list(workers), {"with_stacks": with_stacks}, seconds=seconds)
         memory = self._scheduler.plugins[CallMemory.name]
         return {
@@ -289,6 +290,22 @@ class CallLists(SchedulerPlugin):
             "others": [str(one.name) for one in self._scheduler.workers.values() if one.address not in workers],
             "detached": memory.detached.calls(),
             "now": time.time(),
+        }
+
+    async def list_stacks(self, *, seconds: float = LISTING_SECONDS) -> list[tuple[str, Any]]:
+        """Ask all workers for the stacks of their slots, for so many seconds at most; return them by the workers'
+        names, None for those that have not answered.
+        """
+        workers = self._workers()
+        answers = await self._ask([], list(workers), {"of_all_slots": True}, seconds=seconds)
+        return [(name, answers[address]) for address, name in workers.items()]
+
+    def _workers(self) -> dict[str, str]:
+        """Return the names of the workers that answer, by their addresses."""
+        return {
+            address: str(worker.name)
+            for address, worker in self._scheduler.workers.items()
+            if worker.metrics.get(ANSWERS_CALLS)
         }
 
     async def end_client(self, *, topic: str, seconds: float = ENDING_SECONDS) -> tuple[bool, list[Any]]:
@@ -382,7 +399,7 @@ class NodeHolding(SchedulerPlugin):
             left = self._left_at(worker)
             if self._left.get(worker.address) != left:
                 self._left[worker.address] = left
-                self._scheduler.log_event(self._topic, pickle.dumps(WorkerHeld(worker.address, left)))
+                self._scheduler.log_event(self._topic, encode_news(WorkerHeld(worker.address, left)))
         return sum(map(self._left_at, workers))
 
     def _let_in(self, worker: Any) -> None:
@@ -397,7 +414,7 @@ class NodeHolding(SchedulerPlugin):
             if worker.status is Status.paused:
                 self._scheduler.handle_worker_status_change(Status.running, worker, f"skyward-free-{rank}")
             self._left.pop(worker.address, None)
-            self._scheduler.log_event(self._topic, pickle.dumps(WorkerFree(str(worker.name), worker.address)))
+            self._scheduler.log_event(self._topic, encode_news(WorkerFree(str(worker.name), worker.address)))
 
     def kept(self, rank: int) -> int:
         """Return how many values a node has that a client may ask for: results of tasks that no client has released,

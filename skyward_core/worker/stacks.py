@@ -14,7 +14,7 @@ import fcntl
 import os
 import signal
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 SIGNAL = signal.SIGRTMAX - 3
 """One that nothing else uses: the first real-time signals are the C library's, and the last ones systemd's."""
@@ -37,13 +37,6 @@ def answer_requests() -> None:
     fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
     faulthandler.register(SIGNAL, file, all_threads=True)
     os.write(file, READY)  # last: the signal would end a process that has not registered
-
-
-async def stacks_of_worker(dask_worker: Any) -> list[SlotStack]:
-    """Return the stacks of the slots of this worker. Dask runs it in the worker's event loop."""
-    slots = dask_worker.plugins["skyward-slots"].processes()
-    texts = await asyncio.gather(*(stacks_of(pid) for pid, _ in slots))
-    return [SlotStack(pid, busy, text) for (pid, busy), text in zip(slots, texts, strict=True)]
 
 
 async def stacks_of(pid: int) -> str:

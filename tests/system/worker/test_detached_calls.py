@@ -1,7 +1,6 @@
 """The scheduler's records of detached calls, batches without a graph, and held nodes, in a real scheduler."""
 
 import asyncio
-import pickle
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +12,8 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.wire.messages import Output, Report
-from skyward_core.wire.protocol import IS_NAMED, NAME, RESULT_TTL, RETRIES, RUN_BATCH, RUN_ID, detached_key
+from skyward_core.wire.protocol import IS_NAMED, NAME, RESULT_TTL, RETRIES, RUN_BATCH, RUN_ID, TASK_FAILED, detached_key
+from skyward_core.wire.reports import encode_report
 from skyward_core.worker.detached_calls import LineTopic
 from skyward_core.worker.scheduler import NodeHolding
 from tests.system.worker.test_calls import Head, note_and_wait, runs_noted, with_head
@@ -26,7 +26,7 @@ def start(client: Any, call_id: str, run_id: str, **annotations: Any) -> Any:
 
 
 def message(*lines: str) -> bytes:
-    return pickle.dumps(Report(0, "i", (Output("c", "stdout", lines, 0.0),)))
+    return encode_report(Report(0, "i", (Output("c", "stdout", lines, 0.0),)))
 
 
 def test_of_two_starts_with_one_id_one_makes_the_call() -> None:
@@ -157,17 +157,19 @@ def send_batch(client: Any, key: str, annotations: dict[str, Any], batch: bytes 
 
 
 def test_a_batch_that_cannot_become_a_task_fails_alone() -> None:
-    """Its future has the error; its stream goes on, and the scheduler keeps nothing of it.
+    """Its client gets the reason as a text; its stream goes on, and the scheduler keeps nothing of it.
 
     Looks inside: what the scheduler keeps shows nowhere else.
     """
 
     async def test(head: Head) -> None:
-        client = await head.client()
+        client: Any = await head.client()
+        reasons = dict[str, str]()
+        client._stream_handlers[TASK_FAILED] = lambda key, reason: reasons.update({key: reason})
         connections = head.scheduler._client_connections_added_total
         bad = send_batch(client, "skyward-bad", {"workers": [1.5]})
-        with pytest.raises(TypeError, match="string"):
-            await bad
+        await head.until(lambda: bool(reasons), "the reason")
+        assert list(reasons) == ["skyward-bad"] and "string" in reasons["skyward-bad"]
         good = send_batch(client, KEY, {})
         await head.until(lambda: KEY in head.scheduler.tasks, "the next batch")
         assert head.scheduler._client_connections_added_total == connections

@@ -28,6 +28,7 @@ from skyward_core.engine.certificates import make_certificate
 from skyward_core.wire.messages import Batch, Call, Outcome, OutcomeKind, Output, Parcel, Report
 from skyward_core.wire.private_folders import NotPrivate
 from skyward_core.wire.protocol import POOL_TOPIC, RUN_BATCH, WorkerKept, release, repeat_reports
+from skyward_core.wire.reports import decode_news, decode_report
 from skyward_core.wire.settings import NodeOwner, NodeSettings, memory_directory, this_process, write_atomically
 from skyward_core.worker import supervisor
 from skyward_core.worker.node_clocks import write_lease
@@ -518,8 +519,8 @@ class NoticePoller:
         self.client: Any = Client(address, security=security, set_as_default=False, timeout=60)
         self.heard: list[Any] = []
         self.futures: list[Any] = []
-        for topic in (self.TOPIC, POOL_TOPIC):
-            self.client.subscribe_topic(topic, lambda event: self.heard.append(pickle.loads(event[1])))
+        for topic, read in ((self.TOPIC, decode_report), (POOL_TOPIC, decode_news)):
+            self.client.subscribe_topic(topic, lambda event, read=read: self.heard.append(read(event[1])))
         self.send(repeat_reports())
 
     def send(self, message: dict[str, Any]) -> None:

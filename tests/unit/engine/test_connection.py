@@ -1,19 +1,17 @@
 """The connection to a pool's scheduler: its tasks, its pings and acknowledgements, and reports of the client's load."""
 
-import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from distributed.scheduler import KilledWorker
 from hypothesis import given
 from hypothesis import strategies as st
 
 from skyward_core.engine import actions as do
 from skyward_core.engine import connection as module
 from skyward_core.engine.certificates import make_certificate
-from skyward_core.engine.connection import WORKER_GONE, NotSent, SchedulerConnection, connect, reason_of
+from skyward_core.engine.connection import NotSent, SchedulerConnection, connect
 from skyward_core.engine.dispatcher import ACKNOWLEDGED_TOGETHER, PING_SECONDS, PINGS, Dispatcher
 from skyward_core.engine.slot_use import LoadReports, SlotSeconds
 from skyward_core.wire.messages import Batch, Report
@@ -24,15 +22,6 @@ BATCH = Batch("topic", (), {})
 # ── tasks ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("is_pickled", [False, True])
-def test_the_reason_of_a_killed_worker_is_in_words(is_pickled: bool) -> None:
-    """Dask's scheduler pickles its own exceptions."""
-    killed: Any = KilledWorker("task", "worker", 0)
-    assert reason_of(pickle.dumps(killed) if is_pickled else killed) == WORKER_GONE
-    refused = ValueError("too large")
-    assert reason_of(pickle.dumps(refused) if is_pickled else refused) == "the scheduler could not take it: too large"
-
-
 class Line:
     """A connection that has sent task "a" with number 1, and knows task "old" of an earlier connection; what it has
     posted to the engine. Dask's loop runs callbacks at once, and those for later when `wait` is called.
@@ -41,6 +30,7 @@ class Line:
     def __init__(self) -> None:
         self.finished, self.failed = list[int](), dict[int, str]()
         self.later = list[Callable[[], object]]()
+        self.unreadable = list[str]()
         self.handlers = dict[str, Callable[[Any], object]]()
         client: Any = SimpleNamespace(
             status="running",
@@ -58,6 +48,7 @@ class Line:
             on_resumed=lambda epoch, resumed: None,
             on_tasks_finished=lambda epoch, numbers: self.finished.extend(numbers),
             on_task_failed=self.fail,
+            on_unreadable=lambda sender, error: self.unreadable.append(str(error)),
         )
         self.connection = SchedulerConnection(client)
         self.connection.listen(1, "topic", 0, engine)

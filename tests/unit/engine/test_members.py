@@ -194,9 +194,12 @@ class Owner:
     def run(self, work: Callable[[], Any], timeout_seconds: float) -> Any:
         return work()
 
-    def ask(self, operation: str, *_: Any, **__: Any) -> int:
+    def ask(self, operation: str, *_: Any, **__: Any) -> None:
         self.asked.append(operation)
-        return 0
+
+    def ask_for(self, read: Callable[[object], int], operation: str, *_: Any, **__: Any) -> int:
+        self.asked.append(operation)
+        return read(0)
 
     def fetching_from(self, instance_id: str) -> int:
         return 0

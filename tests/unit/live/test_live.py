@@ -13,7 +13,7 @@ import pytest
 import skyward_core as sky
 from skyward_core import cli
 from skyward_core.cli import calls as view
-from skyward_core.errors import Unreachable
+from skyward_core.errors import NodeLost, Unreachable
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.live import observer as metrics
 from skyward_core.live.node_files import read_place
@@ -161,21 +161,19 @@ def test_a_pool_out_of_reach_is_tried_again_later(ledger: Ledger, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("error", "why"),
-    [(None, "the scheduler of the pool does not answer"), (KeyError("version"), "KeyError: 'version'")],
+    [(NodeLost("the scheduler does not answer"), "the scheduler does not answer"), (KeyError("a"), "KeyError: 'a'")],
     ids=["scheduler is gone", "unknown error"],
 )
 def test_a_pool_that_ends_while_it_is_looked_at_is_out_of_reach(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, error: Exception | None, why: str
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, error: Exception, why: str
 ) -> None:
-    """The thread of `skyward ui` goes on with the other pools. Dask's client has no workers then."""
+    """The thread of `skyward ui` goes on with the other pools."""
 
-    def info(**_: Any) -> dict[str, Any]:
-        if error is not None:
-            raise error
-        return {}
+    def ask_for(*_: Any, **__: Any) -> None:
+        raise error
 
-    client = SimpleNamespace(subscribe_topic=lambda *_: None, scheduler_info=info, processing=dict)
-    observer = SimpleNamespace(client=lambda: client, instances=(), __exit__=lambda *_: None)
+    client = SimpleNamespace(subscribe_topic=lambda *_: None)
+    observer = SimpleNamespace(client=lambda: client, instances=(), ask_for=ask_for, __exit__=lambda *_: None)
     with PoolUses(ledger) as uses:
         monkeypatch.setattr(uses, "_feed", lambda _: SampleFeed(observer))  # type: ignore[arg-type]
         assert uses.of("sky-1") == why

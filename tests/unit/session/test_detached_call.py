@@ -1,6 +1,5 @@
 """Detached calls without a pool: what is refused, and numbered lines that each reader gets once."""
 
-import pickle
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 import skyward_core as sky
 from skyward_core.session.detached_call import DetachedCall
 from skyward_core.wire.messages import Output, Report
+from skyward_core.wire.reports import encode_report
 from skyward_core.worker.detached_calls import LineTopic
 from tests.pool.local import double
 
@@ -48,7 +48,7 @@ class Head:
         }
 
     def add(self, *lines: str) -> None:
-        self.topic.add(pickle.dumps(Report(0, "i", (Output("c", "stdout", lines, 0.0),))))
+        self.topic.add(encode_report(Report(0, "i", (Output("c", "stdout", lines, 0.0),))))
 
     def reader(self) -> DetachedCall[Any]:
         return DetachedCall("c", lambda: cast(Any, SimpleNamespace(detached=self)))
@@ -99,7 +99,7 @@ def test_the_lines_of_a_log_record_have_its_level() -> None:
     """All of them, if it has several; lines that are no record, and the one that stands for dropped lines, have none."""
     head = Head(10**6)
     head.topic.add(
-        pickle.dumps(
+        encode_report(
             Report(
                 0,
                 "i",

@@ -58,6 +58,7 @@ def test_dask_has_each_name_that_is_used(name: str) -> None:
 
 USERS = [
     "engine/connection.py",
+    "engine/data_stream.py",
     "engine/owner.py",
     "engine/cluster.py",
     "worker/calls.py",

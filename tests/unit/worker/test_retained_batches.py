@@ -1,6 +1,5 @@
 """The batches that a worker keeps: released or not, reported once or again, within its limits."""
 
-import pickle
 from typing import Any
 
 import pytest
@@ -9,6 +8,7 @@ from hypothesis import strategies as st
 
 from skyward_core.wire.messages import Item, Outcome, OutcomeKind, Output, Parcel, Report
 from skyward_core.wire.protocol import WorkerKept
+from skyward_core.wire.reports import decode_news, decode_report, encode_report
 from skyward_core.worker.retained_batches import RetainedBatches
 
 
@@ -19,7 +19,7 @@ class Wire:
         self.sent: list[tuple[str, Any]] = []
 
     def send(self, topic: str, message: bytes) -> None:
-        self.sent.append((topic, pickle.loads(message)))
+        self.sent.append((topic, decode_news(message) if topic == "pool" else decode_report(message)))
 
     @property
     def reports(self) -> list[Report]:
@@ -162,7 +162,7 @@ def test_if_memory_is_short_outcomes_outlive_output(steps: list[tuple[str, int, 
         wire = Wire()
         kept.attach("1-0", "tls://a", "pool", wire.send)
         there = {report.origin.removeprefix("process/") for report in wire.reports}
-        assert kept.nbytes == sum(len(pickle.dumps(report, protocol=5)) for report in wire.reports)
+        assert kept.nbytes == sum(len(encode_report(report)) for report in wire.reports)
         assert kept.nbytes <= limit or there <= running
         for key, outcomes in outcomes_of.items():
             again = [

@@ -1,7 +1,6 @@
 """The plug-ins of the scheduler, without Dask: messages that clients miss, loads, and time of clients."""
 
 import asyncio
-import pickle
 import uuid
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -28,6 +27,7 @@ from skyward_core.wire.protocol import (
     resume,
     stay,
 )
+from skyward_core.wire.reports import decode_news
 from skyward_core.worker.calls import CallMemory
 from skyward_core.worker.detached_calls import Topic
 from skyward_core.worker.scheduler import SILENCE_CHECK_SECONDS, CallLists, SilentWorkers
@@ -194,7 +194,7 @@ def test_the_ranks_that_stay_are_sent_once_and_to_each_client_that_comes() -> No
         for ranks in ([0, 1], [1, 0], [0]):
             scheduler.take("a", stay(ranks))
         sent = [content for _, content in scheduler.wires["b"].sent if isinstance(content, bytes)]
-        assert [pickle.loads(content) for content in sent] == [PoolRanks(frozenset({0, 1})), PoolRanks(frozenset({0}))]
+        assert [decode_news(content) for content in sent] == [PoolRanks(frozenset({0, 1})), PoolRanks(frozenset({0}))]
         scheduler.wires["c"] = Wire("c", lambda event: None)
         scheduler.take("c", resume("c", "skyward-third", 0, 1))
         answer = Resumed.of(scheduler.wires["c"].sent[-1][1])
