@@ -228,7 +228,7 @@ class Calls(State):
         """An item has come: hand it to the consumer, after a fetch if it lies on another machine."""
         call_id = item.call_id
         entry = self.entries.get(call_id)
-        if entry is None or item.number < entry.items:
+        if entry is None or not entry.call.ahead or item.number < entry.items:
             self._discard(item.parcel)
         elif item.number > entry.items:
             self._discard(item.parcel)

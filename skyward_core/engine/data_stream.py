@@ -29,8 +29,8 @@ from tornado.iostream import StreamClosedError
 from skyward_core.wire.checks import Unreadable
 
 SCHEME = "skyward-tls"
-MOST_BYTES = 4 << 30
-"""The largest message. After a cut a scheduler sends all that a client has missed at once."""
+MOST_BYTES = 1 << 30
+"""The largest message. After a cut a scheduler sends all that a client has missed at once, and keeps 64 MiB of it."""
 MOST_FRAMES = 1 << 16
 _LENGTH = struct.Struct("Q")
 
@@ -55,8 +55,8 @@ class DataStream(TLS):
         """For Dask: an error in an answer is its text, and no pickle."""
 
     async def read(self, deserializers: Any = None) -> Any:
-        """Return the next message. Raises CommClosedError, and Unreadable; after that the next message can be read,
-        unless the connection is closed.
+        """Return the next message. Raises Unreadable, after which the next message can be read; and CommClosedError,
+        also if what arrives has no frames.
         """
         if (stream := self.stream) is None:
             raise CommClosedError
@@ -67,8 +67,10 @@ class DataStream(TLS):
             self._closed = True
             convert_stream_closed_error(self, error)
             raise  # it has raised
-        except BaseException:  # it is not known what was read: the next message cannot be found
+        except BaseException as error:  # it is not known what was read: the next message cannot be found
             self.abort()
+            if isinstance(error, Unreadable | MemoryError):
+                raise CommClosedError(f"the scheduler has sent something else: {error}") from error
             raise
         return loaded(frames)
 

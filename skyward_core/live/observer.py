@@ -21,7 +21,7 @@ from skyward_core.machines.instances import Instance
 from skyward_core.session.detached_call import state_of
 from skyward_core.session.sealed_lease import KeysInMemory
 from skyward_core.transport.transport import Transport, Transports
-from skyward_core.wire import answers
+from skyward_core.wire import answers, checks
 from skyward_core.wire.checks import Unreadable, UnreadableMessages
 from skyward_core.wire.messages import lines_of
 from skyward_core.wire.protocol import (
@@ -57,6 +57,7 @@ FIRST_SECONDS = 6.0
 METRICS_POLL_SECONDS = 0.05
 MOST_SAMPLES = 60
 """Of one node: two minutes."""
+MOST_PEM = 1 << 16
 GRACE_SECONDS = 10.0
 """For the way to a busy scheduler and back, beside the time that it waits for its members."""
 
@@ -163,7 +164,7 @@ class Observer:
             try:
                 if (address := self.reach(instance).read("head.json").strip()) and urlsplit(address).port:
                     return instance, address
-            except (CommandFailed, NodeLost, OSError) as error:  # it is not the head, or not yet
+            except (CommandFailed, NodeLost, OSError, ValueError) as error:  # it is not the head, or not yet
                 failures.append(error)
         raise NodeLost(f"pool {self.pool_id} has no head yet, or it has ended") from next(iter(failures), None)
 
@@ -172,9 +173,16 @@ def _certificate_of(head: Transport) -> PoolCertificate:
     """Return the pool's certificate, which its nodes have in a private file."""
     try:
         settings: Mapping[str, Any] = json.loads(head.read("settings.json"))
-        return PoolCertificate(settings["tls_certificate"], settings["tls_key"])
-    except (CommandFailed, OSError, ValueError, KeyError) as error:
+        return PoolCertificate(_pem(settings["tls_certificate"]), _pem(settings["tls_key"]))
+    except (CommandFailed, OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise NodeLost("the head of the pool has no settings: it has ended, or has not begun") from error
+
+
+def _pem(value: object) -> str:
+    """Return the text of a certificate or a key: OpenSSL would take any other text for the path of one."""
+    if not (pem := checks.text("a certificate", value, MOST_PEM)).startswith("-----BEGIN "):
+        checks.refuse("a certificate", value)
+    return pem
 
 
 # Lines of a live pool: the logs of its nodes, and the output of detached calls.

@@ -445,13 +445,15 @@ class Preparation:
                     self._emit(BootstrapProgress(self.instance.id, self.phase))
             elif kind == "head":
                 generation, _, address = rest.partition(" ")
-                if int(generation) == self._generation:
+                if generation == str(self._generation):
                     self.head = address.strip()
             elif kind == "notice":
-                with contextlib.suppress(ValueError):  # a full disk has cut the line
+                with contextlib.suppress(
+                    ValueError, RecursionError
+                ):  # a full disk has cut the line, or a call wrote it
                     self.notices = (*self.notices, Notice.from_text(rest))
             elif kind == "preload":
-                with contextlib.suppress(ValueError, KeyError):
+                with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):  # as above
                     self._warn_of_skipped(json.loads(rest))
             elif kind == "failed":
                 raise self.failure(rest)

@@ -15,7 +15,7 @@ from skyward_core.engine.connection import NotSent, SchedulerConnection, connect
 from skyward_core.engine.dispatcher import ACKNOWLEDGED_TOGETHER, PING_SECONDS, PINGS, Dispatcher
 from skyward_core.engine.slot_use import LoadReports, SlotSeconds
 from skyward_core.wire.messages import Batch, Report
-from skyward_core.wire.protocol import Resumed, load
+from skyward_core.wire.protocol import POOL_TOPIC, Resumed, load
 
 BATCH = Batch("topic", (), {})
 
@@ -27,7 +27,8 @@ class Line:
     posted to the engine. Dask's loop runs callbacks at once, and those for later when `wait` is called.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, answer: Any = None) -> None:
+        self.resumed, self.reports, self.news = list[int](), list[bytes](), list[Any]()
         self.finished, self.failed = list[int](), dict[int, str]()
         self.later = list[Callable[[], object]]()
         self.unreadable = list[str]()
@@ -45,14 +46,23 @@ class Line:
             _stream_handlers={},
         )
         engine: Any = SimpleNamespace(
-            on_resumed=lambda epoch, resumed: None,
+            on_resumed=lambda epoch, resumed: self.resumed.append(resumed.number),
+            on_report=lambda epoch, report: self.reports.append(report),
+            on_pool_news=lambda epoch, news: self.news.append(news),
             on_tasks_finished=lambda epoch, numbers: self.finished.extend(numbers),
             on_task_failed=self.fail,
             on_unreadable=lambda sender, error: self.unreadable.append(str(error)),
         )
         self.connection = SchedulerConnection(client)
         self.connection.listen(1, "topic", 0, engine)
-        answer = {"request": 1, "number": 0, "missed": 0, "is_known": True, "tasks": {"old": "processing"}, "gone": ()}
+        answer = answer or {
+            "request": 1,
+            "number": 0,
+            "missed": 0,
+            "is_known": True,
+            "tasks": {"old": "processing"},
+            "gone": (),
+        }
         self.handlers["topic"]((0.0, answer))
         self.connection.send_batch(1, "a", BATCH, None)
 
@@ -68,6 +78,41 @@ class Line:
 @pytest.fixture
 def line() -> Line:
     return Line()
+
+
+ANSWER = {"request": 1, "number": 7, "missed": 0, "is_known": True, "tasks": {"a": "memory"}, "gone": ()}
+
+
+def test_only_the_first_answer_to_this_connection_counts() -> None:
+    """Whoever has the pool's certificate can send others on the client's topic. A wrong number would make the scheduler
+    drop messages that were not heard.
+    """
+    line = Line()
+    assert line.resumed == [0]
+    for forged in (ANSWER, {**ANSWER, "request": 2}, {**ANSWER, "request": "1"}, {}):
+        line.handlers["topic"]((0.0, forged))
+    assert (line.resumed, line.unreadable) == ([0], [])
+
+
+def test_what_is_no_message_is_no_report() -> None:
+    """The scheduler counts bytes only: the numbers of both must stay the same. Whether the bytes are a report is found
+    in the engine's thread.
+    """
+    line = Line()
+    for lie in (7, None, (), (0.0,), (0.0, "text"), (0.0, 7), (0.0, [b"x"]), "event"):
+        line.handlers["topic"](lie)
+    line.handlers["topic"]((0.0, b"no report"))
+    assert (len(line.unreadable), line.reports) == (8, [b"no report"])
+    line.handlers[POOL_TOPIC]("event")
+    line.handlers[POOL_TOPIC]((0.0, {"a": 1}))
+    assert line.news == [None, {"a": 1}]
+
+
+def test_an_answer_that_cannot_be_read_is_none() -> None:
+    line = Line(answer={"request": 1, "number": -1})
+    assert (line.resumed, line.unreadable) == ([], ["the number of messages is not readable (int)"])
+    line.handlers["topic"]((0.0, ANSWER))
+    assert line.resumed == [7]
 
 
 def test_the_end_of_a_task_is_posted_once(line: Line) -> None:
