@@ -153,11 +153,11 @@ def served(answer: object) -> Generator[str]:
 @pytest.mark.parametrize(
     ("answer", "status"),
     [
-        (None, 400),
-        ({"status": "200", "text": "x"}, 400),
-        ({"status": 200, "text": b"x"}, 400),
-        ({"status": 200}, 400),
-        ({"status": 200, "text": "x" * (1 << 25) + "x"}, 400),
+        (None, 503),
+        ({"status": "200", "text": "x"}, 503),
+        ({"status": 200, "text": b"x"}, 503),
+        ({"status": 200}, 503),
+        ({"status": 200, "text": "x" * (1 << 25) + "x"}, 503),
         ({"status": 302, "text": "x"}, 502),
         (NodeLost("the head is gone"), 503),
     ],

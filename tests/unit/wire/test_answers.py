@@ -104,7 +104,7 @@ READERS: list[Callable[[Any], object]] = [
     answers.workers_of_dask,
     answers.tasks_by_address,
     answers.whole_number,
-    answers.port,
+    answers.dask_page,
 ]
 
 
