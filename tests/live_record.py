@@ -74,7 +74,8 @@ class Recorder:
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         for patch in self._patches:
             patch.stop()
-        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._file.touch(mode=0o600)  # what a cloud says of an account
         text = json.dumps(cleaned(json.loads(json.dumps(self._rows, default=str)), secrets_here()), indent=1)
         self._file.write_text(text + "\n")
 

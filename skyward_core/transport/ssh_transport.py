@@ -112,7 +112,8 @@ while [ ! -s "$1/guard" ]; do
   i=$((i + 1)); sleep 0.1
 done
 home="${1%/instances/*}"
-mkdir -p "$home/ship"
+umask 077
+mkdir -p "$home/ship" && chmod go= "$home/ship" # code of the user; $home itself may be open to others
 echo "guard $(cat "$1/guard")"
 echo "system $(uname -s) $(uname -m)"
 for loader in /lib/ld-musl-*; do [ ! -e "$loader" ] || [ -e /lib64/ld-linux-x86-64.so.2 ] || [ -e /lib/ld-linux-aarch64.so.1 ] || echo musl; done

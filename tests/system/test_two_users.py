@@ -83,6 +83,7 @@ class Users:
         return self.folder / f"home-{user}"
 
     def start(self, user: int, program: str, *words: object, **variables: str) -> subprocess.Popen[str]:
+        """Start a program as a user; it can read from a pipe."""
         environ = {
             "PATH": os.environ["PATH"],
             "HOME": str(self.home(user)),
@@ -92,7 +93,7 @@ class Users:
         may_read = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
         as_user = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", *may_read]
         argv = [*as_user, sys.executable, "-c", program, *map(str, words)]
-        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        pipes: Any = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")} | {"text": True}
         process = subprocess.Popen(argv, env=environ | variables, cwd=self.home(user), **pipes)
         self._processes.append(process)
         return process
@@ -522,3 +523,66 @@ def test_an_ssh_configuration_of_another_user_runs_no_command(users: Users, mode
     words = f"belongs to user {ALICE}" if mode == "hers" else "may be written to by everybody (mode 0666)"
     assert f"BadRequest: the SSH configuration is refused, as OpenSSH does: {config} {words}" in errors
     assert not proof.exists()
+
+
+BOB_WORKS = """
+import os, subprocess, sys
+from pathlib import Path
+
+import numpy
+
+os.umask(0)
+import skyward_core as sky
+
+def work():
+    print("printed")
+    Path("written").write_text("his")
+
+local = sky.Local(price_per_hour=1.0)
+with sky.ComputePool(provider=local, nodes=2, name="nightly", max_cost=5, display="quiet") as pool:
+    pool.run(sky.compute(work)())
+    pool.run(sky.compute(lambda values: values.sum())(numpy.ones(1_000_000)))
+    pool.start_detached(sky.compute(work)(), call_id="detached:1").result(60)
+    for command in ("offers", "logs nightly", "sweep --yes", "users nightly"):
+        subprocess.run([sys.executable, "-m", "skyward_core.cli", *command.split()], stdout=subprocess.DEVNULL)
+    print("open", flush=True)
+    sys.stdin.readline()
+print("closed", flush=True)
+sys.stdin.readline()
+"""
+
+
+def readable_by_others(folder: Path) -> set[str]:
+    """Return the files to which another user has rights, and the folders that he may list or write to."""
+    found: set[str] = set()
+    for path in folder.iterdir() if folder.stat().st_mode & 0o011 else ():
+        if path.is_symlink():
+            continue
+        if path.stat().st_mode & (0o066 if path.is_dir() else 0o077):
+            found.add(path.name)
+        if path.is_dir():
+            found |= readable_by_others(path)
+    return found
+
+
+def test_other_users_can_read_no_file_of_a_pool(users: Users) -> None:
+    """Ledger, keys, settings and logs of nodes, the reaper's log, caches, working directories and values in memory, while
+    the pool is open and after its end: even if the umask of its owner takes no rights away, and his home is open.
+    """
+    home = users.home(BOB)
+    home.chmod(0o755)
+    before = set(os.listdir("/dev/shm"))
+    process = users.start(BOB, BOB_WORKS)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    for state in ("open", "closed"):
+        assert process.stdout.readline() == f"{state}\n"
+        his = [Path("/dev/shm", name) for name in set(os.listdir("/dev/shm")) - before if f"-{BOB}-" in name]
+        assert not [path for path in his if path.stat().st_mode & 0o077]
+        assert bool(his) == (state == "open")
+        made = {str(path.relative_to(home)) for path in home.rglob("*")}
+        assert {".local/state/skyward/ledger.db", ".local/state/skyward/reaper.log"} <= made
+        assert readable_by_others(home) <= {".local", ".cache", "state"}
+        process.stdin.write("\n")
+        process.stdin.flush()
+    assert process.wait(60) == 0

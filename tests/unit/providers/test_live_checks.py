@@ -167,6 +167,8 @@ def test_answers_are_written_as_they_came(in_process: Install, monkeypatch: pyte
             with pytest.raises(sky.errors.CredentialsError):
                 AWS().instances("p")
     text = (tmp_path / "new" / "answers.json").read_text()
+    modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "new", tmp_path / "new" / "answers.json")]
+    assert modes == [0o700, 0o600]
     vast, account, refused = json.loads(text)
     assert (vast["request"], vast["status"], vast["body"]["credit"]) == ("GET /api/v0/users/current/", 200, 12.5)
     assert (account["request"], account["body"]["Account"]) == ("sts get_caller_identity in us-east-1", ACCOUNT)
