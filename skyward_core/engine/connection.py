@@ -676,6 +676,11 @@ async def _answer(client: Any, operation: str, what: Mapping[str, Any]) -> Any:
         if client.status == "running":
             raise
         raise ConnectionResetError("the client was closed meanwhile") from error  # Dask has no error for it
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        # so Dask raises the text of an error that the scheduler has had
+        raise NodeLost(f"the pool's scheduler has failed at {operation}: {error!s:.500}") from error
 
 
 class UserClient:

@@ -1,6 +1,7 @@
 """A connection on which nothing is unpickled: Dask's own messages are read as Dask reads them, and all else is bytes."""
 
 import os
+import re
 import struct
 from collections.abc import Coroutine
 from types import SimpleNamespace
@@ -16,8 +17,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tornado.iostream import StreamClosedError
 
-from skyward_core.engine.connection import DataClient
+from skyward_core.engine.connection import DataClient, _answer
 from skyward_core.engine.data_stream import MOST_BYTES, DataStream, Opaque, address_of, loaded
+from skyward_core.errors import NodeLost
 from skyward_core.wire.checks import Unreadable
 from skyward_core.wire.messages import Outcome, OutcomeKind, Parcel, Report
 from skyward_core.wire.streams import ReportedOutcomes, read_outcomes
@@ -207,3 +209,28 @@ def test_dask_s_own_topics_and_errors_are_not_heard() -> None:
     with nothing_is_unpickled():
         done(client._handle_report())
     assert (client.heard, client.lies, list(client._event_handlers)) == ([], [], ["t"])
+
+
+# ── questions ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (Exception("ValueError('no such node')"), "has failed at hold: ValueError"),
+        (Exception("x" * 10_000), "has failed at hold: x"),
+        (KeyError("exception_text"), "has sent an answer that is none: KeyError"),
+        (Unreadable("a message of Dask is not readable"), "has sent an answer that is none"),
+    ],
+    ids=["failed", "long", "no text", "unreadable"],
+)
+def test_a_question_that_fails_is_an_error_in_words(error: Exception, words: str) -> None:
+    """The scheduler's own error comes as a text, and any other answer is none."""
+
+    async def hold(**_: Any) -> None:
+        raise error
+
+    client: Any = SimpleNamespace(scheduler=SimpleNamespace(hold=hold), status="running")
+    with pytest.raises(NodeLost, match=re.escape(words)) as raised:
+        done(_answer(client, "hold", {"rank": 0}))
+    assert len(str(raised.value)) < 600
