@@ -50,6 +50,8 @@ from skyward_core.wire.protocol import (
 from skyward_core.wire.reports import PoolNews
 
 HEAD_LOST = "the head of the pool was lost"
+MOST_ORIGINS = 10_000
+"""Of the reports of one batch, or of all that have ended: whoever lies can name others without end."""
 
 
 class Losses(Shipments):
@@ -155,7 +157,8 @@ class Losses(Shipments):
             return True
         heard = out.heard if out is not None else self._kept.heard
         is_repeated = report.number <= heard.get(report.origin, 0)
-        heard[report.origin] = max(report.number, heard.get(report.origin, 0))
+        if report.origin in heard or len(heard) < MOST_ORIGINS:
+            heard[report.origin] = max(report.number, heard.get(report.origin, 0))
         if out is not None:
             return is_repeated
         is_done = number not in self._kept.batches

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyward_core.engine import actions as do
+from skyward_core.engine.dispatcher import MOST_ORIGINS
 from skyward_core.wire.messages import Item, Outcome, OutcomeKind, Output, Parcel, Report
 from skyward_core.wire.protocol import (
     PoolRanks,
@@ -96,6 +97,17 @@ def test_an_item_of_a_call_that_does_not_stream_is_dropped() -> None:
     pool.report(Item("a", 0, Parcel(b"lie")))
     pool.report(value("a"))
     assert (pool.take(do.DeliverItem), [action.call_id for action in pool.take(do.Finish)]) == ([], ["a"])
+
+
+def test_forged_origins_fill_no_memory() -> None:
+    """Of batches that are in flight, and of those that are not."""
+    pool = Pool()
+    (sent,) = pool.submit(entry("a"))
+    for number in range(MOST_ORIGINS + 10):
+        for batch in (sent.number, 99):
+            report = Report(0, "i-0", (), f"p{number}/skyward-{batch}-x", 1)
+            pool.dispatcher.report(pool.epoch, report, 0.0)
+    assert len(pool.dispatcher.outs[sent.number].heard) == len(pool.dispatcher._kept.heard) == MOST_ORIGINS
 
 
 def test_a_forged_number_of_a_report_delays_a_result_and_loses_none() -> None:
