@@ -5,7 +5,7 @@ SkywardError
 │   └── NotYetSupported            the spec is sound, this version does not do it yet
 ├── NotPicklable (TypeError)       pass something else: a value cannot travel
 ├── CredentialsError               mend the credentials
-│   └── LeaseTampered              get the lease from its owner again: it was altered
+│   └── LeaseTampered              get the lease from its owner again: it, or a row of the ledger, was altered
 ├── NoCapacity                     try another offer, region or provider
 │   └── QuotaExceeded              ask the provider for more, or try another
 ├── OfferGone                      ask for offers again
@@ -207,8 +207,8 @@ class CredentialsError(SkywardError):
 
 
 class LeaseTampered(CredentialsError):
-    """A lease, or what the ledger keeps sealed with it, was altered, or belongs to another pool: nothing in it was
-    used.
+    """A lease, what the ledger keeps sealed with it, or the provider in a row was altered, or belongs to another pool:
+    nothing in it was used.
     """
 
 

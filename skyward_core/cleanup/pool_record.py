@@ -21,12 +21,13 @@ from skyward_core.cleanup.policy import (
     shown_ends,
     unsure_seconds,
 )
+from skyward_core.config.own_providers import kind_is_local, provider_of
 from skyward_core.errors import ZERO_USD, LedgerConflict, LedgerError, SkywardError
 from skyward_core.ledger.journal import not_billed, request_for_found, requested_by
 from skyward_core.ledger.rows import Bucket, CostBy, Intent, PoolEntry, ResourceKind, UnreadableRow
 from skyward_core.machines.instances import Instance
 from skyward_core.machines.owner import Owner
-from skyward_core.providers.base import Provider, load
+from skyward_core.providers.base import Provider
 
 if TYPE_CHECKING:
     from skyward_core.ledger.ledger import Ledger
@@ -311,7 +312,9 @@ def end_entries(ledger: Ledger, entries: Sequence[PoolEntry]) -> None:
 # several processes at once; after a kill between two of them the next process goes on (docs/decisions/0046).
 
 
-def settle_here(ledger: Ledger, *, clock: Clock = utc_now, load: Callable[..., Provider] = load) -> list[str]:
+def settle_here(
+    ledger: Ledger, *, clock: Clock = utc_now, provider_of: Callable[[PoolEntry], Provider] = provider_of
+) -> list[str]:
     """Settle the dead pools of this computer of which nothing is left; return their ids. Raises nothing: a ledger that
     cannot be written to is settled by the next process.
 
@@ -319,15 +322,15 @@ def settle_here(ledger: Ledger, *, clock: Clock = utc_now, load: Callable[..., P
     or its owner is dead, or it was condemned.
     """
     try:
-        return _settled(ledger, clock, load)
+        return _settled(ledger, clock, provider_of)
     except (SkywardError, OSError) as error:
         _log.debug("pools that have ended themselves are not settled now: %s", error)
         return []
 
 
-def _settled(ledger: Ledger, clock: Clock, load: Callable[..., Provider]) -> list[str]:
+def _settled(ledger: Ledger, clock: Clock, provider_of: Callable[[PoolEntry], Provider]) -> list[str]:
     unreadable: list[UnreadableRow] = []
-    dead = _dead_here(ledger.pools(unreadable=unreadable), clock(), load)
+    dead = _dead_here(ledger.pools(unreadable=unreadable), clock(), provider_of)
     if not dead:
         return []
     intents = defaultdict[str, list[Intent]](list)
@@ -347,7 +350,7 @@ def _settled(ledger: Ledger, clock: Clock, load: Callable[..., Provider]) -> lis
 
 
 def _dead_here(
-    entries: Sequence[PoolEntry], now: datetime, load: Callable[..., Provider]
+    entries: Sequence[PoolEntry], now: datetime, provider_of: Callable[[PoolEntry], Provider]
 ) -> list[tuple[PoolEntry, Provider]]:
     """Return the pools that are dead, and whose machines are processes that can be seen from here."""
     found: list[tuple[PoolEntry, Provider]] = []
@@ -355,8 +358,12 @@ def _dead_here(
     for entry in entries:
         if len(found) == MOST_POOLS:
             break
-        if not entry.trouble and entry.provider.get("name") == "local" and entry.why_dead(now, entry.owner.state()):
-            provider = load(entry.provider)
+        if not entry.trouble and kind_is_local(entry) and entry.why_dead(now, entry.owner.state()):
+            try:
+                provider = provider_of(entry)
+            except SkywardError as error:  # an altered row must not keep the others open
+                _log.debug("pool %r is not settled now: %s", entry.id, error)
+                continue
             if provider.is_local and can_see(provider, entry.owner, here):
                 found.append((entry, provider))
     return found

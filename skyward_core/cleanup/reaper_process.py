@@ -238,7 +238,7 @@ class PoolTeardown:
         """Return the providers that may have machines of the pool.
 
         This is the one of the owner's providers that the ledger names; all of them if it names none or cannot be read.
-        If they cannot be rebuilt, it is the provider in the ledger, which has no secrets.
+        If they cannot be rebuilt, it is the provider in the ledger, which has no secrets and may be refused.
         """
         import pickle
 
@@ -251,11 +251,14 @@ class PoolTeardown:
             if entry is None:
                 raise
             self._say(f"its provider cannot be rebuilt ({_one_line(error)}): taken from the ledger")
-            from skyward_core.providers.base import load
+            from skyward_core.config.own_providers import provider_of
 
-            return [load(entry.provider)]
-        named = [provider for provider in providers if entry is not None and provider.to_json() == dict(entry.provider)]
-        return named or providers
+            return [provider_of(entry)]
+        if entry is None:
+            return providers
+        from skyward_core.config.own_providers import same_as
+
+        return same_as(entry, providers) or providers
 
     def _tear_down_all(self, ledger: Ledger | None, providers: Sequence[Provider], why: str) -> None:
         """Tear the pool down at all providers at once.

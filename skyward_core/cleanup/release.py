@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from skyward_core.cleanup.policy import can_see, other_account
 from skyward_core.cleanup.pool_record import Clock, PoolRecord, end_entries, utc_now
+from skyward_core.config.own_providers import provider_of, provider_of_lease
 from skyward_core.errors import BadRequest, CredentialsError, LedgerError
 from skyward_core.ledger.rows import PoolEntry, UnreadableRow
 from skyward_core.machines.instances import Lease
 from skyward_core.machines.owner import Owner
-from skyward_core.machines.signing import verify
-from skyward_core.providers.base import Provider, load
+from skyward_core.providers.base import Provider
 from skyward_core.provisioning.teardown import tear_down
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ def release(
     *,
     ledger: Ledger | None,
     credentials: Provider | None = None,
+    given: Sequence[Provider] = (),
     why: str = "it was stopped on purpose",
     stopped_by: str = "",
     clock: Clock = utc_now,
@@ -115,6 +116,7 @@ def release(
         lease_or_pool_id: the pool. A lease also names the provider, and is verified before the first request to it.
         ledger: None if only the lease and the provider's tags are known.
         credentials: the provider, if it needs secrets that neither the environment nor its entry has.
+        given: providers that the caller's user has named, one of which may have the machines.
         why: the reason, for the evidence.
         stopped_by: the person who does it, and how. A live owner then raises PoolStopped, which no orchestrator tries
             again; "": the owner's process is believed to be dead, and if it is not, it raises LeaseLost.
@@ -123,27 +125,26 @@ def release(
         pause: waits for so many seconds.
 
     Returns the ids of the machines that a listing has shown and that are gone now. Raises BadRequest if the pool is
-    unknown, CredentialsError for a lease that may have been altered and for credentials that the provider refuses, and
-    what `end_pool` raises.
+    unknown, CredentialsError for a lease or an entry that may have been altered and for credentials that the provider
+    refuses, and what `end_pool` raises.
     """
     lease = lease_or_pool_id if isinstance(lease_or_pool_id, Lease) else None
     pool_id = lease_or_pool_id if isinstance(lease_or_pool_id, str) else lease_or_pool_id.pool_id
+
+    def provider_for(entry: PoolEntry) -> Provider:
+        return provider_of(entry, given) if credentials is None else credentials
+
     try:
-        entry = None if ledger is None else _condemned(ledger, pool_id, stopped_by)
+        entry, provider = (None, None) if ledger is None else _condemned(ledger, pool_id, stopped_by, provider_for)
     except UnreadableRow as error:
         if credentials is None and lease is None:
             raise LedgerError(
                 f"{error} Its machines can still be ended: `skyward stop {pool_id} --provider NAME`."
             ) from error
-        entry = None
-    if credentials is not None:
-        provider = credentials
-    elif entry is not None:
-        provider = load(entry.provider)
-    elif lease is not None:
-        verify(lease, asks_provider=True)
-        provider = load(lease.provider)
-    else:
+        entry, provider = None, None
+    if provider is None:
+        provider = credentials or (None if lease is None else provider_of_lease(lease))
+    if provider is None:
         raise BadRequest(
             f"The ledger has no pool {pool_id!r}: look with `skyward ps --all`, or name the provider that may have its"
             " machines."
@@ -178,18 +179,19 @@ def _must_be_accepted(provider: Provider, pool_id: str, *, is_condemned: bool) -
         _log.debug("%s does not list the machines of %s now: %s", provider.name, pool_id, error)
 
 
-def _condemned(ledger: Ledger, pool_id: str, stopped_by: str) -> PoolEntry | None:
+def _condemned(
+    ledger: Ledger, pool_id: str, stopped_by: str, provider_for: Callable[[PoolEntry], Provider]
+) -> tuple[PoolEntry | None, Provider | None]:
     """Condemn a pool whose lease may still run; if its owner renews the lease meanwhile, try again, CONDEMN_TRIES times
-    at most.
+    at most. Return it with its provider: a pool whose provider is refused goes on.
     """
     for _ in range(CONDEMN_TRIES):
         entry = ledger.pool(pool_id)
-        if (
-            entry is None
-            or entry.ended_at is not None
-            or ledger.condemn(pool_id, seen=entry.written_lease, stopped_by=stopped_by)
-        ):
-            return entry
+        if entry is None:
+            return None, None
+        provider = provider_for(entry)
+        if entry.ended_at is not None or ledger.condemn(pool_id, seen=entry.written_lease, stopped_by=stopped_by):
+            return entry, provider
     raise LedgerError(
         f"The lease of {pool_id!r} is renewed all the time, so that it could not be condemned in {CONDEMN_TRIES} tries."
         " Try again."

@@ -27,11 +27,12 @@ from skyward_core.cleanup.policy import (
 from skyward_core.cleanup.pool_record import Clock, close_entries, end_entries, utc_now
 from skyward_core.cleanup.release import end_machines
 from skyward_core.concurrency.threads import side_by_side
+from skyward_core.config.own_providers import OwnProviders
 from skyward_core.errors import LedgerConflict, LedgerError
 from skyward_core.ledger.rows import Intent, PoolEntry, UnreadableRow
 from skyward_core.machines.instances import Instance
 from skyward_core.machines.owner import Owner, OwnerState
-from skyward_core.providers.base import Provider, load
+from skyward_core.providers.base import Provider
 
 if TYPE_CHECKING:
     from skyward_core.ledger.ledger import Ledger
@@ -85,7 +86,7 @@ def take_survey(ledger: Ledger | None, providers: Sequence[Provider]) -> SurveyV
     intents = [] if ledger is None else ledger.open_intents(unreadable=damaged)
     pools = {} if ledger is None else {entry.id: entry for entry in ledger.pools(unreadable=damaged)}
     pools |= _entries(ledger, {intent.pool_id for intent in intents} - pools.keys() - _unread_pools(damaged), damaged)
-    survey = _Survey({_key(provider.to_json()): provider for provider in providers})
+    survey = _Survey(providers)
     survey.ask(pools.values())
     late = _entries(
         ledger, {machine.pool_id for machine in survey.machines()} - pools.keys() - _unread_pools(damaged), damaged
@@ -95,7 +96,7 @@ def take_survey(ledger: Ledger | None, providers: Sequence[Provider]) -> SurveyV
     strange = [Failure("ledger", error.pool_id, error) for error in damaged]
     strange += [Failure("ledger", entry.id, LedgerError(entry.trouble)) for entry in pools.values() if entry.trouble]
     for entry in pools.values():
-        if (listing := survey.listings.get(_key(entry.provider))) is None:
+        if (listing := survey.home(entry.id)) is None:
             continue
         if (error := other_account(entry, listing.account)) is None:
             listing.pools[entry.id] = entry
@@ -103,12 +104,13 @@ def take_survey(ledger: Ledger | None, providers: Sequence[Provider]) -> SurveyV
             listing.other_accounts[entry.id] = (entry, str(error))
             strange.append(Failure(listing.provider.name, entry.id, error))
     for intent in intents:
-        entry = pools.get(intent.pool_id)  # None if it cannot be read
-        listing = None if entry is None else survey.listings.get(_key(entry.provider))
+        listing = survey.home(intent.pool_id)  # None if its pool cannot be read, or its provider is refused
         if listing is not None and intent.pool_id in listing.pools:
             listing.intents.append(intent)
-    left = [*_unreadable(survey.listings, _unread_pools(damaged)), *_without_duplicates(survey.listings, pools)]
-    return SurveyView(list(survey.listings.values()), left, [*survey.failures, *strange])
+    unknown = dict.fromkeys(_unread_pools(damaged), "its entry in the ledger cannot be read: repair it")
+    unknown |= dict.fromkeys(survey.refused, "the provider in its entry of the ledger cannot be used: see the failure")
+    left = [*_of_unknown(survey.listings, unknown), *_without_duplicates(survey)]
+    return SurveyView(list(survey.listings.values()), left, [*survey.failures, *survey.refused.values(), *strange])
 
 
 def _entries(ledger: Ledger | None, pool_ids: Iterable[str], damaged: list[UnreadableRow]) -> dict[str, PoolEntry]:
@@ -129,20 +131,17 @@ def _unread_pools(damaged: Iterable[UnreadableRow]) -> set[str]:
     return {error.pool_id for error in damaged if error.is_pool}
 
 
-def _unreadable(listings: Mapping[str, ProviderListing], pool_ids: set[str]) -> Generator[Finding]:
-    """Remove the machines of pools whose entries cannot be read, and return findings that leave them.
+def _of_unknown(listings: Mapping[str, ProviderListing], unknown: Mapping[str, str]) -> Generator[Finding]:
+    """Remove the machines of pools whose home is unknown, for these reasons, and return findings that leave them.
 
     The ledger has these pools, so that tags alone do not prove them dead.
     """
     for listing in listings.values():
-        for pool_id in sorted(pool_ids):
+        for pool_id, why in sorted(unknown.items()):
             if ids := tuple(machine.id for machine in listing.machines if machine.pool_id == pool_id):
-                reason = (
-                    f"its entry in the ledger cannot be read: repair it, or end the pool with `skyward stop {pool_id}"
-                    f" --provider {listing.provider.name}`"
-                )
+                reason = f"{why}, or end the pool with `skyward stop {pool_id} --provider {listing.provider.name}`"
                 yield Finding(Action.LEAVE, pool_id, listing.provider.name, ids, reason)
-        listing.machines = [machine for machine in listing.machines if machine.pool_id not in pool_ids]
+        listing.machines = [machine for machine in listing.machines if machine.pool_id not in unknown]
 
 
 def _key(provider: Mapping[str, Any]) -> str:
@@ -153,22 +152,37 @@ def _key(provider: Mapping[str, Any]) -> str:
 class _Survey:
     """The listings of the providers that have answered, by key, and the failures of the others."""
 
-    def __init__(self, given: Mapping[str, Provider]) -> None:
+    def __init__(self, given: Sequence[Provider]) -> None:
         self.listings: dict[str, ProviderListing] = {}
         self.failures: list[Failure] = []
-        self._given = dict(given)
+        self.homes: dict[str, str] = {}
+        """The key of the provider of each pool."""
+        self.refused: dict[str, Failure] = {}
+        """The pools whose rows lead to a provider that this process may not use, or does not know."""
+        self._given = {_key(provider.to_json()): provider for provider in given}
+        self._own = OwnProviders(given)
         self._queried = set[str]()
 
     def machines(self) -> Generator[Instance]:
         """Return all listed machines."""
         return (machine for listing in self.listings.values() for machine in listing.machines)
 
+    def home(self, pool_id: str) -> ProviderListing | None:
+        """Return the listing of a pool's provider; None if there is none."""
+        return self.listings.get(self.homes.get(pool_id, ""))
+
     def ask(self, entries: Iterable[PoolEntry]) -> None:
         """List the machines of the given providers and of the providers of these pools, all at once; each once."""
-        wanted: dict[str, Provider | Mapping[str, Any]] = {
-            **{_key(entry.provider): entry.provider for entry in entries},
-            **self._given,
-        }
+        wanted: dict[str, Provider] = {}
+        for entry in entries:
+            try:
+                provider = self._own.of(entry)
+            except Exception as error:  # another distribution's provider may raise anything
+                self.refused[entry.id] = Failure(entry.provider_name, entry.id, error)
+            else:
+                self.homes[entry.id] = key = _key(provider.to_json())
+                wanted.setdefault(key, provider)
+        wanted |= self._given
         new = {key: provider for key, provider in wanted.items() if key not in self._queried}
         self._queried |= new.keys()
         for key, answer in zip(new, side_by_side(_listed, list(new.values()), "skyward-sweep"), strict=True):
@@ -178,31 +192,28 @@ class _Survey:
                 self.listings[key] = answer
 
 
-def _listed(wanted: Provider | Mapping[str, Any]) -> ProviderListing | Failure:
-    name = wanted.name if isinstance(wanted, Provider) else str(wanted.get("name", "?"))
+def _listed(provider: Provider) -> ProviderListing | Failure:
     try:
-        provider = load(wanted)
         return ProviderListing(provider, provider.account(), provider.instances())
     except Exception as error:  # an error of any kind does not prove that machines are gone
-        return Failure(name, "", error)
+        return Failure(provider.name, "", error)
 
 
-def _without_duplicates(listings: Mapping[str, ProviderListing], pools: Mapping[str, PoolEntry]) -> list[Finding]:
+def _without_duplicates(survey: _Survey) -> list[Finding]:
     """Keep each machine in one listing: that of its pool's provider, or the first with it.
 
     Return findings that leave the machines of no such listing.
     """
     left: list[Finding] = []
     seen = set[tuple[str, str]]()
-    own = {(key, machine.id) for key, listing in listings.items() for machine in listing.machines}
-    for key, listing in listings.items():
+    own = {(key, machine.id) for key, listing in survey.listings.items() for machine in listing.machines}
+    for key, listing in survey.listings.items():
         kept: list[Instance] = []
         for machine in listing.machines:
-            entry = pools.get(machine.pool_id)
-            home = key if entry is None else _key(entry.provider)
-            if (home == key) and (entry is not None or (listing.provider.name, machine.id) not in seen):
+            home = survey.homes.get(machine.pool_id)
+            if home in (None, key) and (home is not None or (listing.provider.name, machine.id) not in seen):
                 kept.append(machine)
-            elif home != key and (home, machine.id) not in own:
+            elif home not in (None, key) and (home, machine.id) not in own:
                 reason = "its pool was opened with other settings of the provider, which do not list it, or failed"
                 left.append(Finding(Action.LEAVE, machine.pool_id, listing.provider.name, (machine.id,), reason))
             seen.add((listing.provider.name, machine.id))

@@ -8,7 +8,6 @@ draws on it with each reservation, beside the account of its budget.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from decimal import Decimal
@@ -34,6 +33,7 @@ from skyward_core.ledger.tables import (
     milliseconds_of,
     pool_of,
     pool_seen,
+    provider_text,
     read_rows,
     sealed_lease_of,
     stamp,
@@ -76,7 +76,7 @@ class Pools:
             "owner_user": owner.user,
             "owner_host": owner.host,
             "owner_process": owner.process,
-            "provider_json": json.dumps(dict(provider), sort_keys=True),
+            "provider_json": provider_text(pool_id, provider),
             "spec_json": spec_json,
             "account": account,
             "created_microseconds": stamp(self._database.clock()),
@@ -100,16 +100,10 @@ class Pools:
         All machines at an earlier provider must be known to be gone.
         Raises LeaseLost if the pool was condemned or has ended, LedgerConflict if it is unknown.
         """
+        values = {"provider_json": provider_text(pool_id, provider), "provider_account": provider_account}
         with self._database.write() as connection:
             wanted = update(POOLS).where(POOLS.c.id == pool_id, _MAY_SPEND)
-            if (
-                connection.execute(
-                    wanted.values(
-                        provider_json=json.dumps(dict(provider), sort_keys=True), provider_account=provider_account
-                    )
-                ).rowcount
-                == 0
-            ):
+            if connection.execute(wanted.values(values)).rowcount == 0:
                 must_live(connection, pool_id)
 
     def renew(self, pool_id: str, lease_expires_at: datetime) -> None:

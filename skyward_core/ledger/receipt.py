@@ -65,7 +65,7 @@ def _receipt(ledger: Ledger, pool_id: str, unreadable: list[UnreadableRow] | Non
         "name": pool.name or None,
         "owner": pool.owner.name,
         "work": pool.work.labels(),
-        "provider": pool.provider.get("name"),
+        "provider": pool.provider_name,
         "account": pool.account,
         "max_cost_usd": spec.get("max_cost"),
         "ceiling_usd": _ceiling(spec, intents),

@@ -5,6 +5,8 @@ Money is `Decimal` USD, times are UTC.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -77,7 +79,9 @@ class CostBy(StrEnum):
 class PoolEntry:
     """A pool in the ledger.
 
-    `provider` is the result of `Provider.to_json()`. `ended_at` is None until the end of the pool is recorded.
+    `written_provider` is the result of `Provider.to_json()`, as anybody may have written it: only
+    `config/own_providers.py` decides what it leads to. `provider_signature` is its owner's, "" if it needs none, or has
+    none. `ended_at` is None until the end of the pool is recorded.
     `lives_by_lease`: the pool was detached, or has detached calls, and outlives its owner until its lease expires.
     `condemned_at`: a sweep or `release` has condemned it, and ends its machines. `stopped_by` is the user who has
     stopped it on purpose, "" for nobody. `account` is the account that pays.
@@ -88,7 +92,7 @@ class PoolEntry:
 
     id: str
     owner: Owner
-    provider: Mapping[str, Any]
+    written_provider: Mapping[str, Any]
     spec_json: str
     created_at: datetime
     lease_expires_at: datetime
@@ -98,6 +102,7 @@ class PoolEntry:
     condemned_at: datetime | None = None
     ended_at: datetime | None = None
     provider_account: str = ""
+    provider_signature: str = ""
     work: Work = NO_WORK
     name: str = ""
     stopped_by: str = ""
@@ -107,6 +112,26 @@ class PoolEntry:
     """By how much this computer's time of day was set forward since the lease was written in this boot of it; that is
     a part of `lease_expires_at`. None: the lease was written elsewhere, and `lease_expires_at` is as it was written.
     """
+
+    @property
+    def provider_name(self) -> str:
+        """The name of the provider, for people: what is no visible character is escaped. "?" if there is none."""
+        return ascii(str(self.written_provider.get("name", "?")))[1:-1]
+
+    @property
+    def max_cost(self) -> float | None:
+        """The `max_cost` of its spec, in USD. Raises LedgerError if that cannot be read.
+
+        The spec itself is not rebuilt: a text that anybody may write could name files of this computer.
+        """
+        try:
+            found = json.loads(self.spec_json).get("max_cost")
+            usd = None if found is None else float(found)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise LedgerError(f"the spec of pool {self.id!r} in the ledger cannot be read: {error}") from error
+        if usd is not None and not 0 <= usd < math.inf:
+            raise LedgerError(f"the spec of pool {self.id!r} in the ledger has max_cost={usd}, which is no amount")
+        return usd
 
     def raise_if_stopped(self) -> None:
         """Raise PoolStopped if somebody has stopped the pool on purpose."""

@@ -59,6 +59,8 @@ from skyward_core.ledger.rows import (
 )
 from skyward_core.machines.offers import Extra
 from skyward_core.machines.owner import Owner
+from skyward_core.machines.signing import sign_provider
+from skyward_core.providers.base import kind_of, sensitive_fields
 from skyward_core.work import WORK_CHARACTERS, Work
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -368,10 +370,12 @@ def pool_of(row: Values) -> PoolEntry:
     If only the owner cannot be read, the pool has an unknown owner with that name, and `trouble` says so.
     """
     owner, trouble = _owner_of(row)
+    provider, signature = _provider_of(row["provider_json"])
     return PoolEntry(
         id=row["id"],
         owner=owner,
-        provider=_provider_of(row["provider_json"]),
+        written_provider=provider,
+        provider_signature=signature,
         spec_json=row["spec_json"],
         created_at=moment(row["created_microseconds"]),
         lease_expires_at=moment(row["lease_expires_microseconds"]),
@@ -425,12 +429,27 @@ def _owner_of(row: Values) -> tuple[Owner, str]:
         )
 
 
-def _provider_of(text: str) -> Mapping[str, Any]:
-    """Return a provider as plain data. Raises ValueError if the text is not one."""
+SIGNATURE = "skyward-signature"
+"""The key of the signature in `provider_json`. No field of a provider can have this name."""
+
+
+def provider_text(pool_id: str, provider: Mapping[str, Any]) -> str:
+    """Return a provider's plain data as `provider_json`, with a signature if it sets more than harmless fields."""
+    try:
+        kind = kind_of(str(provider.get("name", "")))
+    except BadRequest:  # of a script, without an entry point
+        kind = None
+    signature = sign_provider(pool_id, provider) if sensitive_fields(provider, kind) else ""
+    return json.dumps({**provider, **({SIGNATURE: signature} if signature else {})}, sort_keys=True)
+
+
+def _provider_of(text: str) -> tuple[Mapping[str, Any], str]:
+    """Return a provider as plain data, and its signature. Raises ValueError if the text is not one."""
     found = json.loads(text)
     if not isinstance(found, dict):
         raise ValueError(f"{text!r} is no provider")  # noqa: TRY004 - the same error as of `json.loads`
-    return cast("Mapping[str, Any]", found)
+    provider = cast("dict[str, Any]", found)
+    return provider, str(provider.pop(SIGNATURE, ""))
 
 
 @_reader(ATTEMPTS)

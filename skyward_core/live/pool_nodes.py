@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from skyward_core.config.own_providers import provider_of
 from skyward_core.errors import BadRequest, NodeLost
 from skyward_core.machines.instances import Endpoint, Instance, Lease
 from skyward_core.paths import first_private, state_places
-from skyward_core.providers.base import load
 from skyward_core.session.sealed_lease import PoolKeys, exists, find_lease
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def find_nodes(ledger: Ledger, name: str) -> PoolNodes:
     if ledger.sealed_lease(pool_id) is not None:
         lease, keys = find_lease(pool_id, ledger=ledger)
         return PoolNodes(pool_id, _by_rank(node.instance for node in lease.nodes), lease, keys)
-    provider = load(entry.provider)
+    provider = provider_of(entry)
     found = _by_rank(provider.instances(pool_id))
     if not found:
         raise NodeLost(
@@ -76,7 +76,7 @@ def _by_rank(instances: Iterable[Instance]) -> tuple[Instance, ...]:
 
 def names_of_pools(ledger: Ledger) -> list[tuple[str, str]]:
     """Return the names and the ids of all open pools, each with its provider. Raises LedgerError."""
-    pools = {entry.id: str(entry.provider.get("name", "")) for entry in ledger.pools(unreadable=[])}
+    pools = {entry.id: entry.provider_name for entry in ledger.pools(unreadable=[])}
     named = [(one.name, pools[one.pool_id]) for one in ledger.names.all_named(unreadable=[]) if one.pool_id in pools]
     return [*named, *pools.items()]
 

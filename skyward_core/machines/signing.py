@@ -1,4 +1,7 @@
-"""Signatures of leases. A lease names the machines, users and commands of logins, so a forged lease could run code.
+"""Signatures of leases and of providers in rows of the ledger, with a key of the user.
+
+A lease names the machines, users and commands of logins, so a forged lease could run code. The row of a pool names its
+provider, so a forged row could send credentials to an address of its writer (docs/decisions/0052).
 
 The owner signs a lease of machines over SSH with a key of its user: SKYWARD_LEASE_KEY, else a key that is derived from
 SKYWARD_SECRET_KEY, else the file `lease.key` of the state folder, which is created at first use. A
@@ -17,7 +20,8 @@ import logging
 import os
 import secrets
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +47,7 @@ CURE = (
 VARIABLE = "SKYWARD_LEASE_KEY"
 FILE = "lease.key"
 PURPOSE = b"skyward lease 1\n"
+ROW_PURPOSE = b"skyward provider of a pool 1\n"
 SIGNING = b"skyward signing 1"
 _CURE = (
     f"Give both processes the same {VARIABLE}, or the same SKYWARD_SECRET_KEY. Else attach with is_trusted=True if no"
@@ -219,16 +224,25 @@ def _cipher(key: bytes) -> Any:
     return importlib.import_module("cryptography.hazmat.primitives.ciphers.aead").AESGCM(derived(key, SEALING))
 
 
+class Signed(StrEnum):
+    """What a signature proves here. The text continues "the lease ..." or "the row ..."."""
+
+    VALID = "is signed with a key of this process"
+    NOT = "is not signed"
+    WITH_ANOTHER_KEY = "is signed with another key"
+    ALTERED = "was changed after it was signed"
+
+
 def signed(lease: Lease) -> Lease:
     """Return the lease with a signature; unchanged if it names only this machine, or if no key can be stored."""
     if not _leads_elsewhere(lease) and not _asks_elsewhere(lease):
         return lease
     try:
-        key = _key_to_sign()
+        signature = _signature(PURPOSE, _fields_of(lease))
     except (OSError, RuntimeError, KeyError) as error:  # the latter two: the user has no home
         _log.warning("the lease is not signed, because its key cannot be stored: %s. %s", error, _CURE)
         return lease
-    return lease.model_copy(update={"signature": f"{name_of(key)}:{_mac(key, lease)}"})
+    return lease.model_copy(update={"signature": signature})
 
 
 def verify(lease: Lease, *, asks_provider: bool = False) -> None:
@@ -246,17 +260,58 @@ def verify(lease: Lease, *, asks_provider: bool = False) -> None:
         raise CredentialsError(
             f"the lease of pool {lease.pool_id} cannot be verified, because there is no key: {error}. {_CURE}"
         ) from error
-    name, _, mac = lease.signature.partition(":")
-    named = [key for key in keys if name_of(key) == name]
-    if not named:
-        what = "is signed with another key" if name else "is not signed"
+    what = _proven(lease.signature, keys, PURPOSE, _fields_of(lease))
+    if what is Signed.ALTERED:
+        raise LeaseTampered(f"the lease of pool {lease.pool_id} {what}: get `pool.lease` from its owner again")
+    if what is not Signed.VALID:
         raise CredentialsError(
             f"the lease of pool {lease.pool_id} {what}, and may name any other user's machines. {_CURE}"
         )
-    if not any(hmac.compare_digest(mac.encode(), _mac(key, lease).encode()) for key in named):
-        raise LeaseTampered(
-            f"the lease of pool {lease.pool_id} was changed after it was signed: get `pool.lease` from its owner again"
-        )
+
+
+def sign_provider(pool_id: str, provider: Mapping[str, Any]) -> str:
+    """Return a signature of the provider in a pool's row; "" with a warning, if no key can be stored.
+
+    It is bound to the pool, so that it proves nothing in another row.
+    """
+    try:
+        return _signature(ROW_PURPOSE, [pool_id, dict(provider)])
+    except (OSError, RuntimeError, KeyError) as error:  # the latter two: the user has no home
+        words = "the provider of pool %s is not signed in the ledger, because its key cannot be stored: %s. Only"
+        words += " processes whose own settings name the provider can use that row"
+        _log.warning(words, pool_id, error)
+        return ""
+
+
+def proven_provider(pool_id: str, provider: Mapping[str, Any], signature: str) -> Signed:
+    """Return what the signature of a pool's row proves. Raises BadRequest for a key that is no key."""
+    if not signature:
+        return Signed.NOT
+    try:
+        keys = _keys_to_verify()
+    except (OSError, RuntimeError, KeyError):
+        return Signed.WITH_ANOTHER_KEY
+    return _proven(signature, keys, ROW_PURPOSE, [pool_id, dict(provider)])
+
+
+def _signature(purpose: bytes, content: object) -> str:
+    key = _key_to_sign()
+    return f"{name_of(key)}:{_mac(key, purpose, content)}"
+
+
+def _proven(signature: str, keys: Sequence[bytes], purpose: bytes, content: object) -> Signed:
+    name, _, mac = signature.partition(":")
+    if not name:
+        return Signed.NOT
+    named = [key for key in keys if name_of(key) == name]
+    if not named:
+        return Signed.WITH_ANOTHER_KEY
+    is_valid = any(hmac.compare_digest(mac.encode(), _mac(key, purpose, content).encode()) for key in named)
+    return Signed.VALID if is_valid else Signed.ALTERED
+
+
+def _fields_of(lease: Lease) -> dict[str, Any]:
+    return lease.with_key("").model_dump(mode="json", exclude={"signature"})
 
 
 def _leads_elsewhere(lease: Lease) -> bool:
@@ -298,6 +353,5 @@ def _lease_key(*, may_make: bool) -> bytes:
     return file_key(FILE, may_make=may_make)
 
 
-def _mac(key: bytes, lease: Lease) -> str:
-    fields: dict[str, Any] = lease.with_key("").model_dump(mode="json", exclude={"signature"})
-    return hmac.new(key, PURPOSE + json.dumps(fields, sort_keys=True).encode(), hashlib.sha256).hexdigest()
+def _mac(key: bytes, purpose: bytes, content: object) -> str:
+    return hmac.new(key, purpose + json.dumps(content, sort_keys=True).encode(), hashlib.sha256).hexdigest()

@@ -57,7 +57,7 @@ def open_named(use: NamedUse, open_own: Open, attach: Attach, timeout_seconds: f
             return _shared(open_own(pool_id), use)
         row = claim.row
         try:
-            return attach(*find_lease(row.pool_id, ledger=use.ledger))
+            return attach(*find_lease(row.pool_id, ledger=use.ledger, name=row.name))
         except (NodeLost, LeaseLost, Unreachable) as error:
             words = "the pool %r (%s) is not there any more, and is opened anew: %s"
             if not use.report_unreachable(row.pool_id):

@@ -139,6 +139,18 @@ class AWS(Provider):
         "T4, T4g, L4, L40S, A10G, A100, H100, H200, B200, B300, V100, RTX PRO 4500, RTX PRO 6000, Radeon Pro V520, "
         "Trainium1, Trainium2, Inferentia1, Inferentia2"
     )
+    harmless_fields: ClassVar[frozenset[str]] = frozenset({"region", "disk_gb", "spot_spread", "image_keep_days"})
+    own_fields: ClassVar[frozenset[str]] = frozenset(
+        {
+            "use_ssm",
+            "subnet_ids",
+            "ssh_cidr",
+            "checkip_url",
+            "use_private_ip",
+            "instance_profile",
+            "ami",
+        }
+    )
     end_command: ClassVar[str] = userdata.END_COMMAND
     notice_url: ClassVar[str] = "http://169.254.169.254"
     listing_lag_seconds: ClassVar[float] = 15.0

@@ -17,6 +17,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Self, cast
 
 from pydantic import SecretStr, model_validator
+from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from skyward_core.accelerators import Accelerator, parse
 from skyward_core.accelerators.catalog import CHIPS, Chip
@@ -124,6 +125,18 @@ class Provider(Frozen):
     """Fields that only say how one computer reaches the machines: paths of files, names of profiles.
 
     Processes that share a pool may differ in them.
+    """
+
+    harmless_fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields that whoever writes to the ledger may set in a pool's row: places, prices and sizes.
+
+    They send no credentials anywhere, and run nothing. A field that is in none of these three sets leads to the
+    machines: a process uses it if its own user names it, or a row that is signed (`config/own_providers.py`).
+    """
+    own_fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields that find no machine: what is rented, and how one logs in to it, beside those of `of_one_computer`.
+
+    A process takes its own, or the default, in place of those in a row that is not signed.
     """
 
     is_local: ClassVar[bool] = False
@@ -331,6 +344,24 @@ def kind_of(name: str) -> type[Provider]:
     known = sorted({*BUILT_IN, *found})
     near = question(name, known)
     raise BadRequest(f"no provider is called {name!r}; {near}{' ' if near else ''}known here: {', '.join(known)}")
+
+
+def sensitive_fields(provider: Mapping[str, Any], kind: type[Provider] | None) -> dict[str, Any]:
+    """Return the fields of a provider's plain data that not everybody may set: neither harmless nor the default.
+
+    All fields, if the class is not known.
+    """
+    if kind is None:
+        return {name: value for name, value in provider.items() if name != "name"}
+    fields = kind.model_fields.items()
+    defaults = {
+        name: to_jsonable_python(field.default) for name, field in fields if field.default is not PydanticUndefined
+    }
+    return {
+        name: value
+        for name, value in provider.items()
+        if name != "name" and name not in kind.harmless_fields and (name not in defaults or value != defaults[name])
+    }
 
 
 def plain_name(name: str) -> str:

@@ -86,6 +86,8 @@ class DigitalOcean(Provider):
     rents: ClassVar[frozenset[str]] = chips(
         "L40S, H100, H200, B300, RTX 4000 Ada, RTX 6000 Ada, MI300X, MI325X, MI350X, MI355X"
     )
+    harmless_fields: ClassVar[frozenset[str]] = frozenset({"region"})
+    own_fields: ClassVar[frozenset[str]] = frozenset({"image", "vpc_uuid"})
     end_command: ClassVar[str] = END_COMMAND
     gone_deadline_seconds: ClassVar[float] = 300.0
     """A droplet cannot be deleted while it is being created ("already has a pending event"), with GPUs for minutes."""

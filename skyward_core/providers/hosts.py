@@ -76,6 +76,7 @@ class Hosts(Provider):
 
     name: ClassVar[str] = "hosts"
     of_one_computer: ClassVar[frozenset[str]] = frozenset({"key", "known_hosts", "config"})
+    harmless_fields: ClassVar[frozenset[str]] = frozenset({"price_per_hour", "keep_environments"})
     terminate_confirms: ClassVar[bool] = True
     gone_deadline_seconds: ClassVar[float] = 20.0
     ending_seconds: ClassVar[float] = 5.0

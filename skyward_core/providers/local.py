@@ -337,6 +337,7 @@ class Local(Provider):
     """
 
     name: ClassVar[str] = "local"
+    harmless_fields: ClassVar[frozenset[str]] = frozenset({"price_per_hour", "spot_price_per_hour", "simulate"})
     refuses: ClassVar[Mapping[str, str]] = {
         "apt": (
             "installing Debian packages would change this machine; install them by hand and leave Image(apt=...) out"

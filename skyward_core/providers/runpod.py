@@ -89,6 +89,11 @@ class RunPod(Provider):
         ),
         "mig": "its containers do not own the GPU's driver; ask for a smaller GPU",
     }
+    harmless_fields: ClassVar[frozenset[str]] = frozenset(
+        {"region", "disk_gb", "min_cuda", "min_vcpus_per_gpu", "min_memory_gb_per_gpu"}
+    )
+    # whose computer it may be decides who reads what a pool sends there
+    own_fields: ClassVar[frozenset[str]] = frozenset({"cloud", "image", "registry", "global_networking"})
     end_command: ClassVar[str] = userdata.END_COMMAND
     sells_by_wish: ClassVar[bool] = True
     listing_lag_seconds: ClassVar[float] = 30.0

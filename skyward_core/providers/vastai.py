@@ -87,6 +87,22 @@ class VastAI(Provider):
             " machine with more GPUs"
         ),
     }
+    harmless_fields: ClassVar[frozenset[str]] = frozenset(
+        {
+            "region",
+            "disk_gb",
+            "bid_margin",
+            "price_tolerance",
+            "traffic_down_gb_per_hour",
+            "traffic_up_gb_per_hour",
+            "min_download_mbps",
+            "min_direct_ports",
+            "min_cuda",
+            "min_hours_left",
+        }
+    )
+    # whose computer it may be decides who reads what a pool sends there
+    own_fields: ClassVar[frozenset[str]] = frozenset({"image", "verified_only", "min_reliability"})
     end_command: ClassVar[str] = userdata.END_COMMAND
     sells_by_wish: ClassVar[bool] = True
     """Without an accelerator in the requirements, `offers` returns the cheapest of all machines."""

@@ -90,6 +90,8 @@ class Verda(Provider):
     rents: ClassVar[frozenset[str]] = chips(
         "L40S, A100, H100, H200, B200, B300, GB300, V100, RTX A6000, RTX 6000 Ada, RTX PRO 6000"
     )
+    harmless_fields: ClassVar[frozenset[str]] = frozenset({"region", "os_volume_gb"})
+    own_fields: ClassVar[frozenset[str]] = frozenset({"image"})
     end_command: ClassVar[str] = END_COMMAND
     gone_deadline_seconds: ClassVar[float] = 300.0
     listing_lag_seconds: ClassVar[float] = 60.0

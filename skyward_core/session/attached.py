@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from skyward_core.concurrency.loading import load
 from skyward_core.concurrency.threads import PeriodicThread, side_by_side
+from skyward_core.config.own_providers import provider_of_lease
 from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.errors import (
     CommandFailed,
@@ -37,8 +38,6 @@ from skyward_core.errors import (
 from skyward_core.events.events import CostFinal, SkywardEvent
 from skyward_core.events.queue import EventQueue
 from skyward_core.machines.instances import Lease, Node
-from skyward_core.machines.signing import verify
-from skyward_core.providers.base import load as load_provider
 from skyward_core.session.client_watch import LOOK_SECONDS, ClientWatcher, Follower, words_of_end
 from skyward_core.session.sealed_lease import KeysInMemory, PoolKeys, find_lease
 from skyward_core.transport.transport import Transport, Transports
@@ -444,13 +443,12 @@ class Attached:
 
         The lease names the provider. It is asked only if the lease was sealed, or is signed.
         """
-        if self._sealed is None:
-            try:
-                verify(self._given_lease, asks_provider=True)
-            except SkywardError as error:
-                _log.debug("the provider is not asked why the head has ended: %s", error)
-                return ""
-        return words_of_end(load_provider(self._given_lease.provider), self.lease.nodes[0].instance.id)
+        try:
+            provider = provider_of_lease(self._given_lease, is_sealed=self._sealed is not None)
+        except SkywardError as error:
+            _log.debug("the provider is not asked why the head has ended: %s", error)
+            return ""
+        return words_of_end(provider, self.lease.nodes[0].instance.id)
 
     def _give_up(self, lost: SkywardError) -> None:
         if not self._ended.is_set():

@@ -30,13 +30,13 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, cast
 
 from skyward_core.concurrency.threads import PeriodicThread
+from skyward_core.config.own_providers import kind_of_pool
 from skyward_core.errors import BudgetExceeded, LeaseLost, SkywardError
 from skyward_core.events.events import BudgetWarning, SkywardEvent
 from skyward_core.ledger.budgets import LONGEST_SECONDS, RENEW_LEASES, Fill, SpendingLimit, last_covered
 from skyward_core.ledger.journal import Journal
 from skyward_core.ledger.metering import Meter, Projection, projection_of
 from skyward_core.ledger.rows import PoolEntry
-from skyward_core.providers.base import load
 from skyward_core.spec import PoolSpec
 from skyward_core.transport.transport import Transports
 
@@ -329,7 +329,7 @@ class LeasePayments:
         entry = ledger.pool(self._pool_id)
         if entry is None or entry.ended_at is not None or entry.condemned_at is not None:
             return
-        max_cost = PoolSpec.model_validate_json(entry.spec_json).max_cost
+        max_cost = entry.max_cost
         payers = [account for account in (entry.account, entry.run_account) if account is not None]
         if max_cost is None and not payers:
             return
@@ -337,7 +337,7 @@ class LeasePayments:
         seconds = float(LONGEST_SECONDS)
         if max_cost is not None:
             covered = seconds_covered(projection, now, Decimal(repr(max_cost)))
-            seconds = max(0.0, covered - load(entry.provider).ending_seconds)
+            seconds = max(0.0, covered - kind_of_pool(entry).ending_seconds)
         if payers:
             seconds = min(seconds, self._paid_by(ledger, entry, payers, projection, now, seconds))
         self._paid_until = since + seconds

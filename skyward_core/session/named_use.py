@@ -274,10 +274,9 @@ class NamedUse:
     def _release(self, ledger: Ledger, pool_id: str, why: str) -> None:
         entry = ledger.pool(pool_id)
         if entry is not None:  # else its opener has requested nothing
-            same = [one for one in self._providers if one.name == entry.provider.get("name")]
             from skyward_core.cleanup.release import release
 
-            release(pool_id, ledger=ledger, credentials=same[0] if same else None, why=why)
+            release(pool_id, ledger=ledger, given=self._providers, why=why)
 
     def opened(self) -> None:
         """Let other processes use the pool. Raises LeaseLost if another process has the name now, and LedgerError."""

@@ -5,14 +5,16 @@ can open: written by the owner's session, read by a process that attaches.
                                                          └─ a node was replaced, or there is a new head: written again
 
 The seal covers the pool's certificate with its key, and the SSH keys that the lease names, if they are files without a
-passphrase. The seal is bound to the pool's id and to the lease beside it. docs/decisions/0030 says what a kill between
-any two lines leaves.
+passphrase. It also has the pool's name, to which the ledger could give another pool, and the hash of the versions of
+the image's packages, which a process that adopts the pool reads from the ledger. The seal is bound to the pool's id and
+to the lease beside it. docs/decisions/0030 says what a kill between any two lines leaves.
 
 `KeysInMemory` has the texts of SSH keys as files in this process's memory: a kill leaves nothing of them on a disk.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import logging
@@ -31,6 +33,7 @@ from skyward_core.errors import BadRequest, CredentialsError, LeaseLost, LeaseTa
 from skyward_core.ledger.rows import SealedLease, UnreadableRow
 from skyward_core.machines.instances import Lease, Node
 from skyward_core.machines.signing import CURE, KeyRing
+from skyward_core.spec import PoolSpec
 from skyward_core.wire.masking import SecretValues
 
 if TYPE_CHECKING:
@@ -46,10 +49,15 @@ CONTEXT = "skyward lease 1"
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PoolKeys:
-    """What the members of a pool know: its certificate, and the texts of SSH keys by the paths in its lease."""
+    """What the members of a pool know: its certificate, and the texts of SSH keys by the paths in its lease.
+
+    `lock_hash` is that of `Image.lock` with which its nodes are prepared, "" without one. `name` is that of the pool.
+    """
 
     certificate: PoolCertificate
     ssh_keys: SecretValues
+    lock_hash: str = ""
+    name: str = ""
 
     def __repr__(self) -> str:
         return "PoolKeys(...)"
@@ -76,9 +84,12 @@ class SharedLease:
         certificate: Future[PoolCertificate],
         bookkeeping: Bookkeeping,
         log: Callable[..., object],
+        spec: Callable[[], PoolSpec] = PoolSpec,
     ) -> None:
+        """`spec` returns that of the pool, with the lock of its image once that is known."""
         self._pool_id = pool_id
         self._certificate = certificate
+        self._spec = spec
         self._bookkeeping = bookkeeping
         self._log = log
         self._writing = threading.Lock()
@@ -130,15 +141,22 @@ class SharedLease:
             ledger.seal_lease(
                 self._pool_id,
                 text,
-                ring.seal(_content(lease, self._certificate.result()), _context(self._pool_id, text)),
+                ring.seal(_content(lease, self._certificate.result(), self._spec()), _context(self._pool_id, text)),
                 epoch=self._bookkeeping.epoch,
             )
             self._written = lease
 
 
-def _content(lease: Lease, certificate: PoolCertificate) -> bytes:
+def lock_hash(lock: str | None) -> str:
+    """Return the hash of the lock of an image; "" if there is none."""
+    return "" if lock is None else hashlib.sha256(lock.encode()).hexdigest()
+
+
+def _content(lease: Lease, certificate: PoolCertificate, spec: PoolSpec) -> bytes:
     keys = {path: text for path in sorted(key_paths(lease)) if (text := _key_without_passphrase(path)) is not None}
-    return json.dumps({"certificate": certificate.certificate, "key": certificate.key, "ssh_keys": keys}).encode()
+    pair = {"certificate": certificate.certificate, "key": certificate.key}
+    of_spec = {"name": spec.name or "", "lock_hash": lock_hash(spec.image.lock)}
+    return json.dumps({**pair, **of_spec, "ssh_keys": keys}).encode()
 
 
 def _context(pool_id: str, lease_json: str) -> bytes:
@@ -173,10 +191,13 @@ def _key_without_passphrase(path: str) -> str | None:
 # ── read ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def find_lease(pool_id: str, *, has_key: bool = False, ledger: Ledger | None = None) -> tuple[Lease, PoolKeys]:
+def find_lease(
+    pool_id: str, *, has_key: bool = False, ledger: Ledger | None = None, name: str | None = None
+) -> tuple[Lease, PoolKeys]:
     """Return the newest lease of a pool and its keys, from this process's ledger, both verified.
 
-    `has_key`: the caller has an SSH key for all machines. `ledger`: this one, which stays open.
+    `has_key`: the caller has an SSH key for all machines. `ledger`: this one, which stays open. `name`: the pool must
+    have been opened with it; else an altered ledger would lead calls and their secrets to another pool of this key.
     Raises BadRequest for a pool that the ledger does not have or that is not shared; NodeLost if it has ended or its
     lease has run out; LeaseLost if it was condemned; LeaseTampered if the row was altered or belongs to another pool;
     CredentialsError without the key that has sealed it; LedgerError.
@@ -196,6 +217,10 @@ def find_lease(pool_id: str, *, has_key: bool = False, ledger: Ledger | None = N
     lease = Lease.model_validate_json(row.lease_json)  # authentic: it is a part of the seal
     if lease.pool_id != pool_id or any(node.instance.pool_id != pool_id for node in lease.nodes):
         raise LeaseTampered(f"the lease of pool {pool_id} in the ledger is that of another pool")
+    if name not in (None, keys.name):
+        raise LeaseTampered(
+            f"the ledger says that the pool {name!r} is {pool_id}, which was opened with another name: it was not used"
+        )
     missing = {path for path in key_paths(lease) - keys.ssh_keys.keys() if not exists(path)}
     if missing and not has_key:
         raise CredentialsError(
@@ -265,7 +290,8 @@ def _opened(row: SealedLease, pool_id: str) -> PoolKeys:
     except CredentialsError as error:
         raise type(error)(f"pool {pool_id} cannot be attached to by its entry in the ledger: {error}") from error
     found = cast("Mapping[str, Any]", json.loads(content))
-    return PoolKeys(PoolCertificate(found["certificate"], found["key"]), SecretValues(found["ssh_keys"]))
+    certificate = PoolCertificate(found["certificate"], found["key"])
+    return PoolKeys(certificate, SecretValues(found["ssh_keys"]), found["lock_hash"], found["name"])
 
 
 class KeysInMemory:

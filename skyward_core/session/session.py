@@ -117,7 +117,9 @@ class Session:
         self._claims = Claims()
         self._bookkeeping = Bookkeeping(self.pool_id, self.meter, self.events.log, run_limit_usd)
         self._reaper = SessionReaper(self.pool_id, self.events.log)
-        self._shared = SharedLease(self.pool_id, self._engine.certificate, self._bookkeeping, self.events.log)
+        self._shared = SharedLease(
+            self.pool_id, self._engine.certificate, self._bookkeeping, self.events.log, lambda: self.spec
+        )
         self._renewal = Renewal(self.pool_id, spec.lease_seconds, self.events.log)
         self._limits: Limits | None = None
         self.size: PoolSize | None = None

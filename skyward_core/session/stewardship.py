@@ -14,6 +14,7 @@ renews its row takes over. docs/decisions/0028 has what each kill leaves.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import threading
 import time
@@ -25,19 +26,20 @@ from decimal import Decimal
 from typing import TYPE_CHECKING
 
 from skyward_core.cleanup.policy import unsure_seconds
+from skyward_core.config.own_providers import same_as
 from skyward_core.engine.recovery import Recovery
-from skyward_core.errors import InstancesLeft, NodeLost, SkywardError
+from skyward_core.errors import CredentialsError, InstancesLeft, LeaseTampered, NodeLost, SkywardError
 from skyward_core.events.events import InstancesUnconfirmed, PoolStopping
 from skyward_core.ledger.rows import Intent, PoolEntry
 from skyward_core.ledger.shared_limits import StewardLimit
 from skyward_core.machines.instances import Lease
-from skyward_core.providers.base import EXPIRES_TAG, Provider, load
+from skyward_core.providers.base import EXPIRES_TAG, Provider
 from skyward_core.provisioning.lifecycle import PoolMachines, disown
 from skyward_core.session.attached import Attached
 from skyward_core.session.bookkeeping import Bookkeeping, EventEmitter
 from skyward_core.session.clock import Clock, Limits
 from skyward_core.session.detached_call import note_all
-from skyward_core.session.sealed_lease import SharedLease, find_lease
+from skyward_core.session.sealed_lease import PoolKeys, SharedLease, find_lease, lock_hash
 from skyward_core.session.session_engine import PoolSize, free_all, policy_of, ranks_of
 from skyward_core.session.steward_term import StewardUse
 from skyward_core.spec import PoolSpec
@@ -80,7 +82,7 @@ class Stewardship:
         self._emitter = EventEmitter(spec, None, attached.events)
         self._bookkeeping = Bookkeeping(self._pool_id, self._emitter.meter, self._log)
         self._certificate: Future[PoolCertificate] = Future()
-        self._shared = SharedLease(self._pool_id, self._certificate, self._bookkeeping, self._log)
+        self._shared = SharedLease(self._pool_id, self._certificate, self._bookkeeping, self._log, lambda: self._spec)
         self._machines: PoolMachines | None = None
         self._recovery: Recovery | None = None
         self.size: PoolSize | None = None
@@ -100,7 +102,7 @@ class Stewardship:
         entry = self._ledger.pool(self._pool_id)
         if entry is None:
             raise NodeLost(f"the ledger has no pool {self._pool_id}")
-        self._spec = _with_its_lock(self._spec, entry)
+        self._spec = _with_its_lock(self._spec, entry, keys)
         self._certificate.set_result(keys.certificate)
         with ExitStack() as undo:
             limits = self._adopt(undo, entry, self._attached.reach(lease, keys, REACH_SECONDS))
@@ -322,18 +324,36 @@ class Stewardship:
 
 
 def _provider_of(entry: PoolEntry, providers: Sequence[Provider]) -> Provider:
-    """Return this process's provider that has the pool's machines."""
-    equal = [provider for provider in providers if provider.to_json() == dict(entry.provider)]
-    same = equal or [provider for provider in providers if provider.name == entry.provider.get("name")]
-    return same[0] if same else load(entry.provider)
+    """Return this process's provider that has the pool's machines. Raises CredentialsError if none has them.
+
+    It rents, so a row cannot add one.
+    """
+    same = same_as(entry, providers)
+    if not same:
+        raise CredentialsError(
+            f"the ledger says that the machines of pool {entry.id!r} are at another provider than those of this"
+            f" process: {entry.provider_name}. Its row may have been altered"
+        )
+    return same[0]
 
 
-def _with_its_lock(spec: PoolSpec, entry: PoolEntry) -> PoolSpec:
-    """Return the spec with the versions of packages that the pool was opened with: new nodes get the same."""
-    opened = PoolSpec.model_validate_json(entry.spec_json).image
-    if opened.lock == spec.image.lock:
+def _with_its_lock(spec: PoolSpec, entry: PoolEntry, keys: PoolKeys) -> PoolSpec:
+    """Return the spec with the versions of packages that the pool was opened with: new nodes get the same.
+
+    Nothing else of the row's spec is used. Raises LeaseTampered if these are not the versions that were sealed.
+    """
+    if keys.lock_hash in ("", lock_hash(spec.image.lock)):
         return spec
-    return spec.with_(image=spec.image.model_copy(update={"pip": opened.pip, "lock": opened.lock}))
+    try:
+        lock = json.loads(entry.spec_json)["image"]["lock"]
+        is_sealed = lock_hash(lock) == keys.lock_hash
+    except (ValueError, TypeError, KeyError, AttributeError):
+        lock, is_sealed = None, False
+    if not is_sealed:
+        raise LeaseTampered(
+            f"the versions of packages of pool {entry.id!r} in the ledger are not those with which it was opened"
+        )
+    return spec.with_(image=spec.image.model_copy(update={"pip": (), "lock": lock}))
 
 
 def _seconds_to(intent: Intent, now: datetime) -> float:

@@ -6,8 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, ClassVar
+
+import pytest
 
 from skyward_core import Instance, InstanceState, Offer, Provider
 from skyward_core.cleanup.release import end_pool
@@ -16,6 +19,7 @@ from skyward_core.errors import LedgerError
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Intent, PoolEntry, Price, ResourceKind, ResourceRequest
 from skyward_core.machines.owner import Owner, OwnerState
+from skyward_core.providers import base
 from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG
 from tests.fakes import FakeProvider
 from tests.ledger.fixtures import open_pool
@@ -129,6 +133,12 @@ class FolderProvider(Provider):
 
     def _instance(self, instance_id: str, tags: dict[str, str]) -> Instance:
         return machine(instance_id, tags[POOL_TAG], int(tags[RANK_TAG]), tags, provider=self.name)
+
+
+def install_folder_provider(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the provider known by its name, as another distribution does by an entry point."""
+    point = EntryPoint("folder", "tests.cleanup.pools:FolderProvider", base.ENTRY_POINTS)
+    monkeypatch.setattr(base, "_entry_points", lambda _: {"folder": point})
 
 
 def machine(

@@ -22,8 +22,6 @@ import pytest
 
 import skyward_core as sky
 from skyward_core import cli
-from skyward_core.cleanup import release as releasing
-from skyward_core.cleanup import sweep as survey
 from skyward_core.cli import sweep
 from skyward_core.cli.ui import PageServer, answers
 from skyward_core.ledger.ledger import Ledger
@@ -46,7 +44,7 @@ from skyward_core.providers import base
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG
 from skyward_core.provisioning import quote as plans
 from skyward_core.work import NO_WORK, Work
-from tests.cleanup.pools import FolderProvider
+from tests.cleanup.pools import FolderProvider, install_folder_provider
 
 ROOT = Path(__file__).parents[2]
 HERE = replace(Owner.here(), user="ada", host="laptop")
@@ -76,11 +74,10 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     def loading(requested: Any) -> Any:
         fields = dict(requested) if isinstance(requested, Mapping) else {"name": requested}
         assert fields.get("name") != "local", "a test must not sweep this host"
-        return FolderProvider(folder=fields["folder"]) if fields.get("name") == "folder" else load(requested)
+        return load(requested)
 
     monkeypatch.setattr(base, "load", loading)
-    monkeypatch.setattr(releasing, "load", loading)
-    monkeypatch.setattr(survey, "load", loading)
+    install_folder_provider(monkeypatch)
     monkeypatch.setenv("SKYWARD_PROVIDER", json.dumps({"name": "folder", "folder": str(tmp_path)}))
     return found
 

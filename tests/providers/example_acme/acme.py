@@ -49,6 +49,7 @@ class Acme(Provider):
     display_name: ClassVar[str] = "Acme"
     rents: ClassVar[frozenset[str]] = chips("H100")
     end_command: ClassVar[str] = END_COMMAND
+    harmless_fields: ClassVar[frozenset[str]] = frozenset({"region"})
 
     region: str | None = None
     """One region, or None: all."""
@@ -94,7 +95,9 @@ class Acme(Provider):
     def terminate(self, ids: Sequence[str]) -> None:
         left: dict[str, SkywardError] = {}
         with self._api() as api:
-            for machine_id in ids:
+            for machine_id in filter(
+                ID_SHAPE.fullmatch, ids
+            ):  # they become paths, and the ledger may have been altered
                 try:
                     api.request("DELETE", f"/v1/machines/{machine_id}", missing_is_none=True)
                 except CredentialsError:

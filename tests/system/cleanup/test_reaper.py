@@ -5,6 +5,7 @@ import errno
 import fcntl
 import os
 import pickle
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -428,7 +429,6 @@ def test_a_reaper_that_cannot_be_started_is_not_alive(
 
 def test_a_large_log_is_rotated(pool: Pool, start: Start) -> None:
     directory = user_state_path("skyward")
-    directory.mkdir(parents=True)
     (directory / "reaper.log").write_text("old\n" * 300_000)
     start(pool.reaper_input()).leave()
     assert log_text() == ""
@@ -437,7 +437,7 @@ def test_a_large_log_is_rotated(pool: Pool, start: Start) -> None:
 
 
 def test_a_reaper_needs_no_log(pool: Pool, start: Start) -> None:
-    user_state_path("skyward").parent.mkdir(parents=True)
+    shutil.rmtree(user_state_path("skyward"))
     user_state_path("skyward").write_text("a file, where a directory should be")
     reaper = start(pool.reaper_input())
     reaper.terminate_now()

@@ -10,8 +10,7 @@ from skyward_core.cleanup import sweep as survey
 from skyward_core.cleanup.policy import Action
 from skyward_core.cleanup.sweep import sweep
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.providers.base import load
-from tests.cleanup.pools import DEAD, CloudProvider, FolderProvider, Time, World, of_kind
+from tests.cleanup.pools import DEAD, CloudProvider, FolderProvider, Time, World, install_folder_provider, of_kind
 from tests.fakes import BlindProvider, FlakyProvider, Machines, StuckProvider
 from tests.ledger.fixtures import open_pool
 from tests.unit.cleanup.test_sweep import PruningProvider, actions
@@ -21,12 +20,9 @@ def test_a_sweep_finds_providers_in_the_ledger(
     ledger: Ledger, tmp_path: Path, hands: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The caller names no provider, because the entries name them."""
-    folders = {"name": "folder", "folder": str(tmp_path)}
-    provider = FolderProvider(folder=str(tmp_path))
-    monkeypatch.setattr(survey, "load", lambda asked: provider if asked == folders else load(asked))
-    world = World(ledger, provider, hands)
+    install_folder_provider(monkeypatch)
+    world = World(ledger, FolderProvider(folder=str(tmp_path)), hands)
     world.rent(world.pool("sky-folder"), 2)
-    assert provider.to_json() == folders
     report = sweep(ledger, is_dry_run=False, **hands.keywords)
     assert report.failures == ()
     assert [finding.pool_id for finding in report.ended] == ["sky-folder"]

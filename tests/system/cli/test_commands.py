@@ -95,7 +95,9 @@ def test_a_sweep_that_fails_in_part_names_each_failure(skyward: Skyward) -> None
     skyward.open("sky-dead", owner=DEAD)
     now, odd = skyward.clock.now, {"name": "nonesuch"}
     skyward.ledger.open_pool("sky-odd", owner=DEAD, provider=odd, spec_json="{}", lease_expires_at=now)
-    assert skyward("sweep --yes", code=1).startswith("skyward: nonesuch: no provider is called 'nonesuch'")
+    assert skyward("sweep --yes", code=1).startswith(
+        "skyward: nonesuch, pool sky-odd: no provider is called 'nonesuch'"
+    )
     assert skyward.folder.instances() == []
 
 

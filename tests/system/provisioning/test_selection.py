@@ -143,7 +143,7 @@ def test_after_a_refusal_the_next_provider_is_tried(folder: str, error: SkywardE
     assert attempts() == [("refusing", name), ("elsewhere", "")]
     with Ledger(default_url()) as ledger:
         (entry,) = ledger.pools(include_ended=True)
-        assert (entry.provider, entry.provider_account) == (dear.to_json(), "me")
+        assert (entry.written_provider, entry.provider_account) == (dear.to_json(), "me")
         assert entry.ended_at is not None
         assert not ledger.open_intents()
 
@@ -181,7 +181,7 @@ def test_while_a_machine_of_a_candidate_may_run_no_other_is_tried(
     run([cheap, dear], expected=sky.InstancesLeft, max_cost=5.0)
     assert dear.machines.launched == []
     with Ledger(default_url()) as ledger:
-        assert [entry.provider for entry in ledger.pools(include_ended=True)] == [cheap.to_json()]
+        assert [entry.written_provider for entry in ledger.pools(include_ended=True)] == [cheap.to_json()]
 
 
 WRONG = sky.BadRequest("region nowhere-1 has no default subnet")

@@ -22,12 +22,14 @@ from skyward_core.machines.instances import Lease
 from skyward_core.machines.owner import Owner
 from skyward_core.machines.signing import signed
 from skyward_core.pool.pool import verified_claim
-from skyward_core.session.sealed_lease import PoolKeys, SharedLease, find_keys, find_lease
+from skyward_core.session.sealed_lease import PoolKeys, SharedLease, find_keys, find_lease, lock_hash
 from skyward_core.wire.masking import SecretValues
 from tests.conftest import examples
 from tests.unit.machines.test_signing import lease as lease_of
 
 POOL = "sky-signed"
+LOCK = "numpy==2.1.0 --hash=sha256:" + "0" * 64
+SPEC = sky.PoolSpec.of(name="nightly", image=sky.Image(lock=LOCK))
 CERTIFICATE = PoolCertificate("-----BEGIN CERTIFICATE-----", "-----BEGIN PRIVATE KEY-----")
 SECRET = base64.b64encode(b"k" * 32).decode()
 
@@ -75,7 +77,7 @@ def writer(ledger: Ledger | None, logged: list[str] | None = None) -> SharedLeas
         (logged if logged is not None else []).append(words % arguments)
 
     bookkeeping: Any = SimpleNamespace(ledger=ledger, epoch=None)
-    return SharedLease(POOL, certificate, bookkeeping, log)
+    return SharedLease(POOL, certificate, bookkeeping, log, lambda: SPEC)
 
 
 def shared(ledger: Ledger, lease: Lease) -> SharedLease:
@@ -101,7 +103,13 @@ def test_the_id_of_a_pool_leads_to_its_lease_and_keys(ledger: Ledger, key: Path,
     shared(ledger, claim)
     key.unlink()
     found, keys = verified_claim(POOL, has_key=False, is_trusted=False)
-    assert (found, keys) == (claim, PoolKeys(CERTIFICATE, SecretValues({str(key): key_text})))
+    assert (found, keys) == (
+        claim,
+        PoolKeys(CERTIFICATE, SecretValues({str(key): key_text}), lock_hash(SPEC.image.lock), "nightly"),
+    )
+    assert find_lease(POOL, has_key=True, name="nightly") == (found, keys)
+    with pytest.raises(sky.LeaseTampered, match=f"'weekly' is {POOL}, which was opened with another"):
+        find_lease(POOL, has_key=True, name="weekly")
     row = ledger.sealed_lease(POOL)
     assert row is not None
     assert "PRIVATE" not in row.lease_json
@@ -130,7 +138,10 @@ def test_only_a_key_without_a_passphrase_is_sealed(ledger: Ledger, key: Path) ->
     for path in (key, key.parent / "missing", key.parent):
         claim = over_ssh(path)
         shared(ledger, claim)
-        assert find_lease(POOL, has_key=True) == (claim, PoolKeys(CERTIFICATE, SecretValues()))
+        assert find_lease(POOL, has_key=True) == (
+            claim,
+            PoolKeys(CERTIFICATE, SecretValues(), lock_hash(SPEC.image.lock), "nightly"),
+        )
         if path != key.parent:
             key.unlink(missing_ok=True)
             with pytest.raises(sky.CredentialsError, match="is not in the ledger: only a key in a file without"):

@@ -415,7 +415,7 @@ def test_a_signed_lease_is_enough_to_stop_a_pool(tmp_path: Path, hands: Time, mo
     """
     monkeypatch.setenv("SKYWARD_LEASE_KEY", "k" * 32)
     provider = CloudProvider(folder=str(tmp_path))
-    monkeypatch.setattr("skyward_core.cleanup.release.load", lambda _: provider)
+    monkeypatch.setattr("skyward_core.config.own_providers.load", lambda _: provider)
     offer = provider.offers(Requirements())[0]
     provider.launch(offer, 2, {POOL_TAG: "sky-1"}, "")
     provider.launch(offer, 1, {POOL_TAG: "sky-other"}, "")

@@ -49,7 +49,7 @@ def here(world: World) -> Here:
 
 
 def settle(world: World, ledger: Any = None) -> list[str]:
-    return settle_here(ledger or world.ledger, clock=world.hands, load=lambda _: world.provider)
+    return settle_here(ledger or world.ledger, clock=world.hands, provider_of=lambda _: world.provider)
 
 
 def dead_pool(world: World, *, after_seconds: float = 100, nodes: int = 1, **fields: Any) -> str:

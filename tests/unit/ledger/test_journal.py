@@ -159,7 +159,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 def test_a_pool_is_recorded_with_all_that_a_sweep_needs(make: Make) -> None:
     it = make(budget="team", lease_seconds=90, work=Work(system="cron", task="train"))
     entry = it.entry
-    assert (entry.owner, entry.provider, entry.account) == (Owner.here(), it.provider.to_json(), "team")
+    assert (entry.owner, entry.written_provider, entry.account) == (Owner.here(), it.provider.to_json(), "team")
     assert entry.lease_expires_at == NOON + timedelta(seconds=90)
     assert PoolSpec.model_validate_json(entry.spec_json).lease_seconds == 90
     assert (entry.ended_at, entry.lives_by_lease, entry.work) == (None, False, Work(system="cron", task="train"))
@@ -173,7 +173,7 @@ def test_the_entry_names_the_provider_that_a_pool_has_turned_to(make: Make) -> N
     for provider, account in ((it.provider, ""), (elsewhere, ""), (elsewhere, "account-2")):
         it.journal.turn_to(provider, account)
         entry = it.entry
-        assert (entry.provider, entry.provider_account) == (provider.to_json(), account)
+        assert (entry.written_provider, entry.provider_account) == (provider.to_json(), account)
     it.outage.failing = {"turn_to"}
     it.journal.turn_to(elsewhere, "account-2")
     with pytest.raises(LedgerError):
