@@ -15,6 +15,7 @@ import logging
 import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from datetime import date
 from itertools import pairwise
@@ -302,6 +303,24 @@ class ProviderContract:
         provider.terminate([])
         assert cloud.alive() == strangers
         assert all(instance.state is InstanceState.STOPPING for instance in provider.instances(POOL))
+
+    def test_an_id_that_is_none_ends_nothing_and_is_no_path(self, cloud: Cloud, make: Make, offer: Offer) -> None:
+        """Ids come from the ledger, which many may write: another part of the account must not be reached by one."""
+        provider = make()
+        (mine,) = provider.launch(offer, 1, tags(), STARTUP)
+        living = cloud.alive()
+        for text in (
+            f"../{mine.id}",
+            f"x/../{mine.id}",
+            f"{mine.id}?x=1",
+            f"{mine.id}/",
+            "..",
+            "",
+            f"%2e%2e/{mine.id}",
+        ):
+            with suppress(SkywardError):  # a cloud may say that there is none
+                provider.terminate([text])
+            assert cloud.alive() == living, text
 
     # ── credentials ──────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -29,6 +30,7 @@ from skyward_core.providers.tagging import launch_word, of_machine
 from skyward_core.providers.userdata import END_COMMAND, Key, boot_script, cloud_config, directory_of, host_key, our_key
 
 API_URL = "https://api.acme.example"
+ID_SHAPE = re.compile("[a-z0-9-]+")
 MACHINE_ID = "curl -sf -m 20 http://169.254.169.254/acme/id"
 POLL_SECONDS, ADDRESS_SECONDS = 1.0, 300.0
 STATES = {
