@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from skyward_core import distributed as distributed
     from skyward_core import errors as errors
     from skyward_core import integrations as integrations
+    from skyward_core import shown_text as shown_text
     from skyward_core.accelerators import NVIDIA as NVIDIA
     from skyward_core.accelerators import Accelerator as Accelerator
     from skyward_core.accelerators import is_nvidia as is_nvidia
@@ -244,7 +245,7 @@ _HOMES = {
     "wire.shared_values": "scatter",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
-_MODULES = frozenset({"accelerators", "distributed", "errors", "integrations"})
+_MODULES = frozenset({"accelerators", "distributed", "errors", "integrations", "shown_text"})
 
 # The names stand once, above.
 __all__ = [  # noqa: PLE0604  # pyright: ignore[reportUnsupportedDunderAll]

@@ -46,6 +46,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Self, cast
 
+from skyward_core.shown_text import each_line, indented, visible, visible_lines
+
 HIDDEN = "***"
 _BEGIN = r"(?<![A-Za-z0-9+.-])(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{0,20}://)"
 _WITH_PASSWORD = re.compile(_BEGIN + r"(?P<user>[^\s/?#@:]{0,500}):(?P<password>\S{0,500})@")
@@ -133,7 +135,8 @@ type Bytes = bytes | bytearray | memoryview
 class SkywardError(Exception):
     """Anything that this library raises on its own account.
 
-    `code` is the provider's own code for it, "" if it has none or got no request. Its texts show no password of a URL.
+    `code` is the provider's own code for it, "" if it has none or got no request. Its texts show no password of a URL,
+    and each character in them can be seen (`shown_text.py`): a node or a provider may have written a part of them.
     """
 
     code = ""
@@ -149,18 +152,23 @@ class SkywardError(Exception):
     """
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*map(_shown, args))
+        super().__init__(
+            *(
+                indented(one) if place == 0 and isinstance(one, str) else one
+                for place, one in enumerate(map(_shown, args))
+            )
+        )
 
     def coded(self, code: str) -> Self:
         """Note the provider's own word for it, and return the error."""
-        self.code = code
+        self.code = visible(code)
         return self
 
     def advised(self, advice: str) -> Self:
         """Add to the message what the user does next, and return the error. The first advice stays."""
         if advice and not self.advice:
-            self.args = (f"{str(self).rstrip('.')}. {advice}", *self.args[1:])
-            self.advice = advice
+            self.advice = _shown_text(advice)
+            self.args = (indented(f"{str(self).rstrip('.')}. {self.advice}"), *self.args[1:])
         return self
 
     @property
@@ -172,7 +180,21 @@ class SkywardError(Exception):
 def _shown(argument: object) -> object:
     if isinstance(argument, tuple):
         return tuple(map(_shown, cast("tuple[object, ...]", argument)))
-    return without_logins(argument) if isinstance(argument, str) else argument
+    return _shown_text(argument) if isinstance(argument, str) else argument
+
+
+def _shown_text(text: str) -> str:
+    return visible_lines(without_logins(text))
+
+
+def _shown_lines(lines: Iterable[str]) -> tuple[str, ...]:
+    return tuple(part for line in lines for part in _shown_text(line).split("\n"))
+
+
+def _with_tail(message: object, output: Iterable[str]) -> str:
+    """Return a message with the last lines of a call or a command. Each is indented: it is not our own line."""
+    tail = "\n".join(f"  {line}" for line in output)
+    return f"{message}\nlast output:\n{tail}" if tail else str(message)
 
 
 class BadRequest(SkywardError, ValueError):
@@ -284,7 +306,7 @@ class BootstrapFailed(SkywardError):
         self.node = node
         self.phase = phase
         self.exit_code = exit_code
-        self.output = tuple(map(without_logins, output))
+        self.output = _shown_lines(output)
 
 
 class CallCrashed(SkywardError):
@@ -298,11 +320,10 @@ class CallCrashed(SkywardError):
         super().__init__(message, node, exit_code, tuple(output))
         self.node = node
         self.exit_code = exit_code
-        self.output = tuple(map(without_logins, output))
+        self.output = _shown_lines(output)
 
     def __str__(self) -> str:
-        tail = "\n".join(f"  {line}" for line in self.output)
-        return f"{self.args[0]}\nlast output:\n{tail}" if tail else str(self.args[0])
+        return _with_tail(self.args[0], self.output)
 
 
 class CallOutOfMemory(CallCrashed):
@@ -319,11 +340,10 @@ class CallTimedOut(SkywardError, TimeoutError):
         super().__init__(message)  # an OSError takes further arguments for the number of an error and a path
         self.node = node
         self.timeout_seconds = timeout_seconds
-        self.output = tuple(map(without_logins, output))
+        self.output = _shown_lines(output)
 
     def __str__(self) -> str:
-        tail = "\n".join(f"  {line}" for line in self.output)
-        return f"{self.args[0]}\nlast output:\n{tail}" if tail else str(self.args[0])
+        return _with_tail(self.args[0], self.output)
 
 
 class NodeLost(SkywardError):
@@ -380,11 +400,11 @@ class RemoteError(SkywardError):
 
     def __init__(self, message: str, text: str = "", type_name: str = "") -> None:
         super().__init__(message, text, type_name)
-        self.text = without_logins(text)
-        self.type_name = type_name
+        self.text = _shown_text(text)
+        self.type_name = visible(type_name)
 
     def __str__(self) -> str:
-        return f"{self.args[0]}\n{self.text}" if self.text else str(self.args[0])
+        return f"{self.args[0]}\n{each_line('  ', self.text)}" if self.text else str(self.args[0])
 
 
 class ResultNotLoaded(SkywardError):
@@ -498,11 +518,10 @@ class CommandFailed(SkywardError):
     def __init__(self, message: str, exit_code: int | None = None, output: str = "") -> None:
         super().__init__(message, exit_code, output)
         self.exit_code = exit_code
-        self.output = without_logins(output)
+        self.output = _shown_text(output.replace("\r\n", "\n").replace("\r", "\n"))  # a bar redraws its line
 
     def __str__(self) -> str:
-        tail = "\n".join(f"  {line}" for line in self.output.splitlines()[-20:])
-        return f"{self.args[0]}\nlast output:\n{tail}" if tail else str(self.args[0])
+        return _with_tail(self.args[0], self.output.removesuffix("\n").split("\n")[-20:] if self.output else ())
 
 
 class CommandTimedOut(CommandFailed, TimeoutError):

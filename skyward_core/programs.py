@@ -11,6 +11,7 @@ import importlib
 import logging
 import os
 import queue
+import re
 import signal
 import sys
 import threading
@@ -32,6 +33,7 @@ from skyward_core.events.narrator import Narrator
 from skyward_core.image.local_files import NEVER
 from skyward_core.pool.pool import ComputePool
 from skyward_core.serialization.sources import Source, collect
+from skyward_core.shown_text import each_line, indented, visible_lines
 from skyward_core.spec import PoolSpec
 from skyward_core.work import Work
 from skyward_core.worker.script import BY_SIGNAL, Command, File, Script, run_checked, run_command, run_script
@@ -39,6 +41,8 @@ from skyward_core.worker.script import BY_SIGNAL, Command, File, Script, run_che
 FAILED = 1
 HOW = "write the path of a Python file, module:function, or -- and a command"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_LIKE_OURS = re.compile(r"^skyward[: ]", re.MULTILINE)
+"""Lines of a program that would look like news of its pool."""
 
 
 def spec_of(fields: Mapping[str, Any], *, profile: str | None = None) -> PoolSpec:
@@ -193,14 +197,15 @@ class ProgramOutput:
             if not event.is_shown:
                 return
             is_error = event.stream == "stderr" or event.level is not None
-            line = f"[node {event.node}] {event.line}" if self._has_ranks else event.line
+            is_marked = self._has_ranks or _LIKE_OURS.search(event.line)
+            line = each_line(f"[node {event.node}] ", event.line) if is_marked else event.line
             self._print("stderr" if is_error else "stdout", line)
         elif (news := self._narrator.tell(event)) is not None and news[0] >= self._least_level:
             self.report(news[1])
 
     def report(self, words: str) -> None:
         """Print news of the pool."""
-        self._print("stderr", f"skyward: {words}")
+        self._print("stderr", f"skyward: {indented(words)}")
 
     @contextlib.contextmanager
     def warnings(self) -> Generator[None]:
@@ -214,7 +219,7 @@ class ProgramOutput:
 
     def text(self, text: str, *, is_error: bool) -> None:
         """Print what a function has returned or raised."""
-        self._print("stderr" if is_error else "stdout", text)
+        self._print("stderr" if is_error else "stdout", indented(text) if is_error else visible_lines(text))
 
     def _print(self, name: str, line: str) -> None:
         with self._lock:

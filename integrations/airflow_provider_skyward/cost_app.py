@@ -50,7 +50,8 @@ def bill_of_task(dag_id: str, run_id: RunId, task_id: TaskId, map_index: int = -
     work = sky.Work(system="airflow", workflow=dag_id, run=run_id, task=task_id, task_run=task_run)
     bill = _bill(work)
     with _ledger_errors():
-        return bill | {"used": [found for pool_id in bill["shares"] if (found := _used(pool_id, work)) is not None]}
+        used = [found for pool_id in bill["shares"] if (found := _used(pool_id, work)) is not None]
+    return bill | {"used": sky.shown_text.visible_data(used)}
 
 
 def _bill(work: sky.Work) -> dict[str, Any]:
@@ -58,13 +59,14 @@ def _bill(work: sky.Work) -> dict[str, Any]:
         pools = sky.receipts_of(work)
         costs = sky.cost_of(work)
     opened = {pool["pool_id"] for pool in pools}
-    return {
+    bill = {
         "cost_usd": sum(costs.values()),
         "shares": {pool_id: usd for pool_id, usd in costs.items() if pool_id not in opened},
         "on_demand_usd": sum(pool["on_demand_usd"] for pool in pools),
         "saved_usd": sum(pool["saved_usd"] for pool in pools),
         "pools": [pool | {"users": _users_of(pool, work.workflow)} for pool in pools],
     }
+    return sky.shown_text.visible_data(bill)
 
 
 @contextmanager

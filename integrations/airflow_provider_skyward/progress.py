@@ -134,7 +134,7 @@ class Progress:
             return
         try:
             with alarm_waits():
-                store.set(METRICS_KEY, metrics)
+                store.set(METRICS_KEY, sky.shown_text.visible_data(metrics))
         except Exception as error:  # the work is more important than its metrics
             self._paused_until = time.monotonic() + SECONDS_AFTER_AN_ERROR
             self._log.warning("the live metrics could not be stored; the next try is in a minute: %s", error)

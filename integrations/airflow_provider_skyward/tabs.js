@@ -190,8 +190,9 @@ function Events({ pools }) {
     .sort(([one], [other]) => one.localeCompare(other)).map(([at, one, what]) => [time(at), one.cloud_id ?? one.name, what]) });
 }
 
+// Any task of the run can write these XComs: only pages of the web, and of this server, become links.
 function Links({ links }) {
-  const known = Object.entries(links).filter(([name, url]) => url && name !== "Skyward");
+  const known = Object.entries(links).filter(([name, url]) => /^(https?:\/)?\//i.test(url ?? "") && name !== "Skyward");
   return h("div", { style: { display: "flex", gap: "16px", marginBottom: "10px" } }, known.map(([name, url]) =>
     h("a", { key: name, href: url, target: "_blank", rel: "noreferrer", style: { textDecoration: "underline" } }, name)));
 }

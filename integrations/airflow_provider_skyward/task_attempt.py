@@ -325,7 +325,7 @@ class TaskAttempt:
     def _store(self, key: str, value: dict[str, Any] | str) -> None:
         try:
             with alarm_waits():
-                self._task_instance.xcom_push(key=key, value=value)
+                self._task_instance.xcom_push(key=key, value=sky.shown_text.visible_data(value))
         except Exception:  # the work is done and paid for, or failed for a more important reason
             self._log.exception("XCom %s could not be stored: %s", key, value)
 

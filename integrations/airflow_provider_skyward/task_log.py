@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,35 +36,42 @@ def alarm_waits() -> Generator[None]:
 
 
 class TaskLog:
-    """A logger with the methods of another one."""
+    """A logger with the methods of another one. It writes visible text (`sky.shown_text`): Airflow encodes each line,
+    and shows it.
+    """
 
     def __init__(self, log: Any) -> None:
         self._log = log
 
     def log(self, level: int, text: str, *args: object) -> None:
-        """Write a line."""
+        """Write news of a pool or lines of a node, whose lines have their marks."""
         with alarm_waits():
-            self._log.log(level, text, *args)
+            self._log.log(level, text, *map(sky.shown_text.visible_lines, map(str, args)))
 
     def info(self, text: str, *args: object) -> None:
         """Write a line."""
         with alarm_waits():
-            self._log.info(text, *args)
+            self._log.info(*_shown(text, args))
 
     def warning(self, text: str, *args: object) -> None:
         """Write a line."""
         with alarm_waits():
-            self._log.warning(text, *args)
+            self._log.warning(*_shown(text, args))
 
     def exception(self, text: str, *args: object) -> None:
         """Write a line, and the exception that is handled just now."""
         with alarm_waits():
-            self._log.exception(text, *args)
+            self._log.exception(*_shown(text, args))
+
+
+def _shown(text: str, args: Sequence[object]) -> tuple[object, ...]:
+    """Return text and arguments as visible text; numbers stay, for the formats in the text."""
+    return tuple(one if isinstance(one, int | float) else sky.shown_text.indented(str(one)) for one in (text, *args))
 
 
 def lines_for_log(news: sky.CallNews) -> list[tuple[int, str]]:
     """Return the new lines of a call for the task log, with their levels: those of its log records, or INFO."""
     return [
-        (level or logging.INFO, f"[node {news.node or 0}] {line}")
+        (level or logging.INFO, sky.shown_text.each_line(f"[node {news.node or 0}] ", line))
         for line, level in zip(news.lines, news.levels, strict=True)
     ]

@@ -22,6 +22,7 @@ import skyward_core as sky
 from airflow_provider_skyward.airflow_compat import known_level
 from airflow_provider_skyward.call_follower import CallFollower
 from airflow_provider_skyward.connections import credentials_in_triggerer, ledger_of_triggerer, ledger_url_in_triggerer
+from airflow_provider_skyward.task_log import TaskLog
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 10.0
 PAUSE_SHARE = 0.02
@@ -78,13 +79,13 @@ class SkywardTrigger(BaseTrigger):
                 lines, is_over = await loop.run_in_executor(self._thread, self._follower.look)
                 self.cursors = list(self._follower.cursors)
                 for level, line in lines:
-                    self.log.log(known_level(level), "%s", line)
+                    TaskLog(self.log).log(known_level(level), "%s", line)
                 if is_over:
                     break
                 pause = PAUSE_SHARE * (time.monotonic() - began)
                 await asyncio.sleep(min(LONGEST_PAUSE_SECONDS, max(FIRST_PAUSE_SECONDS, pause)))
         except (sky.NodeLost, sky.LeaseLost, sky.BadRequest) as error:
-            self.log.warning("the pool %s cannot be followed any more: %s", self.pool_id, error)
+            TaskLog(self.log).warning("the pool %s cannot be followed any more: %s", self.pool_id, error)
         finally:
             await self._leave()
         await asyncio.sleep(max(0.0, LEAST_SECONDS - (time.monotonic() - began)))

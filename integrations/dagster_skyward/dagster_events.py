@@ -8,6 +8,9 @@ from dagster._core.events import AssetObservationData, DagsterEvent, EngineEvent
 from dagster._utils.error import serializable_error_info_from_exc_info
 from dagster_shared.error import SerializableErrorInfo
 
+import skyward_core as sky
+from dagster_skyward.metadata import shown
+
 
 def report_observation(
     instance: dg.DagsterInstance, run: dg.DagsterRun, step: str, observation: dg.AssetObservation, message: str
@@ -27,7 +30,9 @@ def report_note(
     instance: dg.DagsterInstance, run: dg.DagsterRun, step: str, message: str, metadata: Mapping[str, Any]
 ) -> None:
     """Write an engine event with metadata into the log of a run. Without a step it is the run's."""
-    instance.report_engine_event(message, run, EngineEventData(metadata=dict(metadata)), step_key=step or None)
+    instance.report_engine_event(
+        sky.shown_text.visible_lines(message), run, EngineEventData(metadata=shown(metadata)), step_key=step or None
+    )
 
 
 def report_span(
@@ -41,7 +46,7 @@ def report_span(
 ) -> None:
     """Write the begin or the end of a span of the Gantt chart. Without a step it is the run's."""
     data = EngineEventData(marker_start=start, marker_end=end)
-    instance.report_engine_event(message, run, data, step_key=step or None)
+    instance.report_engine_event(sky.shown_text.visible_lines(message), run, data, step_key=step or None)
 
 
 def report_error(
@@ -53,4 +58,17 @@ def report_error(
         if error is None or error.__traceback__ is None
         else serializable_error_info_from_exc_info((type(error), error, error.__traceback__))
     )
-    instance.report_engine_event(message, run, EngineEventData.engine_error(info), step_key=step or None)
+    data = EngineEventData.engine_error(_visible_error(info))
+    instance.report_engine_event(sky.shown_text.visible_lines(message), run, data, step_key=step or None)
+
+
+def _visible_error(info: SerializableErrorInfo) -> SerializableErrorInfo:
+    """Return an error and its causes as visible text: one of a node or a provider may be among them."""
+    visible = sky.shown_text.visible_lines
+    return SerializableErrorInfo(
+        visible(info.message),
+        list(map(visible, info.stack)),
+        info.cls_name,
+        cause=_visible_error(info.cause) if info.cause is not None else None,
+        context=_visible_error(info.context) if info.context is not None else None,
+    )

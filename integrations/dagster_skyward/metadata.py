@@ -145,6 +145,13 @@ def asset_tags_of(context: StepContext) -> set[str]:
         return set()
 
 
+def shown(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metadata in which each text is visible, names too: what nodes report and providers say is in it, and a
+    database that cannot take one character would lose the event.
+    """
+    return sky.shown_text.visible_data(dict(metadata))
+
+
 def plain(usage: Usage) -> dict[str, Any]:
     """Return a usage as metadata: numbers and text."""
     return _total({0: usage})
@@ -247,13 +254,14 @@ def _set(context: dg.AssetExecutionContext | dg.OpExecutionContext, output: str,
     """Set metadata with `add_output_metadata` for assets too: `add_asset_metadata` does not work if an asset is invoked
     directly, in a test (Dagster 1.13).
     """
+    found = shown(metadata)
     try:
-        context.add_output_metadata(dict(metadata), output_name=output)
+        context.add_output_metadata(found, output_name=output)
     # the output was already yielded, or a directly invoked one has metadata, which Dagster sets only once
     except dg.DagsterInvariantViolationError:
         recorded = context.get_output_metadata(output)
         if isinstance(recorded, dict):
-            recorded.update(metadata)
+            recorded.update(found)
     if step_key(context) is None:
         _let_merge(context)
 

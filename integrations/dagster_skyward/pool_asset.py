@@ -7,6 +7,8 @@ from typing import Any
 
 import dagster as dg
 
+from dagster_skyward.metadata import shown
+
 POOLS = ("skyward", "pools")
 """The first parts of their keys. The job or the name follows."""
 OF_DAGSTER = "__"
@@ -91,4 +93,4 @@ def _users(receipts: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _table(rows: Iterable[dict[str, Any]]) -> dg.TableMetadataValue:
-    return dg.MetadataValue.table([dg.TableRecord(row) for row in rows])
+    return dg.MetadataValue.table([dg.TableRecord(shown(row)) for row in rows])

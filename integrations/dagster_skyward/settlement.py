@@ -300,7 +300,7 @@ def _receipts(run: dg.DagsterRun, step: str) -> list[dict[str, Any]]:
 
 def _as_metadata(receipts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     found = receipts[0] if len(receipts) == 1 else list(receipts)
-    return {RECEIPT: dg.MetadataValue.json(found)} if found else {}
+    return {RECEIPT: dg.MetadataValue.json(sky.shown_text.visible_data(found))} if found else {}
 
 
 def _note_total(instance: dg.DagsterInstance, run_id: str, parts: Sequence[sky.CostPart]) -> None:

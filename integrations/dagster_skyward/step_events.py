@@ -15,7 +15,7 @@ import dagster as dg
 
 import skyward_core as sky
 from dagster_skyward.dagster_events import report_observation
-from dagster_skyward.metadata import StepContext, assets_of, is_of_step, partition_of, step_key, work_of
+from dagster_skyward.metadata import StepContext, assets_of, is_of_step, partition_of, shown, step_key, work_of
 from dagster_skyward.step_log import Log, LogWriter
 from dagster_skyward.step_report import (
     BOOTSTRAP,
@@ -177,5 +177,5 @@ class StepEvents:
             return
         work = work_of(context)
         for asset in assets_of(context):
-            observation = dg.AssetObservation(asset, metadata=metadata, partition=partition_of(work))
+            observation = dg.AssetObservation(asset, metadata=shown(metadata), partition=partition_of(work))
             report_observation(self._instance, self._run, work.task, observation, "the step runs")

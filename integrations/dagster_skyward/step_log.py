@@ -8,6 +8,8 @@ from itertools import groupby
 
 import dagster as dg
 
+import skyward_core as sky
+
 type Log = dg.DagsterLogManager
 type _Item = tuple[Log, int, str] | threading.Event | Callable[[], object]
 """A line, the mark of a flush, or another write."""
@@ -30,8 +32,8 @@ class LogWriter:
         self._ended = threading.Event()
 
     def write(self, log: Log, level: int, text: str) -> None:
-        """Queue a line, from any thread."""
-        self._put((log, level, text))
+        """Queue a line, from any thread. It is written as visible text (`sky.shown_text`)."""
+        self._put((log, level, sky.shown_text.visible_lines(text)))
 
     def do(self, work: Callable[[], object]) -> None:
         """Queue another write to Dagster's storage, in order with the lines. Its errors are logged."""

@@ -4,7 +4,6 @@ Spans of the Gantt chart are pairs of engine events with markers. Everything is 
 """
 
 import base64
-import html
 import math
 import sys
 import time
@@ -16,6 +15,7 @@ import dagster as dg
 
 import skyward_core as sky
 from dagster_skyward.dagster_events import report_error, report_span
+from dagster_skyward.metadata import shown
 
 PROVISION, BOOTSTRAP, RUN, WAIT = "skyward_provision", "skyward_bootstrap", "skyward_run", "skyward_wait"
 """Spans: machines are requested; they are prepared; the step uses the pool; its calls wait for slots of others."""
@@ -69,7 +69,7 @@ def _picture(use: sky.Utilisation) -> str:
         points = its.points * (2 if its.count == 1 else 1)
         places = ((LEFT + WIDE * at / (len(points) - 1), _height(one)) for at, one in enumerate(points))
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        colour, words = COLOURS[name], html.escape(use.words_of(name))
+        colour, words = COLOURS[name], sky.shown_text.html(use.words_of(name))
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
         parts.append(f'<text x="{LEFT + WIDE + 12}" y="{20 + 18 * number}" fill="{colour}">{words}</text>')
     start = f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDE + 170}" height="{HIGH + 20}"'
@@ -139,17 +139,19 @@ def node_table(pool: sky.ComputePool, consoles: Mapping[str, str | None]) -> Map
 def _record(node: sky.Node, console: str | None) -> dg.TableRecord:
     machine = node.instance
     return dg.TableRecord(
-        {
-            "node": node.rank,
-            "machine": machine.id,
-            "provider": machine.provider,
-            "region": machine.region,
-            "type": machine.instance_type,
-            "market": "spot" if machine.is_spot else "on demand",
-            "USD per hour": machine.price_per_hour,
-            "slots": node.workers * node.slots,
-            "console": console or "",
-        }
+        shown(
+            {
+                "node": node.rank,
+                "machine": machine.id,
+                "provider": machine.provider,
+                "region": machine.region,
+                "type": machine.instance_type,
+                "market": "spot" if machine.is_spot else "on demand",
+                "USD per hour": machine.price_per_hour,
+                "slots": node.workers * node.slots,
+                "console": console or "",
+            }
+        )
     )
 
 
@@ -173,7 +175,7 @@ def savings(pool: sky.ComputePool, cost_usd: float) -> float:
 def print_line(event: sky.LogLine) -> None:
     """Print a node's line to the same stream of this process, which Dagster shows beside the run."""
     stream: TextIO = sys.stderr if event.stream == "stderr" else sys.stdout
-    print(f"[node {event.node}] {event.line}", file=stream, flush=True)
+    print(sky.shown_text.each_line(f"[node {event.node}] ", event.line), file=stream, flush=True)
 
 
 def is_due(moved_at: float, seconds: float) -> bool:

@@ -90,12 +90,12 @@ def _sweep_job(providers: Sequence[sky.Provider] | None) -> dg.JobDefinition:
         for finding in report.findings:
             context.log.info("%s", _as_line(finding))
         for line in report.pruned:
-            context.log.info("removed, because it is not used any more: %s", line)
+            context.log.info("removed, because it is not used any more: %s", sky.shown_text.visible(line))
         metadata = {"findings": len(report.findings), "ended": [_as_line(finding) for finding in report.ended]}
         if report.failures:
             raise dg.Failure(
                 "some machines could not be listed or ended; the next sweep tries again: "
-                + "; ".join(map(str, report.failures)),
+                + "; ".join(sky.shown_text.visible(str(failure)) for failure in report.failures),
                 metadata=metadata,
             )
         context.add_output_metadata(metadata)
@@ -108,7 +108,7 @@ def _sweep_job(providers: Sequence[sky.Provider] | None) -> dg.JobDefinition:
 
 
 def _as_line(finding: Any) -> str:
-    return (
+    return sky.shown_text.visible(
         f"{finding.action} {', '.join(finding.resource_ids)} of {finding.pool_id} at {finding.provider}:"
         f" {finding.reason}"
     )

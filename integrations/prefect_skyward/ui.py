@@ -71,7 +71,8 @@ class RunLog:
             return cls.of_flow()
 
     def say(self, level: int, text: str) -> None:
-        """Write one line at a level of `logging`.
+        """Write one line at a level of `logging`. Its text is visible (`sky.shown_text`): one record that cannot be
+        encoded would take the lines of all runs with it, because Prefect sends them in batches.
 
         Does not raise the SystemExit of a console whose reader was killed, as a worker may be: it would end a thread
         that has the machines to end. The API has the line by then. While the interpreter ends, Prefect starts no worker
@@ -79,12 +80,13 @@ class RunLog:
         """
         logger = self.logger if threading.main_thread().is_alive() else get_logger("skyward")
         with contextlib.suppress(SystemExit):  # rich's, `Console.on_broken_pipe`
-            self.run(logger.log, level, "%s", text)
+            self.run(logger.log, level, "%s", sky.shown_text.visible_lines(text))
 
     def say_record(self, level: int, text: str) -> None:
         """Write a record that a node has made, also below the level of the run's logger: the levels of this process's
-        loggers, extra ones too, have held on the node.
+        loggers, extra ones too, have held on the node. Its text is visible, as that of `say`.
         """
+        text = sky.shown_text.visible_lines(text)
         logger, extra = self.logger, {}
         if isinstance(logger, logging.LoggerAdapter):
             logger, extra = logger.logger, dict(logger.extra or {})
@@ -96,18 +98,19 @@ class RunLog:
     def say_line(self, line: sky.LogLine) -> None:
         """Write a line of a node."""
         log, text = self._log_of(line.line) if self.has_nested_runs else (self, line.line)
+        text = sky.shown_text.each_line(f"[node {line.node}] ", text)
         if not line.is_shown:
-            log.say(logging.DEBUG, f"[node {line.node}] {text}")
+            log.say(logging.DEBUG, text)
             return
         write = log.say_record if line.level else log.say
-        write(line.level or logging.INFO, f"[node {line.node}] {text}")
+        write(line.level or logging.INFO, text)
 
     def _log_of(self, text: str) -> tuple[Self, str]:
         """Return the log of the run that a line names, and the rest of the line."""
         if (found := _OF_A_RUN.match(text)) is None:
             return self, text
         try:
-            names = {str(name): str(value) for name, value in json.loads(found[2]).items()}
+            names = {str(name): str(value) for name, value in sky.shown_text.visible_data(json.loads(found[2])).items()}
         except ValueError:  # a line of the function's own that begins so
             return self, text
         logger = PrefectLogAdapter(get_logger(f"prefect.{found[1]}_runs"), extra=names)

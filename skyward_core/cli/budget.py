@@ -11,7 +11,7 @@ import typer
 
 from skyward_core.cli import values
 from skyward_core.cli.options import AsJson, open_ledger
-from skyward_core.cli.printing import money, print_json, print_table, print_warnings
+from skyward_core.cli.printing import money, print_json, print_table, print_warnings, say
 from skyward_core.errors import ZERO_USD
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def set_(
 
     with open_ledger(context) as ledger:
         ledger.set_account(Account(name, limit, Period(per)))
-    print(f"{name}: {limit:f} USD per {per}")
+    say(f"{name}: {limit:f} USD per {per}")
     return 0
 
 

@@ -22,6 +22,7 @@ from skyward_core.cli.printing import (
     stack_text,
 )
 from skyward_core.errors import ZERO_USD
+from skyward_core.shown_text import visible
 
 if TYPE_CHECKING:
     from skyward_core.ledger.rows import CallEntry, UnreadableRow
@@ -210,8 +211,8 @@ def more(found: CallList, limit: int) -> str:
 def stacks_text(found: CallList, limit: int) -> str:
     """Return the stacks of the running calls, the newest frame of each thread first."""
     return "\n\n".join(
-        f"{STACKS_OF} {one.call_id} ({one.function or 'unknown function'}), process {one.pid} on node {one.node}\n"
-        + stack_text(one.stacks)
+        f"{STACKS_OF} {visible(one.call_id)} ({visible(one.function) or 'unknown function'}), process {one.pid} on node"
+        f" {one.node}\n" + stack_text(one.stacks)
         for one in found.calls[:limit]
         if one.stacks is not None
     )

@@ -11,7 +11,7 @@ import typer
 
 from skyward_core.cli import values
 from skyward_core.cli.options import AsJson, provider_from
-from skyward_core.cli.printing import FAILED, print_json, print_table, print_warnings
+from skyward_core.cli.printing import FAILED, print_json, print_table, print_warnings, say
 
 if TYPE_CHECKING:
     from skyward_core.config.report import Configuration, Value
@@ -40,7 +40,7 @@ def show(
         print_json(_settings_json(found))
     else:
         print_table(*_settings_table(found))
-        print(_settings_summary(found))
+        say(_settings_summary(found))
     return print_warnings([found.fault] if found.fault else [])
 
 
@@ -77,7 +77,7 @@ def doctor(
         print_json(_checks_json(checks))
     else:
         print_table(*_checks_table(checks))
-        print(_checks_summary(checks))
+        say(_checks_summary(checks))
     return FAILED if _has_failed(checks) else 0
 
 

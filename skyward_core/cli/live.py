@@ -24,11 +24,12 @@ from skyward_core.cli.printing import (
     print_json_line,
     print_table,
     print_warnings,
+    say,
     stack_text,
     table_text,
-    visible,
 )
 from skyward_core.errors import BadRequest, LedgerConflict, LedgerError
+from skyward_core.shown_text import each_line, visible, visible_lines
 
 if TYPE_CHECKING:
     from skyward_core.events.events import Metrics
@@ -92,7 +93,7 @@ def logs(
                 print_json_line(_line_json(one))
         else:
             for one in followed(source) if follow else source.all():
-                print(visible(_line_text(one)), flush=follow)
+                print(_line_text(one), flush=follow)
         if isinstance(source, CallLog):
             _note_state(context, nodes.pool_id, source)
     return code
@@ -108,7 +109,7 @@ def _note_state(context: typer.Context, pool_id: str, call: CallLog) -> None:
     except LedgerConflict:
         pass  # a pool of another ledger
     except LedgerError as error:  # the output is there; the next look writes the state
-        print(f"skyward: the state of the call is not in the ledger: {error}", file=sys.stderr)
+        say(f"skyward: the state of the call is not in the ledger: {error}", is_error=True)
 
 
 def metrics(context: typer.Context, pool: PoolName, *, as_json: AsJson = False) -> int:
@@ -190,7 +191,7 @@ def dashboard(context: typer.Context, pool: PoolName) -> int:
     with Observer(nodes_of(context, pool)) as observer:
         observer.dask_page(START)
         with DaskServer(0, secrets.token_urlsafe(TOKEN_BYTES), DaskPages(observer)) as server:
-            print(server.url, flush=True)
+            say(server.url, is_now=True)
             print(f"skyward: Ctrl-C ends the pages; {WHO_READS}", file=sys.stderr, flush=True)
             try:
                 server.serve_forever()
@@ -303,7 +304,7 @@ def _line_json(one: Line) -> dict[str, Any]:
 
 
 def _line_text(one: Line) -> str:
-    return one.text if one.node == OF_A_CALL else f"[node {one.node}] {one.text}"
+    return visible_lines(one.text) if one.node == OF_A_CALL else each_line(f"[node {one.node}] ", one.text)
 
 
 def use_json(one: NodeUse) -> dict[str, Any]:
@@ -379,7 +380,7 @@ def _stacks_json(found: Sequence[WorkerStacks]) -> list[dict[str, Any]]:
 def _stacks_text(found: Sequence[WorkerStacks]) -> str:
     """Return the stacks of all slots, the newest frame of each thread first."""
     parts = [
-        f"worker {one.worker}, slot {number}, process {slot.pid}, {_busy_text(slot.busy_seconds)}\n"
+        f"worker {visible(one.worker)}, slot {number}, process {slot.pid}, {_busy_text(slot.busy_seconds)}\n"
         + stack_text(slot.text)
         for one in found
         for number, slot in enumerate(one.slots or ())

@@ -12,7 +12,7 @@ import typer
 
 from skyward_core.cli import values
 from skyward_core.cli.options import AsJson, providers_from
-from skyward_core.cli.printing import FAILED, duration, money, number_of, print_json, print_table, print_warnings
+from skyward_core.cli.printing import FAILED, duration, money, number_of, print_json, print_table, print_warnings, say
 
 if TYPE_CHECKING:
     from skyward_core.machines.offers import Offer
@@ -86,7 +86,7 @@ def offers(
         return 0 if shown else FAILED
     if shown:
         print_table(*_offers_table(shown))
-        print(_offers_summary(found, shown))
+        say(_offers_summary(found, shown))
     print_warnings(found.refusals)
     return 0 if shown else FAILED
 
@@ -116,7 +116,8 @@ def quote(
     else:
         if any(quotes.values()):
             print_table(*_quote_table(quotes))
-        print("\n".join(_quote_summary(quotes)))
+        for line in _quote_summary(quotes):
+            say(line)
     print_warnings([*warnings, *_faults(quotes)])
     return FAILED if warnings or _faults(quotes) else 0
 

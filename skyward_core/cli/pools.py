@@ -21,7 +21,17 @@ from skyward_core.cli.options import (
     open_settled_ledger,
     provider_from,
 )
-from skyward_core.cli.printing import duration, first_of, iso, money, number_of, print_json, print_table, print_warnings
+from skyward_core.cli.printing import (
+    duration,
+    first_of,
+    iso,
+    money,
+    number_of,
+    print_json,
+    print_table,
+    print_warnings,
+    say,
+)
 from skyward_core.errors import ZERO_USD, BadRequest
 
 if TYPE_CHECKING:
@@ -56,7 +66,7 @@ def ps(
     else:
         print_table(*_pools_table(pools, {row.entry.id: str(row.entry.work) for row in rows}))
         if len(pools) == limit:
-            print(f"the newest {limit}; --limit shows more")
+            say(f"the newest {limit}; --limit shows more")
     return print_warnings([*unreadable, *faults(rows)])
 
 
@@ -88,7 +98,7 @@ def stop(
     if as_json:
         print_json({"pool": pool_id, "ended": list(ended), "is_known": is_known})
     else:
-        print(_stopped(pool_id, ended, is_known=is_known, provider=None if credentials is None else credentials.name))
+        say(_stopped(pool_id, ended, is_known=is_known, provider=None if credentials is None else credentials.name))
     return 0
 
 
@@ -114,9 +124,9 @@ def why(context: typer.Context, pool: PoolId, *, as_json: AsJson = False) -> int
     elif attempts:
         print_table(*_attempts_table(attempts))
         for note in _notes(entry, attempts):
-            print(note)
+            say(note)
     else:
-        print(_none_known(entry))
+        say(_none_known(entry))
     return print_warnings(unreadable)
 
 
@@ -140,7 +150,7 @@ def warm(
     if as_json:
         print_json(_warm_json(row))
     else:
-        print(_warm_text(row))
+        say(_warm_text(row))
     return 0
 
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from skyward_core.shown_text import indented, visible
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -17,6 +19,11 @@ READABLE_CHARACTERS = 16
 """A text needs at least this many columns before it is folded."""
 WIDE = 400
 """Columns where stdout is no terminal: nothing is folded there, so that `grep` finds whole lines."""
+
+
+def say(text: str, *, is_error: bool = False, is_now: bool = False) -> None:
+    """Print a text of our own, in which names and texts of others may stand (`shown_text.py`)."""
+    print(indented(text), file=sys.stderr if is_error else sys.stdout, flush=is_now)
 
 
 def print_json(data: object) -> None:
@@ -39,13 +46,6 @@ def print_warnings(warnings: Iterable[object]) -> int:
 def one_line(text: object) -> str:
     """Return a text, an error's for example, as one visible line."""
     return visible(" ".join(str(text).split()))
-
-
-def visible(text: str) -> str:
-    """Return a text with its control characters written out: other users may have written it, and a terminal executes
-    them.
-    """
-    return text if text.isprintable() else "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 def stack_text(stacks: str) -> str:

@@ -11,7 +11,17 @@ import typer
 
 from skyward_core.cli import values
 from skyward_core.cli.options import AsJson, open_ledger, providers_from
-from skyward_core.cli.printing import FAILED, TO_DO, first_of, iso, number_of, print_json, print_table, print_warnings
+from skyward_core.cli.printing import (
+    FAILED,
+    TO_DO,
+    first_of,
+    iso,
+    number_of,
+    print_json,
+    print_table,
+    print_warnings,
+    say,
+)
 
 if TYPE_CHECKING:
     from skyward_core.cleanup.policy import Finding
@@ -62,7 +72,8 @@ def sweep(
         if report.findings:
             print_table(*_sweep_table(report))
         print_warnings(report.failures)
-        print(_sweep_summary(report, is_dry_run=not yes))
+        for line in _sweep_summary(report, is_dry_run=not yes):
+            say(line)
     if yes:
         print_warnings(_complete_bills(is_quiet=as_json))
     if report.failures:
@@ -81,7 +92,7 @@ def _complete_bills(*, is_quiet: bool) -> Iterator[str]:
             yield f"{entry.name}: the costs of runs whose processes were killed could not be completed: {error}"
         else:
             if count and not is_quiet:
-                print(f"{entry.name}: the final costs of {count} {'run' if count == 1 else 'runs'} were written")
+                say(f"{entry.name}: the final costs of {count} {'run' if count == 1 else 'runs'} were written")
 
 
 def _completed(entry: EntryPoint) -> int:
@@ -113,7 +124,7 @@ def prune(
     if as_json:
         print_json(_pruned_json(pruned, before, is_dry_run=not yes))
     else:
-        print(_pruned_summary(pruned, before, is_dry_run=not yes))
+        say(_pruned_summary(pruned, before, is_dry_run=not yes))
     return TO_DO if pruned.pools and not yes else 0
 
 
@@ -154,10 +165,10 @@ def _sweep_table(report: SweepReport) -> tuple[list[str], list[list[str]]]:
     ]
 
 
-def _sweep_summary(report: SweepReport, *, is_dry_run: bool) -> str:
+def _sweep_summary(report: SweepReport, *, is_dry_run: bool) -> list[str]:
     """Return what was pruned, one line each, and last what was done or remains to do."""
     pruned = [f"{'to be taken away' if is_dry_run else 'taken away'}: {line}" for line in report.pruned]
-    return "\n".join([*pruned, _last_line(report, is_dry_run=is_dry_run)])
+    return [*pruned, _last_line(report, is_dry_run=is_dry_run)]
 
 
 def _last_line(report: SweepReport, *, is_dry_run: bool) -> str:

@@ -41,6 +41,7 @@ from skyward_core.events.utilisation import MEASURES, percentages
 from skyward_core.ledger.receipt import receipt
 from skyward_core.ledger.rows import CostBy, ResourceKind, UnreadableRow
 from skyward_core.live.observer import NodeUse, PoolUses
+from skyward_core.shown_text import visible_data
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -204,8 +205,8 @@ class Answer:
 
     @classmethod
     def of(cls, data: object) -> Self:
-        """Return data as JSON."""
-        return cls(json.dumps(data).encode())
+        """Return data as JSON in which each text is visible; the page makes it text of HTML."""
+        return cls(json.dumps(visible_data(data)).encode())
 
 
 class Answers(Protocol):

@@ -11,7 +11,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Protocol, TextIO, override
+from typing import TYPE_CHECKING, Any, Protocol, TextIO, override
 
 from skyward_core.errors import BadRequest, meant
 from skyward_core.events.events import (
@@ -35,6 +35,7 @@ from skyward_core.events.events import (
 )
 from skyward_core.events.narrator import Narrator, not_well, usd
 from skyward_core.events.notebook import NotebookDisplay, kernel
+from skyward_core.shown_text import each_line
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -242,7 +243,9 @@ def _others_listen() -> bool:
 
 
 class _MessageFormatter(logging.Formatter):
-    """`skyward  launching ...` for our lines; a node's lines say themselves where they come from."""
+    """`skyward  launching ...` for our lines; a node's lines say themselves where they come from. Tracebacks are
+    indented.
+    """
 
     @override
     def formatMessage(self, record: logging.LogRecord) -> str:
@@ -250,6 +253,10 @@ class _MessageFormatter(logging.Formatter):
             return record.message
         level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
         return f"skyward  {level}{record.message}"
+
+    @override
+    def formatException(self, ei: Any) -> str:
+        return each_line("  ", super().formatException(ei))
 
 
 # ── spinner ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -12,22 +12,46 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from skyward_core.errors import Refusal
+from skyward_core.shown_text import is_visible, visible, visible_data, visible_lines, visible_logger
 from skyward_core.work import NO_WORK, Work
 
 _callback: ContextVar[Callback | None] = ContextVar("skyward_callback", default=None)
-_log = logging.getLogger("skyward")
+_log = visible_logger("skyward")
 
 
 type ProviderName = str
 """A provider's short name: "local", "aws", ..."""
 
+
+_OF_LINES = frozenset({"line", "message", "reason"})
+"""Fields whose texts may have several lines."""
+
+
+class _Event:
+    """Makes each text of an event visible when the event is made: a node or a provider may have written it, and any
+    display, log or page may show it (`shown_text.py`).
+    """
+
+    __slots__ = ()
+    __match_args__: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name in self.__match_args__:
+            value = getattr(self, name)
+            if type(value) is str and not is_visible(value):
+                object.__setattr__(self, name, visible_lines(value) if name in _OF_LINES else visible(value))
+            elif type(value) in (dict, tuple):
+                object.__setattr__(self, name, visible_data(value))
+
+
 # ── provision ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
-class InfraCreating:
+class InfraCreating(_Event):
     """The pool begins to look for machines: it is written down in the ledger under this id, and nothing is rented yet.
 
     `work` is that to which it belongs: empty for a pool to which its user has given a name.
@@ -38,7 +62,7 @@ class InfraCreating:
 
 
 @dataclass(frozen=True, slots=True)
-class InfraCreated:
+class InfraCreated(_Event):
     """A provider sells what the spec needs, in this region; it is about to be rented.
 
     `price_per_hour` is the price of all machines with all extras, None if it is unknown. `candidates` is how many ways
@@ -53,7 +77,7 @@ class InfraCreated:
 
 
 @dataclass(frozen=True, slots=True)
-class CandidateRefused(Refusal):
+class CandidateRefused(Refusal, _Event):
     """One that might have rented out the machines did not; the next one is tried.
 
     The fields are those of `errors.Refusal`.
@@ -61,7 +85,7 @@ class CandidateRefused(Refusal):
 
 
 @dataclass(frozen=True, slots=True)
-class InstanceLaunching:
+class InstanceLaunching(_Event):
     """Machines are being requested; from here on they may cost money."""
 
     count: int
@@ -70,7 +94,7 @@ class InstanceLaunching:
 
 
 @dataclass(frozen=True, slots=True)
-class InstanceProvisioned:
+class InstanceProvisioned(_Event):
     """A machine exists. Prices are USD per hour, None where the provider does not sell it so.
 
     `accelerator` is what its calls may use ("A100", "2 x T4"), None without one. `console_url` is the page of the
@@ -93,14 +117,14 @@ class InstanceProvisioned:
 
 
 @dataclass(frozen=True, slots=True)
-class BootstrapStarting:
+class BootstrapStarting(_Event):
     """A machine is being prepared."""
 
     instance_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class BootstrapProgress:
+class BootstrapProgress(_Event):
     """A machine enters a step: "uv", "apt", "deps", "keep", "skyward", "volumes", "shell", "mig" or "server"."""
 
     instance_id: str
@@ -108,14 +132,14 @@ class BootstrapProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class BootstrapCompleted:
+class BootstrapCompleted(_Event):
     """A machine is a node: its workers have joined the pool."""
 
     instance_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class PoolReady:
+class PoolReady(_Event):
     """All nodes have joined; calls can run. `slots` is how many run at once, `seconds` how long opening took."""
 
     pool_id: str
@@ -125,7 +149,7 @@ class PoolReady:
 
 
 @dataclass(frozen=True, slots=True)
-class NodesScaled:
+class NodesScaled(_Event):
     """A pool of `nodes=(least, most)` is to have another number of nodes from now on; `before` is the number so far.
 
     New ones take calls when they have joined, and those that leave end their calls first.
@@ -140,7 +164,7 @@ class NodesScaled:
 
 
 @dataclass(frozen=True, slots=True)
-class CallProgress:
+class CallProgress(_Event):
     """How many calls this pool was given, how many have ended, well or not, and how many were cancelled; at most ten a
     second.
 
@@ -154,7 +178,7 @@ class CallProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class Metrics:
+class Metrics(_Event):
     """A sample of one node.
 
     Percent is 0 to 100 of the whole machine, memory in MB = 10⁶ bytes, temperature in °C; GPU values are means
@@ -175,7 +199,7 @@ class Metrics:
 
 
 @dataclass(frozen=True, slots=True)
-class CallReported:
+class CallReported(_Event):
     """Metrics that a running call has reported with `sky.report`.
 
     `call_id` names the call, as in `LogLine`; `step` is None if the call named none. `values` has the last value of
@@ -196,9 +220,11 @@ class CallReported:
 
 
 @dataclass(frozen=True, slots=True)
-class LogLine:
-    """One line that a call wrote, without its line end; or one log record, with its traceback.
+class LogLine(_Event):
+    r"""One line that a call wrote, without its line end; or one log record, with its traceback.
 
+    `line` is visible text: control characters and what shows nothing are written out, as "\x1b", and colours are left
+    out. Tabs stay, and line breaks between the lines of a record.
     `timestamp` is the node's clock, seconds since 1970; `call_id` names the call
     (`None`: written between calls), `stream` is "stdout" or "stderr". `level` is
     that of a log record, as in `logging` (30 is WARNING); None for other lines.
@@ -217,19 +243,23 @@ class LogLine:
     place: int | None = None
     is_shown: bool = True
 
+    def __post_init__(self) -> None:  # as for all events; a map may print 100,000 lines
+        if not is_visible(f"{self.line}{self.stream}{self.instance_id}{self.call_id}"):
+            _Event.__post_init__(self)
+
 
 # ── shut-down ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
-class InstanceStopping:
+class InstanceStopping(_Event):
     """A machine is being given back."""
 
     instance_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class InstanceLost:
+class InstanceLost(_Event):
     """A machine went away without a request; `reason` says how it was noticed."""
 
     instance_id: str
@@ -238,7 +268,7 @@ class InstanceLost:
 
 
 @dataclass(frozen=True, slots=True)
-class InstancesUnconfirmed:
+class InstancesUnconfirmed(_Event):
     """The pool has ended, and these machines could not be confirmed gone. Their ledger entries stay open; the pool's
     reaper, and every sweep, asks again.
 
@@ -252,7 +282,7 @@ class InstancesUnconfirmed:
 
 
 @dataclass(frozen=True, slots=True)
-class PreemptionNoticed:
+class PreemptionNoticed(_Event):
     """The cloud will take a spot machine back: it gets no more calls, and another one is prepared to
     take its place.
 
@@ -269,7 +299,7 @@ class PreemptionNoticed:
 
 
 @dataclass(frozen=True, slots=True)
-class RebalanceRecommended:
+class RebalanceRecommended(_Event):
     """At `at` (seconds since 1970) the cloud noted that it may soon take a spot machine back.
 
     Nothing else happens.
@@ -281,7 +311,7 @@ class RebalanceRecommended:
 
 
 @dataclass(frozen=True, slots=True)
-class CallRetrying:
+class CallRetrying(_Event):
     """A call runs again, for its node was lost under it: the `attempt`-th time (2: the first time again) of at most
     `attempts`.
     """
@@ -293,7 +323,7 @@ class CallRetrying:
 
 
 @dataclass(frozen=True, slots=True)
-class CallsWaiting:
+class CallsWaiting(_Event):
     """No call of this process has run for `seconds`, because others hold the slots of the pool: `calls` wait. `holder`
     has held one longest, for `held_seconds`; it is named by its run, else by its process.
 
@@ -308,7 +338,7 @@ class CallsWaiting:
 
 
 @dataclass(frozen=True, slots=True)
-class ContactLost:
+class ContactLost(_Event):
     """A node does not answer this client any more; it may live and be reached again (`ContactRegained`), or turn out to
     be lost (`InstanceLost`).
     """
@@ -319,7 +349,7 @@ class ContactLost:
 
 
 @dataclass(frozen=True, slots=True)
-class ContactRegained:
+class ContactRegained(_Event):
     """A node answers again, after `seconds` of silence."""
 
     instance_id: str
@@ -328,7 +358,7 @@ class ContactRegained:
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterRestarting:
+class ClusterRestarting(_Event):
     """The head was lost: the cluster comes up anew on the nodes that are left and those that replace the lost ones;
     `PoolReady` follows when it works again.
     """
@@ -337,7 +367,7 @@ class ClusterRestarting:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolStopping:
+class PoolStopping(_Event):
     """The pool gives its machines back."""
 
 
@@ -345,7 +375,7 @@ class PoolStopping:
 
 
 @dataclass(frozen=True, slots=True)
-class CostUpdate:
+class CostUpdate(_Event):
     """The bill so far. `hourly_rate` is what all machines of the pool cost per hour now."""
 
     elapsed_seconds: float
@@ -356,7 +386,7 @@ class CostUpdate:
 
 
 @dataclass(frozen=True, slots=True)
-class CostFinal:
+class CostFinal(_Event):
     """The whole bill, in USD, in any way that the pool ends: exactly once, in the process that keeps the pool then. It
     is that of the ledger, if that answers. A process that leaves the pool to others has `PoolLeft` instead.
 
@@ -373,7 +403,7 @@ class CostFinal:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolLeft:
+class PoolLeft(_Event):
     """This process uses the pool no more, and has no more events of it; the pool goes on: for other processes, warm, or
     by its lease. `cost_so_far` is that of the pool, in USD, and `hourly_rate` what its machines cost from now on.
 
@@ -387,7 +417,7 @@ class PoolLeft:
 
 
 @dataclass(frozen=True, slots=True)
-class BudgetWarning:
+class BudgetWarning(_Event):
     """The money runs low: most of `limit_usd` (`max_cost`, None if there is none) is spent, or `account` has no more to
     reserve; `reason` in words.
     """
@@ -402,7 +432,7 @@ class BudgetWarning:
 
 
 @dataclass(frozen=True, slots=True)
-class Error:
+class Error(_Event):
     """Something went wrong; the error itself is raised where the caller is."""
 
     message: str

@@ -40,6 +40,7 @@ from skyward_core.events.events import (
     SkywardEvent,
 )
 from skyward_core.events.utilisation import Utilisation, written
+from skyward_core.shown_text import each_line, indented
 
 SECONDS_BETWEEN_COSTS = 60.0
 SECONDS_BETWEEN_REPORTS = 60.0
@@ -59,16 +60,24 @@ class Narrator:
         """Since the last line about it."""
 
     def tell(self, event: SkywardEvent) -> tuple[int, str] | None:
-        """Return the level (of `logging`) and the words for an event, or None if it is not worth a line."""
+        """Return the level (of `logging`) and the words for an event, or None if it is not worth a line.
+
+        Each line of a node begins with its number. Of other events all lines but the first are indented, so that no
+        text of a node or a provider looks like a line of ours.
+        """
+        if isinstance(event, LogLine):
+            level = (event.level or logging.INFO) if event.is_shown else logging.DEBUG
+            return level, each_line(f"[node {event.node}] ", event.line)
+        told = self._told(event)
+        return told and (told[0], indented(told[1]))
+
+    def _told(self, event: SkywardEvent) -> tuple[int, str] | None:
         if isinstance(event, Metrics | CallProgress):
             self._use.see(event)
         match event:
             case InstanceProvisioned(instance_id, node):
                 self._nodes[instance_id] = node
                 return logging.INFO, _provisioned(event)
-            case LogLine(node, _, line):
-                level = (event.level or logging.INFO) if event.is_shown else logging.DEBUG
-                return level, f"[node {node}] {line}"
             case CallReported():
                 return self._reported(event)
             case CallProgress():

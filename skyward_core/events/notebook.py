@@ -13,7 +13,6 @@ IPython is never imported here: a process that has not imported it is no kernel.
 from __future__ import annotations
 
 import contextvars
-import html
 import logging
 import sys
 import threading
@@ -44,6 +43,7 @@ from skyward_core.events.events import (
     SkywardEvent,
 )
 from skyward_core.events.narrator import Narrator, not_well, usd
+from skyward_core.shown_text import html
 
 SECONDS_BETWEEN_OUTPUTS = 0.5
 MOST_PROBLEMS = 12
@@ -139,12 +139,12 @@ def as_text(summary: Summary) -> str:
 
 def as_html(summary: Summary) -> str:
     """Return the summary as HTML in which all text is escaped, in the notebook's own style."""
-    rows = [f"<b>skyward</b> {html.escape(_head(summary))}"]
+    rows = [f"<b>skyward</b> {html(_head(summary))}"]
     if (calls := summary.calls) is not None:
         bar = f'<progress value="{calls.done + calls.cancelled}" max="{max(calls.submitted, 1)}"></progress>'
-        rows.append(f"{bar} {html.escape(_calls(summary))}")
-    rows += [html.escape(nodes)] if (nodes := _nodes(summary)) else []
-    rows += [f"<b>{html.escape(problem)}</b>" for problem in _problems(summary)]
+        rows.append(f"{bar} {html(_calls(summary))}")
+    rows += [html(nodes)] if (nodes := _nodes(summary)) else []
+    rows += [f"<b>{html(problem)}</b>" for problem in _problems(summary)]
     return "".join(f"<div>{row}</div>" for row in rows)
 
 

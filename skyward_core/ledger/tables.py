@@ -17,7 +17,7 @@ from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from types import MappingProxyType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast, override
 
 from sqlalchemy import (
     BigInteger,
@@ -33,6 +33,7 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    TypeDecorator,
     case,
     false,
     literal,
@@ -61,12 +62,41 @@ from skyward_core.machines.offers import Extra
 from skyward_core.machines.owner import Owner
 from skyward_core.machines.signing import sign_provider
 from skyward_core.providers.base import kind_of, sensitive_fields
+from skyward_core.shown_text import is_visible, visible_lines
 from skyward_core.work import WORK_CHARACTERS, Work
+
+if TYPE_CHECKING:
+    from sqlalchemy import Dialect
+    from sqlalchemy.types import TypeEngine
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 # ── tables ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 # All names begin with skyward_, because SKYWARD_LEDGER may name a database that holds other tables too.
+
+
+class ShownText(TypeDecorator[str]):
+    """A text that others have written, such as an error or the name of a function: it is stored as visible text
+    (`shown_text.py`), because PostgreSQL takes no NUL and no database takes half of a surrogate pair.
+    """
+
+    impl = Text
+    cache_ok = True
+
+    def __init__(self, characters: int | None = None) -> None:
+        super().__init__(characters)
+        self.characters = characters
+
+    @override
+    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[str]:
+        return dialect.type_descriptor(Text() if self.characters is None else String(self.characters))
+
+    @override
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        if value is None or is_visible(value) or (shown := visible_lines(value)) == value:
+            return value
+        return shown[: self.characters]
+
 
 _ID = BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers rows by itself in INTEGER PRIMARY KEY only
 METADATA = MetaData()
@@ -95,8 +125,8 @@ POOLS = Table(
     "skyward_pools",
     METADATA,
     Column("id", String(255), primary_key=True),
-    Column("owner_user", String(255), nullable=False),
-    Column("owner_host", String(255), nullable=False),
+    Column("owner_user", ShownText(255), nullable=False),
+    Column("owner_host", ShownText(255), nullable=False),
     Column("owner_process", String(255), nullable=False),
     Column("provider_json", Text, nullable=False),
     Column("spec_json", Text, nullable=False),
@@ -117,7 +147,7 @@ POOLS = Table(
     # a pool with a name and without a work belongs to nobody: its rest is its own (`bills.py`)
     Column("name", String(NAME_CHARACTERS), nullable=False, server_default=""),
     # set with `condemned_microseconds` when somebody stops the pool on purpose
-    Column("stopped_by", String(255), nullable=False, server_default=""),
+    Column("stopped_by", ShownText(255), nullable=False, server_default=""),
 )
 Index("skyward_pools_by_run", POOLS.c.work_run)
 
@@ -149,7 +179,7 @@ RESOURCES = Table(
     Column("bound_microseconds", BigInteger),
     Column("end_asked_microseconds", BigInteger),
     Column("gone_microseconds", BigInteger),
-    Column("evidence", Text),
+    Column("evidence", ShownText()),
     *(Column(milliseconds_of(bucket), BigInteger, nullable=False, server_default="0") for bucket in Bucket),
     # the bucket to which a close has added the seconds that no process had noted, and how many these were
     Column("filled_bucket", String(32)),
@@ -203,13 +233,13 @@ ATTEMPTS = Table(
     Column("pool_id", ForeignKey(POOLS.c.id), nullable=False, index=True),
     Column("at_microseconds", BigInteger, nullable=False, index=True),
     Column("provider", String(64), nullable=False),
-    Column("region", String(64), nullable=False),
-    Column("instance_type", String(255), nullable=False),
+    Column("region", ShownText(64), nullable=False),
+    Column("instance_type", ShownText(255), nullable=False),
     Column("is_spot", Boolean, nullable=False),
     Column("milliseconds", BigInteger, nullable=False),
     Column("error", String(64), nullable=False),
-    Column("code", String(255), nullable=False),
-    Column("message", Text, nullable=False),
+    Column("code", ShownText(255), nullable=False),
+    Column("message", ShownText(), nullable=False),
 )
 
 # The work that parts of a pool's cost are for, if several tasks use the pool. The rest is for the pool's own work.
@@ -221,7 +251,7 @@ SHARES = Table(
     *_work_columns(),
     Column("micro_usd", BigInteger, nullable=False),
     # user@host of the process whose calls it was for; "": that of the pool
-    Column("owner", String(511), nullable=False, server_default=""),
+    Column("owner", ShownText(511), nullable=False, server_default=""),
 )
 
 # Steps that make calls on a pool, and the cost of the slots that these have held (`uses.py`).
@@ -261,8 +291,8 @@ CALLS = Table(
     METADATA,
     Column("pool_id", ForeignKey(POOLS.c.id), primary_key=True),
     Column("call_id", String(128), primary_key=True),
-    Column("name", String(255), nullable=False),
-    Column("owner", String(500), nullable=False),
+    Column("name", ShownText(255), nullable=False),
+    Column("owner", ShownText(500), nullable=False),
     # how many nodes have got the call: a later attempt wins
     Column("generation", BigInteger, nullable=False),
     Column("state", String(32), nullable=False),
@@ -298,8 +328,8 @@ CLIENTS = Table(
     METADATA,
     Column("id", String(64), primary_key=True),
     Column("pool_id", String(255), nullable=False, index=True),
-    Column("owner_user", String(255), nullable=False),
-    Column("owner_host", String(255), nullable=False),
+    Column("owner_user", ShownText(255), nullable=False),
+    Column("owner_host", ShownText(255), nullable=False),
     Column("owner_process", String(255), nullable=False),
     Column("joined_microseconds", BigInteger, nullable=False),
     Column("lease_expires_microseconds", BigInteger, nullable=False),

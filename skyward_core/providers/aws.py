@@ -10,7 +10,6 @@ The SDK is botocore, the base of boto3. It is imported when a method is called. 
 from __future__ import annotations
 
 import gzip
-import logging
 import math
 import re
 import time
@@ -92,13 +91,14 @@ from skyward_core.providers.base import (
 )
 from skyward_core.providers.tagging import of_machine, rank_in
 from skyward_core.providers.userdata import Key, host_key, our_key
+from skyward_core.shown_text import visible_logger
 
 USER_DATA_BYTES = 16 * 1024
 DISK_GB = 100
 IMAGE_KEEP_DAYS = 14
 MACHINE_ID = "cat /var/lib/cloud/data/instance-id"
 
-log = logging.getLogger(__name__)
+log = visible_logger(__name__)
 
 
 class AWS(Provider):

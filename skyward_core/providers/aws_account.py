@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import math
 import re
 import threading
@@ -26,6 +25,7 @@ from skyward_core.errors import (
 )
 from skyward_core.machines.instances import InstanceState
 from skyward_core.providers import _http
+from skyward_core.shown_text import visible_logger
 
 PAGE = 100
 MOST_THREADS = 8
@@ -95,7 +95,7 @@ SOURCES: Mapping[str, str] = {
 }
 """Where the SDK has found the credentials, by its own word for it."""
 
-log = logging.getLogger(__name__)
+log = visible_logger(__name__)
 
 
 @functools.cache

@@ -29,7 +29,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import logging
 import re
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -50,6 +49,7 @@ from skyward_core.errors import (
 from skyward_core.providers.aws_account import COMING, AwsAccount, each, number, pairs_of, state_of, tags_of, terminated
 from skyward_core.providers.aws_launch import AGAIN_SECONDS, PRICE_TAG, template_deleted
 from skyward_core.providers.base import LAUNCH_TAG, Tags
+from skyward_core.shown_text import visible_logger
 
 CALL_TAG = "skyward-call"
 """Token of a machine's fleet. EC2 does not report it, and a launch may have requested other machines too."""
@@ -75,7 +75,7 @@ FLEET_ONLY, LAUNCH_ONLY = ("instance", "volume"), ("network-interface",)
 No resource is in both: one list of tags would replace the other.
 """
 
-log = logging.getLogger(__name__)
+log = visible_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ old systems.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from typing import Any
 from skyward_core.errors import BadRequest, CredentialsError, ProviderFailed, SkywardError
 from skyward_core.providers.aws_account import AwsAccount, collected, number, pairs_of, tags_of
 from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, IMAGE_TAG, OWNER_TAG
+from skyward_core.shown_text import visible_logger
 
 BASE_TAG = "skyward-image-base"
 """The id of the image from which a kept one was made."""
@@ -45,7 +45,7 @@ USED_SNAPSHOT = "InvalidSnapshot.InUse"
 UNAUTHORIZED = "UnauthorizedOperation"
 TAKEN_NAME = "InvalidAMIName.Duplicate"
 
-log = logging.getLogger(__name__)
+log = visible_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

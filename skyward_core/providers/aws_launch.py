@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from skyward_core.providers.aws_account import (
 )
 from skyward_core.providers.aws_offers import WITHOUT_IMAGE
 from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, POOL_TAG, Tags
+from skyward_core.shown_text import visible_logger
 
 AGAIN_SECONDS = (0.5, 1.0, 2.0, 4.0)
 """Pauses before a creating call whose answer was lost, or that was throttled, is sent again with its token."""
@@ -41,7 +41,7 @@ NEURON_IMAGE = "/aws/service/neuron/dlami/base/ubuntu-24.04/latest/image_id"
 UBUNTU_IMAGE = "/aws/service/canonical/ubuntu/server/24.04/stable/current/{debian_architecture}/hvm/ebs-gp3/ami-id"
 DEBIAN_ARCHITECTURES: Mapping[str, str] = {"x86_64": "amd64", "arm64": "arm64"}
 
-log = logging.getLogger(__name__)
+log = visible_logger(__name__)
 
 
 def image_parameter(accelerator: str | None, architectures: Sequence[str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -13,6 +12,7 @@ from skyward_core.accelerators.catalog import find
 from skyward_core.errors import BadRequest, SkywardError
 from skyward_core.machines.offers import Extra, Offer, by_month
 from skyward_core.providers.aws_account import PAGE, AwsAccount, each, number
+from skyward_core.shown_text import visible_logger
 
 GB = 1e9
 MIB = 1024**2
@@ -45,7 +45,7 @@ PUBLIC_IPV4 = Extra(name="public IPv4", usd_per_hour=0.005, source="AWS's price 
 type Prices = dict[tuple[str, str], float]
 """Present spot prices, in USD per hour, by type and zone."""
 
-log = logging.getLogger(__name__)
+log = visible_logger(__name__)
 
 
 def machine_of(kind: Mapping[str, Any], region: str) -> tuple[Offer, frozenset[str]] | None:

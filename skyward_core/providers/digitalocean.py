@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import logging
 import os
 import re
 import shlex
@@ -63,6 +62,7 @@ from skyward_core.providers.userdata import (
     host_key,
     our_key,
 )
+from skyward_core.shown_text import visible_logger
 
 ACCOUNT_ANSWER = "DigitalOcean answered GET /v2/account"
 
@@ -249,7 +249,7 @@ class DigitalOcean(Provider):
 
 # ── offers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-log = logging.getLogger(__name__)
+log = visible_logger(__name__)
 
 LEAST_MEMORY_GB = 2.0
 """The least memory of a machine without a memory requirement. System, node and call need some."""

@@ -10,7 +10,6 @@ host keys that it has seen (`for_pool`).
 from __future__ import annotations
 
 import hashlib
-import logging
 import re
 import secrets
 from collections import Counter
@@ -40,6 +39,7 @@ from skyward_core.providers.host_connections import (
 )
 from skyward_core.providers.tagging import TAGS_VARIABLE, from_word, of_machine, price_in, rank_in, to_word
 from skyward_core.providers.termination_shell import PROOFS, UNPARTITION_SECONDS
+from skyward_core.shown_text import visible_logger
 from skyward_core.worker.node_clocks import INSTANCE_TAG
 from skyward_core.worker.node_clocks import POOL_TAG as POOL_VARIABLE
 
@@ -54,7 +54,7 @@ ADDRESS_SHAPE = re.compile(
     r"(?:(?P<user>[^\s:@]+(?:@[^\s:@]+)?)@)?(?:\[(?P<ipv6>[0-9A-Fa-f:.]+(?:%[^\s\]]+)?)\]|(?P<host>[^\s:@\[\]/]+))(?::(?P<port>[0-9]{1,5}))?"
 )
 
-log = logging.getLogger(__name__)
+log = visible_logger(__name__)
 
 
 class Hosts(Provider):

@@ -10,7 +10,6 @@ docs/decisions/0011 has the states.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import platform
 import re
@@ -42,6 +41,7 @@ from skyward_core.providers.base import POOL_TAG, RANK_TAG, Provider, Tags
 from skyward_core.providers.tagging import TAGS_VARIABLE, from_word, of_machine, price_in, rank_in, to_word
 from skyward_core.providers.termination_shell import PROOFS
 from skyward_core.secret import looks_secret
+from skyward_core.shown_text import visible_logger
 from skyward_core.wire.private_folders import NotPrivate, is_private
 from skyward_core.wire.settings import memory_directory, this_process
 from skyward_core.worker import call_groups, keeper
@@ -95,7 +95,7 @@ INSTALLER_PREFIXES, PROXY_ENDINGS = ("UV_", "PIP_"), ("_proxy", "_PROXY")
 WITH_USER = re.compile(r"(^|://)[^\s/@]+@")
 """The address of an index or a proxy that contains a user, and mostly a password."""
 LOGIN_NAME = re.compile(r"USERNAME|PASSWORD|TOKEN|CREDENTIAL")
-_log = logging.getLogger("skyward")
+_log = visible_logger("skyward")
 
 
 # The folders of this machine's nodes, one on disk and one in memory for each, and which of them no node needs.

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import re
 import shlex
@@ -59,8 +58,9 @@ from skyward_core.providers._http import (
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Sale, Tags, chips
 from skyward_core.providers.tagging import TagName, from_codes, of_machine, to_codes
 from skyward_core.providers.userdata import Key, endpoint_of, host_key, our_key
+from skyward_core.shown_text import visible_logger
 
-log = logging.getLogger(__name__)
+log = visible_logger(__name__)
 
 GPU_DISK_GB = 40
 CPU_DISK_GB = 10

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import logging
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -28,6 +27,7 @@ from skyward_core.providers.base import (
     WORK_TAG,
     Tags,
 )
+from skyward_core.shown_text import visible_logger
 from skyward_core.work import Work
 
 TAGS_VARIABLE = "SKYWARD_TAGS"
@@ -45,7 +45,7 @@ Other clouds escape characters, which takes more room.
 MACHINE = re.compile(r"(?P<pool>.+)-(?P<rank>[0-9]{1,9})")
 RANK = re.compile(r"[0-9]{1,9}")
 
-_log = logging.getLogger("skyward")
+_log = visible_logger("skyward")
 
 
 def to_word(tags: Tags) -> str:

@@ -10,7 +10,6 @@ Facts: fact sheet of 2026-11-20, section 4, and docs.vast.ai of 2026. docs/cloud
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import shlex
@@ -59,8 +58,9 @@ from skyward_core.providers.vastai_market import (
     search,
     spaced,
 )
+from skyward_core.shown_text import visible_logger
 
-log = logging.getLogger(__name__)
+log = visible_logger(__name__)
 
 SECONDS_OF_AN_HOUR = 3600
 

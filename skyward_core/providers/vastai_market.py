@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -15,8 +14,9 @@ from skyward_core.accelerators.catalog import find
 from skyward_core.errors import BadRequest
 from skyward_core.machines.offers import ARCHITECTURES, Extra, Offer, architecture_beside, by_month, total_of
 from skyward_core.providers._http import Api, Row, rows_of
+from skyward_core.shown_text import visible_logger
 
-log = logging.getLogger(__name__)
+log = visible_logger(__name__)
 
 GB_OF_A_MB = 1e-3
 SEARCH = "/api/v0/bundles/"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import re
 import time
@@ -65,8 +64,9 @@ from skyward_core.providers.verda_api import (
     read_credentials,
     speaks_of,
 )
+from skyward_core.shown_text import visible_logger
 
-log = logging.getLogger(__name__)
+log = visible_logger(__name__)
 
 
 class Verda(Provider):

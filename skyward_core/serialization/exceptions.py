@@ -28,6 +28,7 @@ from skyward_core.serialization import pickling
 from skyward_core.serialization import unpicklable as exception_state
 from skyward_core.serialization.pickling import Pickled
 from skyward_core.serialization.unpicklable import ExceptionState, one_line
+from skyward_core.shown_text import each_line, indented
 
 DEEPEST = 50
 """Deeper causes of causes, and groups in groups, travel as text."""
@@ -38,10 +39,12 @@ _missing = object()
 
 
 class RemoteTraceback(Exception):
-    """Carries the traceback of the node as text, so that it is printed above the exception."""
+    """Carries the traceback of the node as text, so that it is printed above the exception. Each of its lines is
+    visible text and indented, as Python's own traceback around it is not.
+    """
 
     def __str__(self) -> str:
-        return f"\n{self.args[0]}"
+        return f"\n{each_line('  ', self.args[0])}"
 
 
 class ProcessTraceback(RemoteTraceback):
@@ -317,7 +320,7 @@ class _Rebuilding:
         if losses:
             exception_state.add_note(error, f"it has come without {', '.join(losses)}")
         if place not in self._is_whole and text_of(error) != raised.message:
-            exception_state.add_note(error, f"on its node it says: {raised.message}")
+            exception_state.add_note(error, indented(f"on its node it says: {raised.message}"))
         if raised.context is not None:
             _set(error, "__context__", self._made[raised.context])
         if raised.cause is not None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from skyward_core.errors import NotPicklable
+from skyward_core.shown_text import visible
 
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that a program has made, and no static type of C
 _WAYS = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__")
@@ -296,7 +297,7 @@ def _kind_of(obj: Any) -> str:
 
 def one_line(error: Exception, clean: Callable[[str], str] = lambda text: text) -> str:
     """Return type and beginning of the text of an error; `clean` before it is cut."""
-    text = " ".join(clean(str(error)).split())
+    text = visible(" ".join(clean(str(error)).split()))
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 

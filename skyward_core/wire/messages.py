@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, SupportsFloat, cast
 
 from skyward_core.errors import BadRequest
+from skyward_core.shown_text import visible_lines
 
 INLINE_BYTES = 64 * 1024
 """Parcels up to this size travel inside messages; one packet between worker and runner must hold them (a socket buffer
@@ -529,11 +530,13 @@ def lines_of(report: Report) -> list[str]:
 
 
 def lines_with_levels(report: Report) -> list[tuple[str, int | None]]:
-    """Return the lines of a report, in order, with the level (of `logging`) of those that are of a log record."""
+    """Return the lines of a report as visible text (`shown_text.py`), in order, with the level (of `logging`) of those
+    that are of a log record.
+    """
     return [
         (line, item.level)
         for item in report.news
         if isinstance(item, Output)
         for text in item.lines
-        for line in text.split("\n")
+        for line in visible_lines(text).split("\n")
     ]

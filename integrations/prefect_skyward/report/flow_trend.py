@@ -109,7 +109,7 @@ def key_of(flow_name: str, flow_id: UUID) -> str:
 def trend_summary(runs: Sequence[RunFigures]) -> str:
     """Return the line of the card; the newest run comes first."""
     last, *_ = runs
-    words = [f"last run {_money(last)}", *filter(None, [pages.used(last.measure, last.percent)])]
+    words = [f"last run {_money(last)}", *filter(None, [pages.markdown(pages.used(last.measure, last.percent))])]
     if len(runs) > 1:
         words.append(f"the last {len(runs)} runs {pages.usd(total(run.usd for run in runs))}")
     return " · ".join(words)
@@ -121,14 +121,14 @@ def trend_page(runs: Sequence[RunFigures]) -> str:
     words = "the last run" if len(runs) == 1 else f"the last {len(runs)} runs"
     head = f"**{pages.usd(whole)}** for {words}, {pages.usd(whole / len(runs))} for one in the mean."
     if measures := " or ".join(sorted({run.measure for run in runs if run.measure})):
-        head += f" The utilisation is that of the {measures}."
+        head += f" The utilisation is that of the {pages.markdown(measures)}."
     if not all(run.is_final for run in runs):
         head += " ≥ is so far: the bill is not final."
     rows = [
         [
             run.begun,
-            f"[{_cut(run.name, NAME_CHARACTERS)}]({run.url})" if run.url else _cut(run.name, NAME_CHARACTERS),
-            _cut(run.state, STATE_CHARACTERS),
+            pages.markdown_link(_cut(run.name, NAME_CHARACTERS), run.url),
+            pages.markdown(_cut(run.state, STATE_CHARACTERS)),
             f"{'' if run.is_final else '≥ '}{pages.usd(run.usd)} {_bar(run.usd, most)}".strip(),
             f"{pages.used('', run.percent)} {_bar(run.percent or 0.0, 100.0)}".strip(),
         ]

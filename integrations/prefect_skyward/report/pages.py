@@ -11,6 +11,12 @@ import skyward_core as sky
 from prefect_skyward.report.pool_state import PREPARED_SHARE, MachineState, PoolState, in_words
 from prefect_skyward.report.task_costs import TaskCosts, TaskRunCost, total
 
+markdown, markdown_code, markdown_link = (
+    sky.shown_text.markdown,
+    sky.shown_text.markdown_code,
+    sky.shown_text.markdown_link,
+)
+"""Names and errors on these pages are other people's: Prefect's UI shows images and HTML that stand in Markdown."""
 MOST_MACHINE_LINES = 20
 MOST_TASK_LINES = 20
 BILLING_ROUNDING = "billing rounding, and machines that are not in the list"
@@ -91,8 +97,9 @@ def summary(state: RunState) -> str:
     """Return the line that lists show: the amount first."""
     parts = [usd(state.usd) + ("" if state.is_final else f" so far, {usd(state.rate_per_hour)} per hour")]
     parts += [used(*state.utilisation)] if state.utilisation is not None else []
-    parts += [f"share of pool {name}" for name in dict.fromkeys(pool.shared_name for pool in state.pools) if name]
-    parts += [state.hardware] if state.hardware else []
+    shared = dict.fromkeys(pool.shared_name for pool in state.pools)
+    parts += [markdown(f"share of pool {name}") for name in shared if name]
+    parts += [markdown(state.hardware)] if state.hardware else []
     parts.append(duration(state.seconds))
     if any(pool.unconfirmed for pool in state.pools):
         parts.append("NOT CONFIRMED GONE")
@@ -137,15 +144,15 @@ def _head(state: RunState) -> str:
     if saved := total(final.savings_vs_ondemand for final in finals):
         rows["Saved against on demand"] = usd(saved)
     rows["Time"] = duration(state.seconds)
-    rows["Machines"] = f"{sum(len(pool.machines) for pool in state.pools)} ({state.hardware or 'none yet'})"
+    rows["Machines"] = f"{sum(len(pool.machines) for pool in state.pools)} ({markdown(state.hardware or 'none yet')})"
     rows["Calls"] = _calls(state.pools)
     for pool in state.pools:
         if pool.unconfirmed:
             rows["**Not confirmed gone**"] = (
-                f"{', '.join(pool.unconfirmed)}; the pool's reaper and `skyward sweep` ask again"
+                f"{markdown(', '.join(pool.unconfirmed))}; the pool's reaper and `skyward sweep` ask again"
             )
         if pool.trouble:
-            rows[f"Trouble{_of_pool(pool)}"] = _cell(pool.trouble)
+            rows[f"Trouble{_of_pool(pool)}"] = markdown(pool.trouble)
     return table(["Machines of this run", ""], [[name, value] for name, value in rows.items()])
 
 
@@ -182,7 +189,8 @@ def _machines(state: RunState, now: float) -> str:
 
 
 def _share_words(pool: PoolState) -> str:
-    name = f"share of pool `{pool.shared_name}` ({pool.hardware or 'its machines'}): "
+    hardware = markdown(pool.hardware or "its machines")
+    name = f"share of pool {markdown_code(pool.shared_name)} ({hardware}): "
     return name + (
         "the calls of this run, by the seconds of their slots"
         if pool.joined_at is not None
@@ -191,19 +199,16 @@ def _share_words(pool: PoolState) -> str:
 
 
 def _machine_row(machine: MachineState, now: float) -> list[str]:
-    name = f"`{machine.instance_id}`" if machine.console_url is None else _link(machine)
+    url = machine.console_url
+    name = markdown_code(machine.instance_id) if url is None else markdown_link(machine.instance_id, url)
     spot = " spot" if machine.is_spot else ""
-    kind = _cell(machine.accelerator or machine.instance_type)
+    kind = markdown(machine.accelerator or machine.instance_type)
     return [
         f"node {machine.node}: {name} ({kind}{spot}{', lost' if machine.is_lost else ''})",
         usd(machine.price_per_hour),
         f"{machine.seconds_at(now):.1f}",
         usd(machine.cost_at(now)),
     ]
-
-
-def _link(machine: MachineState) -> str:
-    return f"[{machine.instance_id}]({machine.console_url})"
 
 
 def _buckets(state: RunState) -> str:
@@ -216,7 +221,7 @@ def _buckets(state: RunState) -> str:
     if not whole:
         return ""
     rows = [
-        [name, usd(amount), f"{100 * amount / whole:.0f} %"]
+        [markdown(name), usd(amount), f"{100 * amount / whole:.0f} %"]
         for name, amount in sorted(costs.items(), key=lambda item: -item[1])
     ]
     rows.append(["**Together**", f"**{usd(total(costs.values()))}**", ""])
@@ -228,7 +233,7 @@ def _tasks(state: RunState) -> str:
     if not by_task:
         return ""
     items = list(by_task.items())
-    rows = [[_cell(task), str(count), usd(amount)] for task, (count, amount) in items[:MOST_TASK_LINES]]
+    rows = [[markdown(task), str(count), usd(amount)] for task, (count, amount) in items[:MOST_TASK_LINES]]
     if rest := items[MOST_TASK_LINES:]:
         rows.append([f"{len(rest)} other tasks", str(sum(item[1][0] for item in rest)),
                      usd(total(item[1][1] for item in rest))])  # fmt: skip
@@ -254,7 +259,7 @@ def _receipts(state: RunState) -> str:
 
 
 def _receipt_words(pool_ids: Sequence[str]) -> str:
-    commands = ", ".join(f"`skyward receipt {pool_id}`" for pool_id in pool_ids)
+    commands = ", ".join(markdown_code(f"skyward receipt {pool_id}") for pool_id in pool_ids)
     return f"Each machine, exactly: {commands}" if commands else ""
 
 
@@ -264,7 +269,7 @@ def settled_page(whole_usd: float, tasks: Sequence[Mapping[str, Any]], pool_ids:
     for row in tasks:
         by_task.setdefault(row["task"], []).append(row["USD"])
     shown = sorted(by_task.items(), key=lambda item: -sum(item[1]))[:MOST_TASK_LINES]
-    rows = [[_cell(task), str(len(amounts)), usd(total(amounts))] for task, amounts in shown]
+    rows = [[markdown(task), str(len(amounts)), usd(total(amounts))] for task, amounts in shown]
     others = total([whole_usd, *(-amount for _, amounts in shown for amount in amounts)])
     rows += [["other tasks, opening, idle time, the end", "", usd(others)]]
     rows += [["**Total**", "", f"**{usd(whole_usd)}**"]]
@@ -314,7 +319,7 @@ def task_rows(runs: Iterable[TaskRunCost]) -> list[dict[str, Any]]:
 
 def task_summary(run: TaskRunCost) -> str:
     """Return the line of a task run: its last reported values, and its cost once a call has ended."""
-    values = [f"{name} {series.text}" for name, series in list(run.use.reported.items())]
+    values = [f"{markdown(name)} {series.text}" for name, series in list(run.use.reported.items())]
     return " · ".join(([usd(run.usd)] if run.calls else []) + ([", ".join(values)] if values else []))
 
 
@@ -334,17 +339,18 @@ def task_page(run: TaskRunCost) -> str:
 
 def _metric_row(name: str, series: sky.Series) -> list[str]:
     extremes = (f"{number:.6g}" if series.count else "" for number in (series.least, series.greatest))
-    return [_cell(name), series.text, *extremes, f"`{series.sparkline()}`"]
+    return [markdown(name), series.text, *extremes, f"`{series.sparkline()}`"]
 
 
 def progress_words(pool: PoolState) -> str:
-    """Return what the opening of a pool has reached, in words."""
+    """Return what the opening of a pool has reached, in Markdown."""
+    hardware = markdown(pool.hardware or "the pool")
     if pool.joined_at is not None:
-        return f"{pool.hardware or 'the pool'} found warm, or in use: pool {pool.shared_name}"
+        return f"{hardware} found warm, or in use: pool {markdown(pool.shared_name)}"
     if pool.ready_seconds is not None:
-        return f"{pool.hardware or 'the pool'} ready after {duration(pool.ready_seconds)}"
+        return f"{hardware} ready after {duration(pool.ready_seconds)}"
     if pool.trouble:
-        return pool.trouble
+        return markdown(pool.trouble)
     if not pool.machines:
         return f"launching {pool.wanted} machines" if pool.wanted else "looking for machines"
     ready = sum(machine.share >= PREPARED_SHARE for machine in pool.machines.values())
@@ -352,13 +358,9 @@ def progress_words(pool: PoolState) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in markdown."""
+    """Return a table in markdown. The cells are Markdown: texts of others are escaped before (`markdown`)."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())
 
 
 def _pools(count: int) -> str:
@@ -366,4 +368,4 @@ def _pools(count: int) -> str:
 
 
 def _of_pool(pool: PoolState) -> str:
-    return f" of pool {pool.name}" if pool.name else ""
+    return f" of pool {markdown(pool.name)}" if pool.name else ""

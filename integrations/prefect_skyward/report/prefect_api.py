@@ -27,6 +27,8 @@ from prefect.client.schemas.filters import (
 from prefect.context import SettingsContext, SyncClientContext, get_settings_context
 from prefect.events.utilities import emit_event
 
+import skyward_core as sky
+
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import Artifact
@@ -131,6 +133,7 @@ class RunApi:
         """Make or update an artifact, if it has changed. `tag`: of the flow run, which is to be written after it;
         `figures`: of its metadata.
         """
+        data, description = sky.shown_text.visible_data(data), sky.shown_text.visible_lines(description)
         place = (key, task_run_id)
         if self._written.get(place) == (data, description, figures):
             return
@@ -150,7 +153,8 @@ class RunApi:
 
     def label(self, labels: Mapping[str, str | int | float | bool], seconds: float = ASK_SECONDS) -> None:
         """Set labels of the flow run. Tries it for so many seconds."""
-        asked(lambda client: client.update_flow_run_labels(self._flow_run_id, dict(labels)), seconds)
+        shown = sky.shown_text.visible_data(dict(labels))
+        asked(lambda client: client.update_flow_run_labels(self._flow_run_id, shown), seconds)
 
     def tag(self, text: str) -> None:
         """Give the flow run this tag in place of those that were written here before; its other tags stay. An artifact
@@ -176,6 +180,7 @@ class RunApi:
 
         A bill has an id that its amount decides: Prefect keeps one event of each id, and so of each bill.
         """
+        pool_name, payload = sky.shown_text.visible(pool_name), sky.shown_text.visible_data(dict(payload))
         is_bill = "usd" in payload
         name = f"{event}/{pool_id}/{payload['usd']:.6f}" if is_bill else ""
         emit_event(
@@ -192,7 +197,7 @@ class RunApi:
                 },
                 *map(dict, related),
             ],
-            payload=dict(payload),
+            payload=payload,
             id=uuid5(self._flow_run_id, name) if is_bill else None,
         )
 
@@ -211,6 +216,7 @@ def figures_of(flow_run_ids: Sequence[UUID]) -> dict[UUID, Mapping[str, str]]:
 
 def write_of_no_run(key: str, markdown: str, description: str) -> None:
     """Make or update the newest artifact of a key that belongs to no run, without an event."""
+    markdown, description = sky.shown_text.visible_lines(markdown), sky.shown_text.visible_lines(description)
     wanted = ArtifactCollectionFilter(key=ArtifactCollectionFilterKey(any_=[key]))
     known = asked(lambda client: client.read_latest_artifacts(artifact_filter=wanted, limit=1))
     if known:

@@ -133,7 +133,11 @@ def test_prefect_works_in_a_function_on_a_node(events: list[Any], tmp_path: Path
         and "[node" in one["message"]
         and "Still processing items" not in one["message"]  # Prefect's own, on a slow machine
     ]
-    assert own == [(20, "[node 0] an info\nof two lines"), (40, "[node 0] an error"), (20, "[node 0] a print with ***")]
+    assert own == [
+        (20, "[node 0] an info\n[node 0] of two lines"),
+        (40, "[node 0] an error"),
+        (20, "[node 0] a print with ***"),
+    ]
     for task_run in nested:
         of_run = [(one["level"], one["message"]) for one in records if one["task_run_id"] == task_run]
         is_double = runs[task_run]["name"].startswith("double")

@@ -1,13 +1,16 @@
 """The displays get the events of a pool's life, and the tests check their text."""
 
 import io
+import re
 from typing import override
 
 import pytest
 
 import skyward_core as sky
 from skyward_core.events.console import display
+from tests.hostile_texts import HOSTILE_TEXTS, refuse_lines_of_ours
 from tests.unit.events.test_console import OPENING, _written
+from tests.unit.events.test_hostile_events import events_with
 
 
 class Terminal(io.StringIO):
@@ -25,6 +28,17 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "120")
     return Terminal()
+
+
+@pytest.mark.parametrize("text", HOSTILE_TEXTS.values(), ids=HOSTILE_TEXTS)
+def test_a_hostile_text_acts_on_no_terminal_with_a_spinner(text: str, terminal: Terminal) -> None:
+    """What is written is rich's own sequences for colours and the cursor, and text that can be seen."""
+    shown = display("spinner", file=terminal)
+    for event in events_with(text):
+        shown(event)
+    shown.close()
+    written = re.sub(r"\x1b\[[0-9;]*[mAK]|\x1b\[\?25[lh]|\x1b\[[12]K|\r", "", terminal.getvalue())
+    refuse_lines_of_ours(written)
 
 
 def test_spinner_draws_phases_calls_and_cost(terminal: Terminal):

@@ -20,6 +20,7 @@ import pytest
 
 pytest.importorskip("prefect")
 from tests.integrations import prefect_server  # isort: skip
+from tests.hostile_texts import HOSTILE_TEXTS, refuse_hidden
 from tests.integrations.bare_node import BARE, importable
 
 from tests.integrations.prefect_server import InFlow, asked, is_alive, logs  # isort: skip
@@ -631,9 +632,42 @@ def test_log_records_of_a_node_keep_their_level_and_their_traceback(
     assert (30, "[node 0] careful") in found
     assert (40, "[node 0] by the run's logger") in found
     (failure,) = [message for level, message in found if level == 40 and "it failed" in message]
-    assert "\nTraceback (most recent call last):\n" in failure
-    assert failure.endswith("ValueError: boom")
+    assert "\n[node 0] Traceback (most recent call last):\n" in failure
+    assert failure.endswith("\n[node 0] ValueError: boom")
     assert len(found) == 6
+
+
+@task
+def log_hostile_texts(texts: list[str]) -> None:
+    log = logging.getLogger("mine")
+    log.info("first")
+    for text in texts:
+        log.info("said: %s", text)
+        print("printed:", text.replace("\n", " "))
+
+
+def test_no_text_of_a_node_loses_the_lines_of_the_others(in_flow: InFlow) -> None:
+    """Prefect sends lines in batches. A record that could not be encoded would take those of all task runs with it;
+    PostgreSQL would refuse a batch with NUL.
+    """
+    texts = list(HOSTILE_TEXTS.values())
+
+    def talk() -> UUID:
+        wait([log_hostile_texts.submit(texts), add.submit(1, 1)])
+        return UUID(current_run.id)
+
+    flow_run_id = in_flow(talk)
+
+    def of_the_node() -> list[str] | None:
+        found = [one["message"] for one in logs(flow_run_id) if one["message"].startswith("[node 0] ")]
+        return found if sum("said: " in one for one in found) == len(texts) else None
+
+    found = wait_until(of_the_node)
+    for message in found:
+        refuse_hidden(message)
+        assert all(line.startswith("[node 0] ") for line in message.split("\n"))
+    assert any("said: a\\udc80\\ud800b" in one for one in found)
+    assert any("said: a\\x00b" in one for one in found)
 
 
 def test_one_pool_has_run_them_all(in_flow: InFlow, pools: list[sky.PoolReady]) -> None:

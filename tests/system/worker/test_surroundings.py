@@ -178,7 +178,7 @@ def test_a_record_arrives_whole_and_with_its_level(pool: sky.ComputePool, record
         (None, "a line"),
         (None, "no line end yet"),
         (logging.DEBUG, "mine says of little use"),
-        (logging.ERROR, "mine says ünïcode \x1e \r and a 'quote\""),
+        (logging.ERROR, "mine says ünïcode \\x1e \\r and a 'quote\""),
         (None, "elsewhere: 'kept\\n'"),
         (None, "the end"),
     ]

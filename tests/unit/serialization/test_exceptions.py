@@ -137,7 +137,7 @@ def test_an_exception_arrives_unchanged(error: BaseException) -> None:
         assert vars(there)[name] == vars(error)[name]
     for name in ("errno", "filename", "name", "path", "start", "object", "lineno", "value"):
         assert getattr(there, name, None) == getattr(error, name, None)
-    assert str(there.__cause__) == "\nremote text"
+    assert str(there.__cause__) == "\n  remote text"
     assert there.__notes__ == ["raised on node 3 of the pool; its traceback there is the cause shown above"]
 
 
