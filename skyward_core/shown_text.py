@@ -67,7 +67,7 @@ def visible(text: str) -> str:
     >>> print(visible("a \x1b[31mred\x1b[0m line,\n\x1b[2J cleared"))
     a red line,\n\x1b[2J cleared
     """
-    if is_visible(text):
+    if is_visible(text) or not _HIDDEN.search(text):
         return text
     return _HIDDEN.sub(_written_out, _COLOURS.sub("", text))
 
@@ -78,7 +78,7 @@ def visible_lines(text: str) -> str:
     >>> visible_lines("first\r\nsecond\x1b]52;c;eA==\x07")
     'first\nsecond\\x1b]52;c;eA==\\x07'
     """
-    if is_visible(text):
+    if is_visible(text) or not _HIDDEN_IN_LINES.search(text):
         return text
     return _HIDDEN_IN_LINES.sub(_written_out, _COLOURS.sub("", text.replace("\r\n", "\n")))
 

@@ -550,7 +550,7 @@ def _metric(name: str, about: str, kind: str, sample_name: str, samples: Samples
 
     metric = Metric(name, about, kind)
     for labels, value in samples:
-        metric.add_sample(sample_name, dict(labels), float(value))
+        metric.add_sample(sample_name, visible_data(dict(labels)), float(value))
     return metric
 
 

@@ -244,7 +244,11 @@ class LogLine(_Event):
     is_shown: bool = True
 
     def __post_init__(self) -> None:  # as for all events; a map may print 100,000 lines
-        if not is_visible(f"{self.line}{self.stream}{self.instance_id}{self.call_id}"):
+        if is_visible(f"{self.line}{self.stream}{self.instance_id}{self.call_id}"):
+            return
+        if is_visible(f"{self.stream}{self.instance_id}{self.call_id}"):
+            object.__setattr__(self, "line", visible_lines(self.line))
+        else:
             _Event.__post_init__(self)
 
 

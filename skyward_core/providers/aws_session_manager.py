@@ -34,6 +34,7 @@ from typing import Any
 from skyward_core.concurrency.backoff import Backoff
 from skyward_core.errors import BadRequest, CredentialsError, ProviderFailed, SkywardError
 from skyward_core.providers.aws_account import AwsAccount
+from skyward_core.shown_text import visible
 from skyward_core.transport.proxy_command import PYTHON, REFUSED, WRONG
 
 PLUGIN = "session-manager-plugin"
@@ -148,7 +149,7 @@ def _hung_up(seconds: float) -> bool:
 
 
 def _print_error(text: str) -> None:
-    print(" ".join(text.split()), file=sys.stderr, flush=True)
+    print(visible(" ".join(text.split())), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

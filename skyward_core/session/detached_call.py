@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from skyward_core.concurrency.backoff import Backoff
 from skyward_core.errors import BadRequest, LedgerConflict, LedgerError, NodeLost
 from skyward_core.ledger.rows import CallState, SlotUse
+from skyward_core.shown_text import visible
 from skyward_core.wire.checks import Unreadable, UnreadableMessages
 from skyward_core.wire.messages import CallMetrics, Outcome, OutcomeKind, ReportedMetrics, lines_with_levels
 from skyward_core.wire.reports import decode_report
@@ -116,7 +117,7 @@ class DetachedCall[R]:
     @property
     def name(self) -> str:
         """The name of the function that it runs."""
-        return str(self._look()["name"])
+        return visible(str(self._look()["name"]))
 
     @property
     def is_forgotten(self) -> bool:
@@ -127,7 +128,7 @@ class DetachedCall[R]:
     def attempts(self) -> tuple[CallAttempt, ...]:
         """The times that a node got the call, in order. All but the last were lost with their node."""
         return tuple(
-            CallAttempt(_rank(worker), _moment(began_at), ended_at and _moment(ended_at), why_lost)
+            CallAttempt(_rank(worker), _moment(began_at), ended_at and _moment(ended_at), visible(why_lost))
             for worker, _, began_at, ended_at, why_lost in self._look()["attempts"]
         )
 

@@ -19,8 +19,20 @@ from sqlalchemy import create_engine
 from skyward_core.errors import BadRequest, BudgetExceeded, LeaseLost, LedgerConflict, LedgerError
 from skyward_core.ledger.database import Database
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.ledger.rows import BILLING_ROUNDING, Account, Attempt, Bucket, CostBy, Period, Price
+from skyward_core.ledger.rows import (
+    BILLING_ROUNDING,
+    Account,
+    Attempt,
+    Bucket,
+    CallState,
+    CostBy,
+    Period,
+    Price,
+    SlotUse,
+)
+from skyward_core.shown_text import visible_lines
 from skyward_core.work import Work
+from tests.hostile_texts import HOSTILE_TEXTS, refuse_hidden
 from tests.ledger.fixtures import (
     LATER,
     NOON,
@@ -543,6 +555,23 @@ def test_attempts_are_kept_in_their_order(ledger: Ledger, clock: Clock) -> None:
     assert ledger.attempts() == ledger.attempts(pool_id=pool.id) == [sooner, later]
     assert ledger.attempts(since=moments[0]) == [later]
     assert ledger.attempts(pool_id="sky-other") == []
+
+
+@pytest.mark.parametrize("text", HOSTILE_TEXTS.values(), ids=HOSTILE_TEXTS)
+def test_a_hostile_text_is_stored_by_both_databases(ledger: Ledger, clock: Clock, text: str) -> None:
+    """What providers, nodes and clients say: PostgreSQL takes no NUL, and none takes half of a surrogate pair. A text
+    that is longer then keeps to the length of its column.
+    """
+    long = (text * 300)[:255]
+    ledger.note_attempts(
+        [Attempt("p", clock(), "aws", "r", long, is_spot=False, seconds=1.0, error="E", code=long, message=text * 300)]
+    )
+    ledger.note_calls("p", [CallState("c", long, text, 1, "running", clock(), None, (SlotUse("i", 1, 5.0),))])
+    (attempt,), (call,) = ledger.attempts(), ledger.calls()
+    for stored in (attempt.instance_type, attempt.code, call.name, call.owner):
+        refuse_hidden(stored)
+        assert len(stored) <= 500
+    assert attempt.message == visible_lines(text * 300)
 
 
 def test_a_pool_is_recorded_with_its_work(ledger: Ledger) -> None:

@@ -91,7 +91,9 @@ def test_a_hostile_text_in_the_ledger_is_visible_text_of_the_page(text: str, sky
         def of(self, _: str) -> str:
             return text
 
-    for path, answer in answers(skyward.ledger, NotLooked()).items():  # pyright: ignore[reportArgumentType]
+    pages = answers(skyward.ledger, NotLooked())  # pyright: ignore[reportArgumentType]
+    refuse_hidden(pages["/metrics"]({}).body.decode())
+    for path, answer in pages.items():
         if path.startswith("/api/"):
             found = answer({"pool": "sky-named", "by": "owner"})
             refuse_hidden_in_data(json.loads(found.body))
