@@ -13,6 +13,7 @@ from skyward_core.events.console import display
 from skyward_core.events.narrator import Narrator
 from skyward_core.events.notebook import Summary, after, as_html, as_text
 from skyward_core.programs import ProgramOutput
+from skyward_core.serialization import exceptions
 from skyward_core.wire.messages import CallMetrics, Output, Report, ReportedMetrics, lines_with_levels
 from tests.hostile_texts import HOSTILE_TEXTS, hidden_in, refuse_hidden, refuse_lines_of_ours, tags_of
 
@@ -145,8 +146,15 @@ def test_a_hostile_text_in_an_error_of_ours_is_visible_and_no_line_of_ours(text:
         assert all(line.startswith("  ") or line in ("", "last output:") for line in others)
 
 
-def test_an_error_of_a_user_stays_as_it_is() -> None:
-    """Only displays escape: a program may compare the arguments of its own exception."""
-    assert ValueError("a\x1b[2J\udc80").args == ("a\x1b[2J\udc80",)
-    event = sky.Error("a\x1b[2J")
-    assert event.message == "a\\x1b[2J"
+@hostile
+def test_a_hostile_exception_keeps_its_arguments_and_its_traceback_is_visible(text: str) -> None:
+    """A program may compare the arguments of its own exception: only what is shown around it is escaped."""
+    packed = exceptions.pack(ValueError(text))
+    error = exceptions.unpack(packed.data, packed.buffers, 1, f"Traceback\nValueError: {text}")
+    assert (type(error), error.args, str(error)) == (ValueError, (text,), text)
+    first, *lines = str(error.__cause__).split("\n")
+    assert first == ""
+    assert all(line.startswith("  ") for line in lines)
+    refuse_hidden("\n".join([*lines, *error.__notes__]))
+    left = exceptions.remote_error(1, f"Traceback\nValueError: {text}", "pkg.Error", text)
+    refuse_lines_of_ours(str(left))
