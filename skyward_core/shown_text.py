@@ -18,6 +18,20 @@ from html import escape
 from typing import Any, cast, override
 from urllib.parse import quote
 
+__all__ = [
+    "each_line",
+    "html",
+    "indented",
+    "is_visible",
+    "markdown",
+    "markdown_code",
+    "markdown_link",
+    "visible",
+    "visible_data",
+    "visible_lines",
+    "visible_logger",
+]
+
 _COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
 """SGR. Keras's bars have them also where stdout is no terminal; they say only how a text looks."""
 _SHOWS_NOTHING = (
@@ -145,8 +159,8 @@ def markdown(text: str) -> Markdown:
 
     Raises TypeError for text that is escaped already.
 
-    >>> markdown("a|b <img> [c](https://d)")
-    'a\\|b &lt;img&gt; \\[c\\](https\\:\\//d)'
+    >>> markdown("a|b *c*")
+    'a\\|b \\*c\\*'
     """
     _refuse_escaped(text)
     shown = re.sub("[&<>]", lambda found: _NAMES[found[0]], visible(" ".join(text.split())))
@@ -170,8 +184,8 @@ def html(text: str) -> Html:
 
     Raises TypeError for text that is escaped already.
 
-    >>> html("<script>")
-    '&lt;script&gt;'
+    >>> html("a & b")
+    'a &amp; b'
     """
     _refuse_escaped(text)
     return Html(escape(visible_lines(text)))

@@ -60,13 +60,13 @@ TOPICS = {
     ),
     "machines": ("accelerators", "image", "machines", "providers", "provisioning"),
     "training": ("distributed", "integrations", "sklearn"),
-    "events": ("events",),
+    "events": ("events", "shown_text"),
     "errors": ("errors",),
     "operations": ("doctor", "ledger", "operations"),
 }
 """Pages of the reference of `skyward_core`, and the packages whose names they have."""
 
-MODULES = ("accelerators", "distributed", "errors", "sklearn", "integrations")
+MODULES = ("accelerators", "distributed", "errors", "sklearn", "integrations", "shown_text")
 """Public modules of `skyward_core`: the reference has what they export too."""
 
 POOL = "skyward_core.pool.pool.ComputePool"
