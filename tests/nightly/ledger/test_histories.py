@@ -7,8 +7,8 @@ from skyward_core.ledger.rows import MICRO_USD
 from tests.ledger.fixtures import Clock
 from tests.ledger.histories import parts_in_order, play
 
-HISTORIES = {"sqlite": 400, "postgresql": 150}
-ORDERS = {"sqlite": 60, "postgresql": 20}
+HISTORIES = {"sqlite": 200, "postgresql": 60}
+ORDERS = {"sqlite": 30, "postgresql": 10}
 
 
 def kind_of(ledger: Ledger) -> str:

@@ -903,6 +903,16 @@ def test_no_cost_is_shown_as_zero(amount: float, words: str) -> None:
     assert pages.usd(amount) == words
 
 
+def test_a_pool_that_goes_on_for_others_costs_the_run_no_more() -> None:
+    """Its cost so far stays on the page; there is no final notice of it, and its rate is not the run's any more."""
+    pool = pool_of(provisioned(0), sky.CostUpdate(10.0, 1.0, 3.6, 0, 1))
+    assert RunState([pool]).rate_per_hour == 3.6
+    left = sky.PoolLeft("p-1", 1.5, 15.0, 3.6)
+    pool.after(left, 15.0)
+    assert notices.notice_of(left, pool) is None
+    assert (RunState([pool]).rate_per_hour, RunState([pool]).usd, pool.final) == (0, 1.5, None)
+
+
 def test_notices_carry_the_money_and_are_few() -> None:
     """A budget warning has the share that is spent; of many losses the first ones are emitted, and each bill."""
     pool = pool_of(provisioned(0))
