@@ -38,8 +38,8 @@ from skyward_core.events.events import CallRetrying, SkywardEvent
 from skyward_core.machines.instances import Lease
 from skyward_core.serialization import pickling
 from skyward_core.transport.transport import Transports
+from skyward_core.wire import answers
 from skyward_core.wire import protocol as messages
-from skyward_core.wire.answers import busy_times, ended_client
 from skyward_core.wire.masking import SecretValues
 from skyward_core.wire.messages import Call, Parcel
 from skyward_core.wire.protocol import BUSY_TIMES_NOW, END_CLIENT
@@ -224,7 +224,7 @@ class Cluster:
         NodeLost or PoolClosed if the scheduler is out of reach.
         """
         is_free, spent = self.owner.ask_for(
-            lambda answer: ended_client(answer, self.owner.note_unreadable),
+            lambda answer: answers.ended_client(answer, self.owner.note_unreadable),
             END_CLIENT,
             seconds + BUSY_SECONDS,
             topic=topic,
@@ -243,7 +243,7 @@ class Cluster:
         """
         try:
             told = self.owner.ask_for(
-                lambda answer: busy_times(answer, self.owner.note_unreadable),
+                lambda answer: answers.busy_times(answer, self.owner.note_unreadable),
                 BUSY_TIMES_NOW,
                 seconds + LOOK_SECONDS,
                 topic=self.topic,
@@ -272,7 +272,7 @@ class Cluster:
             return True
         try:
             # the caller renews leases, and cannot wait for a silent head
-            return bool(self.owner.ask("skyward_busy", BUSY_SECONDS))
+            return self.owner.ask_for(answers.yes_or_no, "skyward_busy", BUSY_SECONDS)
         except (SkywardError, OSError):
             return False  # the scheduler is out of reach; pings notice that
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from skyward_core.machines.instances import Instance
 from skyward_core.session.detached_call import state_of
 from skyward_core.session.sealed_lease import KeysInMemory
 from skyward_core.transport.transport import Transport, Transports
-from skyward_core.wire import answers, checks
+from skyward_core.wire import answers
 from skyward_core.wire.checks import Unreadable, UnreadableMessages
 from skyward_core.wire.messages import lines_of
 from skyward_core.wire.protocol import (
@@ -36,6 +35,7 @@ from skyward_core.wire.protocol import (
     is_detached,
 )
 from skyward_core.wire.reports import decode_news, decode_report
+from skyward_core.wire.settings import SeenSettings
 from skyward_core.worker.stacks import SlotStack
 
 if TYPE_CHECKING:
@@ -57,7 +57,6 @@ FIRST_SECONDS = 6.0
 METRICS_POLL_SECONDS = 0.05
 MOST_SAMPLES = 60
 """Of one node: two minutes."""
-MOST_PEM = 1 << 16
 GRACE_SECONDS = 10.0
 """For the way to a busy scheduler and back, beside the time that it waits for its members."""
 
@@ -172,17 +171,10 @@ class Observer:
 def _certificate_of(head: Transport) -> PoolCertificate:
     """Return the pool's certificate, which its nodes have in a private file."""
     try:
-        settings: Mapping[str, Any] = json.loads(head.read("settings.json"))
-        return PoolCertificate(_pem(settings["tls_certificate"]), _pem(settings["tls_key"]))
-    except (CommandFailed, OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        settings = SeenSettings.of(head.read("settings.json"))
+        return PoolCertificate(settings.tls_certificate, settings.tls_key)
+    except (CommandFailed, OSError, Unreadable) as error:
         raise NodeLost("the head of the pool has no settings: it has ended, or has not begun") from error
-
-
-def _pem(value: object) -> str:
-    """Return the text of a certificate or a key: OpenSSL would take any other text for the path of one."""
-    if not (pem := checks.text("a certificate", value, MOST_PEM)).startswith("-----BEGIN "):
-        checks.refuse("a certificate", value)
-    return pem
 
 
 # Lines of a live pool: the logs of its nodes, and the output of detached calls.

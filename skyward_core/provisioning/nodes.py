@@ -14,13 +14,12 @@ be taken, never in the other order.
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from skyward_core.concurrency.threads import side_by_side
@@ -30,9 +29,10 @@ from skyward_core.provisioning.bootstrap import Preparation, Role, node_script, 
 from skyward_core.provisioning.rental import Emit, Rental
 from skyward_core.spec import PoolSpec
 from skyward_core.transport.transport import LocalTransport, Transport
+from skyward_core.wire.checks import Unreadable
 from skyward_core.wire.info import Notice
 from skyward_core.wire.masking import Mask
-from skyward_core.wire.settings import NodeSettings
+from skyward_core.wire.settings import NodeSettings, SeenSettings
 from skyward_core.worker.node_clocks import MISSED
 
 if TYPE_CHECKING:
@@ -74,9 +74,9 @@ class Nodes:
         """
         transports = [(node, self._rental.transports.to(node.instance)) for node in lease.nodes]
         settings = _first_settings([transport for _, transport in transports])
-        if settings["scheduler_port"]:
+        if settings.scheduler_port:
             raise BadRequest("the nodes cannot reach each other, and were connected through the process that is gone")
-        self.generation, self.head_port = int(settings["generation"]), int(settings["head_port"])
+        self.generation, self.head_port = settings.generation, settings.head_port
         self.scheduler, self.created_at = lease.scheduler, lease.created_at
         self.all = {
             node.rank: Preparation.adopted(transport, node.rank, self.generation, self._emit)
@@ -270,11 +270,11 @@ class Nodes:
             raise node.failure("its machine is gone")
 
 
-def _first_settings(transports: Sequence[Transport]) -> Mapping[str, Any]:
+def _first_settings(transports: Sequence[Transport]) -> SeenSettings:
     """Return the settings of the first node that answers: the head may be lost. Raises NodeLost if none does."""
     for transport in transports:
-        with contextlib.suppress(SkywardError, OSError):
-            return json.loads(transport.read("settings.json"))
+        with contextlib.suppress(SkywardError, OSError, Unreadable):
+            return SeenSettings.of(transport.read("settings.json"))
     raise NodeLost("no node of the pool answers")
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib
-import json
 import logging
 import threading
 import time
@@ -41,7 +40,9 @@ from skyward_core.machines.instances import Lease, Node
 from skyward_core.session.client_watch import LOOK_SECONDS, ClientWatcher, Follower, words_of_end
 from skyward_core.session.sealed_lease import KeysInMemory, PoolKeys, find_lease
 from skyward_core.transport.transport import Transport, Transports
+from skyward_core.wire.checks import Unreadable
 from skyward_core.wire.private_folders import NotPrivate, check_private
+from skyward_core.wire.settings import SeenSettings
 from skyward_core.work import NO_WORK, Work
 
 if TYPE_CHECKING:
@@ -236,7 +237,7 @@ class Attached:
             return lease
         return self._in_memory.with_keys(lease, self._sealed.ssh_keys)
 
-    def _reach_all(self, deadline: float) -> Mapping[str, Any]:
+    def _reach_all(self, deadline: float) -> SeenSettings:
         """Reach the head, then the others; return the settings that the head has from its owner.
 
         Raises NodeLost if the head has ended; its machine may still answer.
@@ -247,13 +248,13 @@ class Attached:
         try:
             self._reach(head, deadline - time.monotonic())
             _refuse_dead(self.transports.to(head.instance))
-            settings = json.loads(self.transports.to(head.instance).read("settings.json"))
+            settings = SeenSettings.of(self.transports.to(head.instance).read("settings.json"))
             _refuse_anothers(head, settings)
         except NotPrivate as error:
             raise CredentialsError(
                 f"the lease leads to a folder that another user can change, and is not followed: {error}"
             ) from error
-        except (CommandFailed, OSError) as error:
+        except (CommandFailed, OSError, Unreadable) as error:
             raise _why_unread(error) from error
         seconds = (deadline - time.monotonic()) / 2  # the other half is for the scheduler
         for node, failure in zip(
@@ -459,8 +460,8 @@ class Attached:
         self.transports.close()  # this process cannot use the nodes any more, and does not renew their leases
 
 
-def _certificate_of(settings: Mapping[str, Any]) -> PoolCertificate:
-    return PoolCertificate(settings["tls_certificate"], settings["tls_key"])
+def _certificate_of(settings: SeenSettings) -> PoolCertificate:
+    return PoolCertificate(settings.tls_certificate, settings.tls_key)
 
 
 def _verify_folder(node: Node) -> None:
@@ -495,15 +496,15 @@ def _busy_is_no_loss(head: Transport) -> Generator[None]:
         raise Unreachable(f"{error}, although its head lives: it may be busy, so try again") from error
 
 
-def _why_unread(error: CommandFailed | OSError) -> SkywardError:
+def _why_unread(error: CommandFailed | OSError | Unreadable) -> SkywardError:
     if isinstance(error, CommandTimedOut) or (isinstance(error, OSError) and error.errno in EXHAUSTED):
         return Unreachable(f"the head cannot be asked just now, so try again: {error}")
     return NodeLost("its head has ended: the pool was closed, its lease has expired, or only the head was lost")
 
 
-def _refuse_anothers(head: Node, settings: Mapping[str, Any]) -> None:
-    if settings.get("instance_id") != head.instance.id or settings.get("pool_id") != head.instance.pool_id:
-        raise NodeLost(f"its head is {settings.get('instance_id')} of pool {settings.get('pool_id')} now")
+def _refuse_anothers(head: Node, settings: SeenSettings) -> None:
+    if (settings.instance_id, settings.pool_id) != (head.instance.id, head.instance.pool_id):
+        raise NodeLost(f"its head is {settings.instance_id} of pool {settings.pool_id} now")
 
 
 class KeptEntry:

@@ -13,7 +13,6 @@ because only the ledger knows which process is the last one. docs/decisions/0046
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import Generator
 from datetime import datetime, timedelta
@@ -29,6 +28,7 @@ from skyward_core.machines.instances import Lease, Node
 from skyward_core.providers.base import Provider
 from skyward_core.session.sealed_lease import KeysInMemory, PoolKeys, find_lease
 from skyward_core.transport.transport import Transport, Transports
+from skyward_core.wire.settings import SeenSettings
 
 if TYPE_CHECKING:
     from skyward_core.ledger.ledger import Ledger
@@ -208,8 +208,8 @@ def _why_not_kept(
     """Reach a node, and let it live for so long; return why that has failed."""
     try:
         transport.visit(timeout_seconds=reach_seconds)
-        settings = json.loads(transport.read("settings.json"))
-        if (settings.get("instance_id"), settings.get("pool_id")) != (node.instance.id, node.instance.pool_id):
+        settings = SeenSettings.of(transport.read("settings.json"))
+        if (settings.instance_id, settings.pool_id) != (node.instance.id, node.instance.pool_id):
             return _lost(node)
         if transport.lives(reach_seconds) is False:
             return _lost(node)

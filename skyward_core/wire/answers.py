@@ -273,6 +273,11 @@ def whole_number(answer: object) -> int:
     return count("a number", answer)
 
 
+def yes_or_no(answer: object) -> bool:
+    """Return an answer that is a bool."""
+    return truth("an answer", answer)
+
+
 class DaskPage(NamedTuple):
     """A page of Dask's scheduler: its HTTP status, and HTML that the node has written."""
 

@@ -12,7 +12,14 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from skyward_core.wire import checks
+
+MOST_SETTINGS = 8 << 20
+"""Characters of the file: the environment of calls is in it."""
+MOST_PEM = 1 << 16
+MOST_PORT = 65_535
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +143,41 @@ class NodeSettings:
         fields["preload"] = tuple(fields.get("preload", ()))
         fields["neuron_cores"] = tuple(tuple(cores) for cores in fields["neuron_cores"])
         return cls(**fields, owner=NodeOwner(**owner) if owner else None)
+
+
+class SeenSettings(NamedTuple):
+    """What another client takes from the settings of a node, which the node's calls may have changed."""
+
+    pool_id: str
+    instance_id: str
+    tls_certificate: str
+    tls_key: str
+    generation: int
+    head_port: int
+    scheduler_port: int
+
+    @classmethod
+    def of(cls, text: str) -> SeenSettings:
+        """Return the settings of a node's file. Raises Unreadable."""
+        try:
+            known = checks.mapping("the settings of a node", json.loads(text[:MOST_SETTINGS]))
+        except (ValueError, RecursionError) as error:
+            raise checks.Unreadable("the settings of a node are not readable") from error
+        return cls(
+            checks.text("the pool of a node", known.get("pool_id")),
+            checks.text("the id of a node", known.get("instance_id")),
+            _pem("the certificate of a node", known.get("tls_certificate")),
+            _pem("the key of a node", known.get("tls_key")),
+            checks.count("the generation of a node", known.get("generation", 0)),
+            checks.count("the port of a node", known.get("head_port"), MOST_PORT),
+            checks.count("the port of a scheduler", known.get("scheduler_port", 0), MOST_PORT),
+        )
+
+
+def _pem(what: str, value: object) -> str:
+    """Return the text of a certificate or a key: OpenSSL would take any other text for the path of one."""
+    pem = checks.text(what, value, MOST_PEM)
+    return pem if pem.startswith("-----BEGIN ") else checks.refuse(what, value)
 
 
 def with_partitions(settings: NodeSettings, text: str) -> NodeSettings:

@@ -283,7 +283,8 @@ def test_connecting_to_a_frozen_scheduler_ends_in_time(lone: sky.ComputePool, mo
     When it runs again, the next attempt succeeds.
     """
     cluster = cluster_of(lone)
-    address, scheduler = cluster.client.scheduler.address, cluster.client.run_on_scheduler(os.getpid)
+    scheduler: Any = lone.dask_client().run_on_scheduler(os.getpid)
+    address = cluster.client.scheduler.address
     listen = SchedulerConnection.listen
 
     def freeze(self: SchedulerConnection, *args: Any) -> None:

@@ -38,7 +38,8 @@ def test_a_lease_without_our_signature_runs_nothing(tmp_path: Path) -> None:
 def made(tmp_path: Path, name: str, mode: int = 0o700, owner: int = 0) -> Path:
     folder = tmp_path / name
     folder.mkdir()
-    settings = {"pool_id": POOL, "instance_id": name, "tls_certificate": "", "tls_key": ""}
+    settings = {"pool_id": POOL, "instance_id": name, "head_port": 1}
+    settings |= dict.fromkeys(("tls_certificate", "tls_key"), "-----BEGIN NOTHING")
     (folder / "settings.json").write_text(json.dumps(settings))
     folder.chmod(mode)
     os.chown(folder, owner, owner)

@@ -16,7 +16,8 @@ from skyward_core.session import attached as module
 from skyward_core.session.attached import Attached
 from tests.session.attached import RANKS, lease
 
-SETTINGS = {"tls_certificate": "", "tls_key": "", "instance_id": "i-0", "pool_id": "p"}
+PEM = "-----BEGIN NOTHING"
+SETTINGS = {"tls_certificate": PEM, "tls_key": PEM, "instance_id": "i-0", "pool_id": "p", "head_port": 1}
 
 
 class World:

@@ -12,7 +12,17 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.wire.messages import Output, Report
-from skyward_core.wire.protocol import IS_NAMED, NAME, RESULT_TTL, RETRIES, RUN_BATCH, RUN_ID, TASK_FAILED, detached_key
+from skyward_core.wire.protocol import (
+    IS_NAMED,
+    NAME,
+    RESULT_TTL,
+    RETRIES,
+    RUN_BATCH,
+    RUN_ID,
+    TASK_FAILED,
+    detached_key,
+    resume,
+)
 from skyward_core.wire.reports import encode_report
 from skyward_core.worker.detached_calls import LineTopic
 from skyward_core.worker.scheduler import NodeHolding
@@ -177,6 +187,27 @@ def test_a_batch_that_cannot_become_a_task_fails_alone() -> None:
         good.release()
         await head.until(lambda: not head.scheduler.tasks, "both to be forgotten")
         assert not head.calls._keys
+
+    with_head(test)
+
+
+def test_a_batch_that_its_worker_cannot_begin_fails_with_the_reason_as_a_text() -> None:
+    """Dask's own message has a pickle of the error, which our clients do not load. A client that comes back gets the
+    reason again.
+    """
+
+    async def test(head: Head) -> None:
+        client: Any = await head.client()
+        reasons = list[tuple[str, str]]()
+        client._stream_handlers[TASK_FAILED] = lambda key, reason: reasons.append((key, reason))
+        await head.worker()
+        failed = client.submit(int, "no number", key="skyward-5", pure=False)
+        await head.until(lambda: bool(reasons), "the reason")
+        client._send_to_scheduler(resume(client.id, "skyward-topic", 0, 1))
+        await head.until(lambda: len(reasons) == 2, "the reason again")
+        assert {key for key, _ in reasons} == {"skyward-5"}
+        assert all(reason.startswith("ValueError(") and "no number" in reason for _, reason in reasons)
+        failed.release()
 
     with_head(test)
 

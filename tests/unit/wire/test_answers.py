@@ -104,6 +104,7 @@ READERS: list[Callable[[Any], object]] = [
     answers.workers_of_dask,
     answers.tasks_by_address,
     answers.whole_number,
+    answers.yes_or_no,
     answers.dask_page,
 ]
 
