@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.2
 FIRST_POLL_SECONDS = 0.01
+OUTCOME_SECONDS = 30.0
+"""How long the outcome of a call that has ended may take: a worker repeats its reports to another head."""
 ENDED = frozenset({"ended", "cancelled", "lost", "forgotten"})
 
 
@@ -203,7 +205,14 @@ class DetachedCall[R]:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         pauses = Backoff(FIRST_POLL_SECONDS, POLL_SECONDS).pauses()
+        ended_at: float | None = None
         while not self._has_all(known := self._look()):
+            if known["state"] in ENDED:
+                ended_at = ended_at or time.monotonic()
+                if time.monotonic() > ended_at + OUTCOME_SECONDS:
+                    raise NodeLost(
+                        f"call {self.call_id} has ended, and the pool's head does not have its outcome any more"
+                    )
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"call {self.call_id} is {known['state']} after {timeout} s")
             time.sleep(next(pauses))

@@ -121,9 +121,8 @@ class CallMemory(SchedulerPlugin):
     def log_event(self, topic: str, msg: Any) -> None:
         """Keep a message. Dask calls this for every event."""
         kept = self._topics.get(topic)
-        if kept is not None and type(msg) is bytes:
+        if kept is not None and type(msg) is bytes and self.detached.hear(topic, msg):
             kept.add(msg)
-            self.detached.hear(topic, msg)
 
     def _resume(self, client: str, topic: str, after: int, request: int) -> None:
         """Send a client the messages that it has missed and subscribe it, in one turn of the event loop: no message can

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from skyward_core.wire.checks import Unreadable
+from skyward_core.wire.checks import Unreadable, UnreadableMessages
 from skyward_core.wire.messages import Outcome, OutcomeKind, Report, lines_of
 from skyward_core.wire.protocol import (
     BUSY_TIMES,
@@ -96,6 +96,7 @@ class DetachedCalls:
         self._limit_bytes = topic_limit_bytes
         self._calls: dict[str, Detached] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._unreadable = UnreadableMessages("the pool")
         self._scheduler: Any = None  # Dask's types say too little
 
     def start(self, scheduler: Any) -> None:
@@ -238,19 +239,27 @@ class DetachedCalls:
             call.reason = "the scheduler could not run it" if call.dask_error else "the worker that ran it is gone"
             self._end(call, "lost")
 
-    def hear(self, topic: str, message: bytes) -> None:
-        """Note the outcome in a report of this topic, if it is a detached call's."""
+    def hear(self, topic: str, message: bytes) -> bool:
+        """Note the outcome in a report of this topic, if it is a detached call's; return whether to keep the message.
+
+        Not what cannot be read, and nothing after the outcome of a call that has ended: it could make the topic drop
+        the outcome.
+        """
         call = self._calls.get(topic)
         if call is None or call.is_forgotten:
-            return
+            return True
+        if call.state in ENDS and call.outcome:
+            return False
         try:
             report = decode_report(message)
-        except Unreadable:  # readers say so
-            return
+        except Unreadable as error:
+            self._unreadable.note(f"a worker of call {call.call_id}", error)
+            return False
         for item in report.news:
             if isinstance(item, Outcome) and item.kind is not OutcomeKind.RETURNED:
                 call.outcome, call.seconds = str(item.kind), item.seconds
                 call.result_file = None if item.parcel.path is None else (report.node, item.parcel.path)
+        return True
 
     def _lose_attempt(self, call: Detached, stimulus_id: str) -> None:
         if not call.attempts or call.attempts[-1].ended_at is not None:
@@ -373,11 +382,8 @@ class LineTopic(Topic):
         self._counts: deque[int] = deque()
 
     def add(self, message: bytes) -> None:
-        """Keep a report, and count its lines: none, if it is not readable."""
-        try:
-            count = len(lines_of(decode_report(message)))
-        except Unreadable:
-            count = 0
+        """Keep a report, and count its lines. Raises Unreadable."""
+        count = len(lines_of(decode_report(message)))
         self.lines += count
         self._counts.append(count)
         super().add(message)

@@ -133,10 +133,10 @@ def lie(marks: str, topics: Sequence[str], operations: Sequence[str], until: str
         pickle.dumps(Evil("topic")),
         b"",
         valid[:-1],
-        b"\x91" * 100_000,
+        b"\x91" * 20_000,
         b"\xdd\xff\xff\xff\xff",
         b"\x98\xa6sample\xa1i\x00\xcb\x7f\xf8" + bytes(6),
-        bytes(2_000_000),
+        bytes(200_000),
     ]
     heard = set(topics)
     dask.config.set({"distributed.client.scheduler-info-interval": "1h"})  # it believes its own lies

@@ -11,7 +11,7 @@ import distributed
 import pytest
 
 import skyward_core as sky
-from skyward_core.wire.messages import Output, Report
+from skyward_core.wire.messages import Outcome, OutcomeKind, Output, Report
 from skyward_core.wire.protocol import (
     IS_NAMED,
     NAME,
@@ -187,6 +187,32 @@ def test_a_batch_that_cannot_become_a_task_fails_alone() -> None:
         good.release()
         await head.until(lambda: not head.scheduler.tasks, "both to be forgotten")
         assert not head.calls._keys
+
+    with_head(test)
+
+
+def test_garbage_on_its_topic_does_not_drop_the_outcome_of_a_detached_call() -> None:
+    """Before its end what cannot be read is not kept; after it, nothing. Whoever has the pool's certificate can publish
+    there, and a topic keeps the newest messages.
+    """
+
+    async def test(head: Head) -> None:
+        client = await head.client()
+        topic = detached_key("d")
+        client.submit(int, 5, key=topic, pure=False)
+        await head.until(lambda: topic in head.scheduler.tasks, "the call")
+        head.scheduler.log_event(topic, b"garbage")
+        said = encode_report(Report(0, "i", (Output("d", "stdout", ("a line",), 0.0),)))
+        head.scheduler.log_event(topic, said)
+        outcome = encode_report(Report(0, "i", (Outcome("d", OutcomeKind.RESULT),)))
+        head.scheduler.log_event(topic, outcome)
+        await head.worker()
+        await head.until(lambda: head.scheduler.tasks[topic].state == "memory", "its end")
+        for late in (b"garbage", said):
+            head.scheduler.log_event(topic, late)
+        known = await client.scheduler.skyward_call(call_id="d")
+        assert (known["state"], known["outcome"], known["lines_in_all"]) == ("ended", "result", 1)
+        assert list(known["messages"]) == [said, outcome]
 
     with_head(test)
 
