@@ -10,13 +10,13 @@ import pytest
 import skyward_core as sky
 from skyward_core.wire.protocol import (
     BUSY_TIMES,
+    DASK_PAGE,
     END_CLIENT,
     HOLD,
     KEPT,
     LIST_CALLS,
     LIST_STACKS,
     POOL_TOPIC,
-    SERVE_PAGES,
     WAITING,
 )
 from tests.unit.live.test_live import url  # noqa: F401 - a fixture
@@ -31,7 +31,7 @@ QUESTIONS = (
     "skyward_calls",
     "skyward_busy",
     "skyward_load",
-    *(BUSY_TIMES, END_CLIENT, HOLD, KEPT, LIST_CALLS, LIST_STACKS, SERVE_PAGES, WAITING),
+    *(BUSY_TIMES, DASK_PAGE, END_CLIENT, HOLD, KEPT, LIST_CALLS, LIST_STACKS, WAITING),
 )
 DASHBOARD = """
 from skyward_core.ledger.ledger import Ledger, default_url
@@ -41,7 +41,7 @@ with Ledger(default_url()) as ledger:
     nodes = find_nodes(ledger, json.loads(sys.argv[1]))
 with Observer(nodes) as observer:
     try:
-        observer.dashboard()
+        observer.dask_page("info/main/workers.html")
     except sky.NodeLost as error:
         print("CODE dashboard 1")
         print(f"skyward: {error}", file=sys.stderr)
