@@ -155,7 +155,7 @@ def recorded() -> Iterator[list[Any]]:
     found: list[Any] = []
     yield found
     pools = {event.pool_id for event in found if isinstance(event, sky.PoolReady)}
-    assert sum(isinstance(event, sky.CostFinal) for event in found) >= len(pools)
+    assert sum(isinstance(event, sky.CostFinal | sky.PoolLeft) for event in found) >= len(pools)
     assert processes_of(pools) == []
 
 
