@@ -26,7 +26,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, NamedTuple
 
 from skyward_core.errors import BadRequest, CommandFailed, NodeLost, Unreachable
-from skyward_core.live.node_tar import PIECE_BYTES, Bounded, receive_folder
+from skyward_core.live.node_tar import PIECE_BYTES, Bounded, kept_mode, receive_folder
 from skyward_core.live.pool_nodes import PoolNodes, command_on
 
 NOT_RUNNING, SSH_FAILED = 97, 255
@@ -39,7 +39,7 @@ GROWTH_BYTES = 1 << 24
 """By how much a folder may grow, beside a tenth, between the question for its size and its end."""
 _ON_THE_HEAD = re.compile(r"(?P<pool>[^:]+):(?P<path>.*)", re.DOTALL)
 _WITH_NODE = re.compile(r"(?P<pool>.+?):(?P<node>[0-9]{1,6}):(?P<path>.*)", re.DOTALL)
-_HEADER = re.compile(rb"(?:(folder) ([0-9]{1,18})|(file) ([0-9]{1,18}) (755|644))")
+_HEADER = re.compile(rb"(?:(folder) ([0-9]{1,18})|(file) ([0-9]{1,18}) ([0-7]{3,4}))")
 ENTER = r"""
 { read -r pid rest <"$1/supervisor"; } 2>/dev/null &&
   { tr '\0' '\n' <"/proc/$pid/environ"; } 2>/dev/null | grep -qxF -e "SKYWARD_INSTANCE_DIRECTORY=$1" &&
@@ -85,7 +85,7 @@ if [ -d "$source" ]; then
   exit "$code"
 fi
 [ -f "$source" ] || { echo "there is no file or folder $source" >&2; exit 1; }
-if [ -x "$source" ]; then mode=755; else mode=644; fi
+mode=$(stat -L -c %a -- "$source" 2>/dev/null) || if [ -x "$source" ]; then mode=755; else mode=644; fi
 bytes=$(wc -c <"$source") || exit 1
 echo "$3" file $bytes $mode
 exec head -c $bytes -- "$source" # it may grow
@@ -133,7 +133,7 @@ def copy_to(nodes: PoolNodes, rank: int, source: Path, path: str) -> None:
         return
     with source.open("rb") as file:
         status = os.fstat(file.fileno())
-        mode = "755" if status.st_mode & 0o100 else "644"
+        mode = f"{status.st_mode & 0o755 | 0o600:o}"  # nobody else may write to it there
         words = ["file", str(status.st_size), mode, secrets.token_hex(8)]
         with _script(nodes, rank, WRITE, path, name, *words) as (stdin, _), _told_by_the_node():
             shutil.copyfileobj(file, stdin, PIECE_BYTES)
@@ -205,7 +205,7 @@ class _What(NamedTuple):
 
     is_folder: bool
     size: int
-    is_program: bool
+    mode: int
 
 
 def _header(stdout: IO[bytes], mark: str) -> _What:
@@ -221,7 +221,7 @@ def _header(stdout: IO[bytes], mark: str) -> _What:
             if found is None:
                 raise BadRequest(f"the node does not say what it sends, but {words[:80]!r}: nothing was copied")
             is_folder = found[1] is not None
-            return _What(is_folder, int(found[2] if is_folder else found[4]), found[5] == b"755")
+            return _What(is_folder, int(found[2] if is_folder else found[4]), int(found[5] or b"0", 8))
         if (skipped := skipped + len(line)) >= MOST_WORDS_BYTES:
             raise BadRequest("the node sends other text than an answer: nothing was copied")
     raise EOFError("the node has sent nothing")
@@ -237,8 +237,7 @@ def _refuse_too_large(size: int, target: Path) -> None:
 
 
 def _receive_file(stream: Bounded, part: Path, what: _What) -> None:
-    mode = 0o777 if what.is_program else 0o666  # without the bits of the umask
-    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, kept_mode(what.mode)), "wb") as file:
         file.writelines(stream.pieces(what.size))
 
 

@@ -65,6 +65,14 @@ class Bounded:
         return b"".join(self.pieces(size))
 
 
+def kept_mode(mode: int) -> int:
+    """Return what a copy keeps of a node's mode: never set-user-ID, set-group-ID or sticky.
+
+    The umask takes away what it always does when the file is made.
+    """
+    return mode & 0o777 | 0o600
+
+
 def receive_folder(stream: Bounded, part: Path) -> None:
     """Write the members below a new folder. Each is opened from the descriptor of that folder, and through no link."""
     part.mkdir()
@@ -90,8 +98,7 @@ def _write_entry(stream: Bounded, entry: _Entry, root: int, files: set[tuple[str
     try:
         if entry.kind == FILE:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-            # never set-user-ID, set-group-ID or sticky; the umask takes away what it always does
-            with os.fdopen(os.open(name, flags, entry.mode & 0o777 | 0o600, dir_fd=parent), "wb") as file:
+            with os.fdopen(os.open(name, flags, kept_mode(entry.mode), dir_fd=parent), "wb") as file:
                 file.writelines(stream.pieces(entry.size))
             files.add(entry.parts)
         elif entry.kind == SYMLINK:

@@ -103,6 +103,11 @@ def copy_there_and_back(skyward: Callable[..., str], pool: str, work: Path, here
         assert (here / copy).read_bytes() == program.read_bytes()
         assert os.access(here / copy, os.X_OK)
     assert sorted(path.name for path in here.iterdir()) == ["back", "run.sh", "tree", "work"], "and no parts"
+    (here / "private").write_text("his")
+    (here / "private").chmod(0o600)
+    skyward(f"cp {here}/private {pool}:private")
+    skyward(f"cp {pool}:private {here}/again")
+    assert [path.stat().st_mode & 0o777 for path in (work / "private", here / "again")] == [0o600, 0o600]
     for words, fault in (
         (f"{pool}:0:/no/such {here}", f"node 0 of pool {pool}: there is no file or folder /no/such"),
         (f"{here}/none {pool}:0:a", f"there is no file or folder {here}/none on this machine"),
