@@ -124,7 +124,8 @@ def prune(
     if as_json:
         print_json(_pruned_json(pruned, before, is_dry_run=not yes))
     else:
-        say(_pruned_summary(pruned, before, is_dry_run=not yes))
+        for line in _pruned_summary(pruned, before, is_dry_run=not yes):
+            say(line)
     return TO_DO if pruned.pools and not yes else 0
 
 
@@ -203,13 +204,13 @@ def _pruned_json(pruned: Pruned, before: datetime, *, is_dry_run: bool) -> dict[
     }
 
 
-def _pruned_summary(pruned: Pruned, before: datetime, *, is_dry_run: bool) -> str:
+def _pruned_summary(pruned: Pruned, before: datetime, *, is_dry_run: bool) -> list[str]:
     if not pruned.pools:
-        return f"no pool that ended before {iso(before)} has details left"
+        return [f"no pool that ended before {iso(before)} has details left"]
     what = (
         f"details of {pruned.pools} pools, {pruned.attempts} tries to rent machines, {pruned.reservations} settled"
         f" reservations, {pruned.calls} detached calls"
     )
     if is_dry_run:
-        return f"to be taken away: {what}\nnothing was touched; --yes does it"
-    return f"taken away: {what}; what they have cost stays"
+        return [f"to be taken away: {what}", "nothing was touched; --yes does it"]
+    return [f"taken away: {what}; what they have cost stays"]

@@ -338,7 +338,7 @@ def _raise_failure(nodes: PoolNodes, rank: int, code: int, lines: list[str]) -> 
         )
     if code == SSH_FAILED:
         raise Unreachable(f"{node} cannot be reached: {words}")
-    raise CommandFailed(f"{node}: {words}", code, "\n".join(lines))
+    raise CommandFailed(f"{node}: {words}", code)
 
 
 @contextmanager

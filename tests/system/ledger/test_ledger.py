@@ -153,7 +153,7 @@ def test_a_pool_ends_once_and_its_open_intents_stay(ledger: Ledger, clock: Clock
     ledger.end_pool("p")
     assert ledger.pools() == []
     (pool,) = ledger.pools(include_ended=True)
-    assert (pool.owner, pool.provider, pool.ended_at, pool.spec_json) == (OWNER, PROVIDER, NOON, "{}")
+    assert (pool.owner, pool.written_provider, pool.ended_at, pool.spec_json) == (OWNER, PROVIDER, NOON, "{}")
     assert ledger.open_intents() == [left]
 
 
