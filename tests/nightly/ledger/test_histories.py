@@ -8,7 +8,7 @@ from tests.ledger.fixtures import Clock
 from tests.ledger.histories import parts_in_order, play
 
 HISTORIES = {"sqlite": 200, "postgresql": 60}
-ORDERS = {"sqlite": 30, "postgresql": 10}
+ORDERS = {"sqlite": 8, "postgresql": 3}
 
 
 def kind_of(ledger: Ledger) -> str:
