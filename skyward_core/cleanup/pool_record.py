@@ -22,9 +22,9 @@ from skyward_core.cleanup.policy import (
     unsure_seconds,
 )
 from skyward_core.config.own_providers import kind_is_local, provider_of
-from skyward_core.errors import ZERO_USD, LedgerConflict, LedgerError, SkywardError
+from skyward_core.errors import LedgerConflict, LedgerError, SkywardError
 from skyward_core.ledger.journal import not_billed, request_for_found, requested_by
-from skyward_core.ledger.rows import Bucket, CostBy, Intent, PoolEntry, ResourceKind, UnreadableRow
+from skyward_core.ledger.rows import Bucket, Intent, PoolEntry, ResourceKind, UnreadableRow
 from skyward_core.machines.instances import Instance
 from skyward_core.machines.owner import Owner
 from skyward_core.providers.base import Provider
@@ -296,9 +296,7 @@ def end_entries(ledger: Ledger, entries: Sequence[PoolEntry]) -> None:
     """Settle the costs of pools with their budgets and their runs, and record that the pools have ended."""
     for entry in entries:
         if entry.account is not None or entry.run_account is not None:
-            ledger.settle_pool(
-                entry.id, sum((row.cost_usd for row in ledger.cost_rows(CostBy.POOL, pool_id=entry.id)), ZERO_USD)
-            )
+            ledger.settle_pool(entry.id, ledger.pool_cost_usd(entry.id))
     # last: after a crash before this line the entries are still open, and the next sweep does both again
     ledger.end_pools([entry.id for entry in entries])
 

@@ -84,7 +84,6 @@ def users(
 ) -> int:
     """Show who uses a pool with a name, or has used it, and what that has cost."""
     from skyward_core.ledger.receipt import users_of
-    from skyward_core.ledger.rows import CostBy
 
     unreadable: list[UnreadableRow] = []
     with open_settled_ledger(context) as ledger, ledger.snapshot():
@@ -97,7 +96,7 @@ def users(
             )
         if not found:
             raise BadRequest(f"the ledger has no pool with the name or the id {name!r}: look with `skyward ps --all`")
-        cost = sum((row.cost_usd for row in ledger.cost_rows(CostBy.POOL, pool_id=pool_id)), ZERO_USD)
+        cost = ledger.pool_cost_usd(pool_id)
         pool = ledger.pool(pool_id)
     if as_json:
         print_json(_users_json(pool_id, found, cost))

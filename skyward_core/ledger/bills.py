@@ -34,6 +34,7 @@ from sqlalchemy import (
     update,
 )
 
+from skyward_core.errors import ZERO_USD
 from skyward_core.ledger.database import NUMBERS_PER_STATEMENT, Database
 from skyward_core.ledger.pools import select_pools
 from skyward_core.ledger.rows import (
@@ -190,6 +191,10 @@ class Bills:
             CostPart(key[0], key[1], in_usd(cost), in_usd(on_demand), key[0] in closed or key not in still_grow, key[2])
             for key, (cost, on_demand) in totals.items()
         ]
+
+    def pool_cost_usd(self, pool_id: str) -> Decimal:
+        """Return the bill of a pool so far, or in all, in USD."""
+        return sum((row.cost_usd for row in self.cost_rows(CostBy.POOL, pool_id=pool_id)), ZERO_USD)
 
     def held_parts(self, pool_id: str) -> list[HeldPart]:
         """Return the parts of a pool's bill for each of its uses, and for the detached calls of each owner and work."""

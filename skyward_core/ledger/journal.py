@@ -498,7 +498,7 @@ class Journal:
 
     def _settle(self) -> None:
         if self._spec.budget is not None or self._run_limit_usd is not None:
-            self._ledger.settle_pool(self._pool_id, self._meter.total())
+            self._ledger.settle_pool(self._pool_id, self._ledger.pool_cost_usd(self._pool_id))
 
     @contextlib.contextmanager
     def _kept(self, what: str) -> Generator[None]:

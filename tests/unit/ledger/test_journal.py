@@ -687,3 +687,20 @@ def test_the_account_is_settled_with_the_bill_before_the_pool_has_ended(make: Ma
     it.journal.close()
     assert it.ledger.open_reservations() == []
     assert it.ledger.left_usd("team", POOL) == 98
+
+
+def test_the_account_pays_the_bill_of_the_ledger(make: Make) -> None:
+    """Not what this process has counted: others may have measured more, of time for which it was stopped."""
+    it = make(budget="team", price=3600.0)
+    it.ledger.reserve("team", POOL, Decimal(60))
+    (machine,) = it.rent(1)
+    it.clock.go(20)
+    (intent,) = it.intents()
+    it.ledger.note_all({intent.id: {Bucket.IDLE: 15.0, Bucket.LAUNCHING: 5.0}})
+    it.meter.end(machine.id)
+    it.meter._metered[machine.id].ended = it.meter.now() - 10
+    it.tear_down()
+    it.journal.close()
+    (row,) = it.ledger.cost_rows(CostBy.POOL, pool_id=POOL)
+    assert row.cost_usd > it.meter.total()
+    assert it.ledger.left_usd("team", "another") == Decimal(100) - row.cost_usd
