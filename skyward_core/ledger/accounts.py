@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
+from typing import cast
 
 from sqlalchemy import ColumnElement, Connection, RowMapping, func, insert, select, true, update
 
@@ -26,6 +27,7 @@ from skyward_core.ledger.tables import (
     reservation_of,
     stamp,
 )
+from skyward_core.spec import MOST_USD
 
 
 class Accounts:
@@ -34,7 +36,15 @@ class Accounts:
     _database: Database
 
     def set_account(self, account: Account) -> None:
-        """Create an account, or change its limit or period; a new period counts from zero."""
+        """Create an account, or change its limit or period; a new period counts from zero. Raises BadRequest for a
+        limit that is no amount.
+        """
+        limit = cast(object, account.limit_usd)
+        if not isinstance(limit, Decimal) or not limit.is_finite() or not 0 <= limit <= MOST_USD:
+            raise BadRequest(
+                f"the limit of account {account.name!r} is {limit!r}: it is an amount in USD, from 0 to {MOST_USD:.0e},"
+                " such as Decimal(500)"
+            )
         values = {"limit_micro_usd": micro_usd(account.limit_usd), "period": account.period.value}
         with self._database.write() as connection:
             is_it = (ACCOUNTS.c.name == account.name) & ~ACCOUNTS.c.is_of_run

@@ -99,6 +99,19 @@ def kill_instance(instance_id: str, sig: int = signal.SIGKILL) -> int:
     return len(alive)
 
 
+def kill_all_but_keepers(instance_id: str) -> int:
+    """Send SIGKILL to every process of an instance but the calling one and the keepers; return how many there were.
+
+    Call it again until it returns 0. A keeper has to write when and why the node has ended. So one look decides which
+    processes are none: by a second one the last of the others may have ended, and only keepers would be left to kill.
+    """
+    others = [pid for pid, is_keeper in members(instance_id).items() if not is_keeper]
+    for pid in others:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    return len(others)
+
+
 def die_with_parent(parent: int) -> None:
     """Ask the kernel to kill this process when its parent dies (prctl(2), PR_SET_PDEATHSIG); if the parent is gone
     already, die now.

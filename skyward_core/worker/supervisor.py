@@ -53,9 +53,8 @@ from skyward_core.worker.node_clocks import (
     Watch,
     descendants,
     die_with_parent,
+    kill_all_but_keepers,
     kill_descendants,
-    kill_instance,
-    members,
     reap_all,
     uptime,
 )
@@ -593,8 +592,7 @@ def end_node(settings: NodeSettings, directory: Path | None = None) -> NoReturn:
     The keepers live on: they end after the caller, and kill processes that were missed.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    while not all(members(settings.instance_id).values()):
-        kill_instance(settings.instance_id)
+    while kill_all_but_keepers(settings.instance_id):
         # until the kernel has ended them; a process that forks meanwhile is found in the next round
         time.sleep(0.01)
         reap_all()

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from datetime import datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import Engine, event
@@ -346,3 +348,10 @@ def test_a_pool_that_ended_at_the_given_time_is_not_pruned(file_ledger: Ledger, 
     assert file_ledger.intents(unreadable=unreadable) == []
     assert "JSONDecodeError" in str(unreadable[0])
     assert [row.cost_usd for row in file_ledger.cost_rows()] == [1]
+
+
+@pytest.mark.parametrize("limit", [Decimal(-1), Decimal("inf"), Decimal("nan"), Decimal(10) ** 13, True, 5.0, "5"])
+def test_the_limit_of_an_account_is_an_amount(file_ledger: Ledger, limit: Any) -> None:
+    with pytest.raises(BadRequest, match="it is an amount in USD"):
+        file_ledger.set_account(Account("team", limit, Period.MONTH))
+    assert file_ledger.accounts() == []

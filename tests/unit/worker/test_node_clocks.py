@@ -10,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyward_core.wire.settings import NodeOwner, NodeSettings, this_process
+from skyward_core.worker import node_clocks
 from skyward_core.worker.node_clocks import (
     LEAVING,
     WARM,
     BusyFlag,
     Clocks,
     Watch,
+    kill_all_but_keepers,
     read_lease,
     read_paid,
     read_warm,
@@ -342,3 +344,13 @@ def test_pauses_between_deaths_grow_and_are_forgotten() -> None:
     assert pauses == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0])
     deaths = deaths.and_at(200.0)
     assert (deaths.pause_seconds, deaths.is_loop) == (pytest.approx(0.2), False)
+
+
+def test_the_keeper_of_a_node_that_ends_itself_is_never_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has to write when and why the node has ended. The last other process may end between two looks."""
+    looks = [{11: True, 12: False}, {11: True}]
+    killed: list[int] = []
+    monkeypatch.setattr(node_clocks, "members", lambda _: looks.pop(0))
+    monkeypatch.setattr(os, "kill", lambda pid, _: killed.append(pid))
+    assert [kill_all_but_keepers("local-1"), kill_all_but_keepers("local-1")] == [1, 0]
+    assert killed == [12]
