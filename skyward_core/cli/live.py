@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import secrets
 import shlex
+import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
@@ -176,11 +178,25 @@ def cp(
             " ./a:b for a file here with a colon in its name"
         )
     nodes = nodes_of(context, place.pool)
-    if there is None:
-        copy_to(nodes, place.node, Path(source), place.path)
-    else:
-        copy_from(nodes, place.node, place.path, Path(target))
+    with _ending_as_by_ctrl_c():
+        if there is None:
+            copy_to(nodes, place.node, Path(source), place.path)
+        else:
+            copy_from(nodes, place.node, place.path, Path(target))
     return 0
+
+
+@contextmanager
+def _ending_as_by_ctrl_c() -> Generator[None]:
+    """Let SIGTERM, and the end of the terminal, raise SystemExit here: what was written by halves is removed."""
+    endings = [ending for ending in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(ending) is signal.SIG_DFL]
+    for ending in endings:
+        signal.signal(ending, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        for ending in endings:
+            signal.signal(ending, signal.SIG_DFL)
 
 
 def dashboard(context: typer.Context, pool: PoolName) -> int:

@@ -120,6 +120,8 @@ class SettingsFile:
             raise BadRequest(f"{path}: line {line} is not UTF-8: save the file with that encoding") from error
         except tomllib.TOMLDecodeError as error:
             raise BadRequest(f"{path}: {error}") from error
+        except RecursionError as error:
+            raise BadRequest(f"{path}: its values are nested too deep to be read") from error
         profiles, pools = (_tables(found.pop(name, {}), name, path) for name in (PROFILES, POOLS))
         _check(found, str(path), (PROFILES, POOLS))
         for name, table in profiles.items():

@@ -212,7 +212,7 @@ def users_of(
 
 
 def _users_of(ledger: Ledger, pool_id: str, unreadable: list[UnreadableRow] | None, *, split: bool) -> list[PoolUser]:
-    clients, uses, entry = ledger.names.clients(pool_id), ledger.uses.of_pool(pool_id), ledger.pool(pool_id)
+    clients, uses, entry = ledger.names.clients(pool_id), ledger.uses.of_pool(pool_id, unreadable), ledger.pool(pool_id)
     if not clients and not uses:
         return []
     calls = ledger.calls(pool_id=pool_id, unreadable=unreadable)

@@ -17,7 +17,7 @@ from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast, override
+from typing import TYPE_CHECKING, Any, Concatenate, cast, override
 
 from sqlalchemy import (
     BigInteger,
@@ -372,18 +372,21 @@ def _refuse_bytes(row: Values) -> None:
         raise TypeError(f"bytes in {', '.join(columns)}")
 
 
-def _reader[T](
+def reader[**P, T](
     table: Table, key: str = "id", pool: str = "pool_id"
-) -> Callable[[Callable[[Values], T]], Callable[[Values], T]]:
-    """Decorate a function that reads a row of a table: it raises UnreadableRow for values without a meaning."""
+) -> Callable[[Callable[Concatenate[Values, P], T]], Callable[Concatenate[Values, P], T]]:
+    """Decorate a function that reads a row of a table: it raises UnreadableRow for values without a meaning.
 
-    def decorate(read: Callable[[Values], T]) -> Callable[[Values], T]:
+    Whoever may write to the ledger writes any value: a time of no calendar, or JSON that is nested too deep to be read.
+    """
+
+    def decorate(read: Callable[Concatenate[Values, P], T]) -> Callable[Concatenate[Values, P], T]:
         @functools.wraps(read)
-        def checked(row: Values) -> T:
+        def checked(row: Values, *args: P.args, **named: P.kwargs) -> T:
             try:
                 _refuse_bytes(row)
-                return read(row)
-            except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+                return read(row, *args, **named)
+            except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
                 raise UnreadableRow(
                     table.name, row[key], str(row.get(pool, "")), f"{type(error).__name__}: {error}"
                 ) from error
@@ -393,7 +396,7 @@ def _reader[T](
     return decorate
 
 
-@_reader(POOLS, pool="id")
+@reader(POOLS, pool="id")
 def pool_of(row: Values) -> PoolEntry:
     """Return the pool of a row of POOLS. Raises UnreadableRow.
 
@@ -422,6 +425,7 @@ def pool_of(row: Values) -> PoolEntry:
     )
 
 
+@reader(POOLS, pool="id")
 def pool_seen(row: Values, clock: LeaseClock) -> PoolEntry:
     """Return the pool of a row, with its lease by this computer's present time of day. Raises UnreadableRow."""
     entry, shift = pool_of(row), clock.shift(row)
@@ -482,7 +486,7 @@ def _provider_of(text: str) -> tuple[Mapping[str, Any], str]:
     return provider, str(provider.pop(SIGNATURE, ""))
 
 
-@_reader(ATTEMPTS)
+@reader(ATTEMPTS)
 def attempt_of(row: Values) -> Attempt:
     """Return the attempt of a row of ATTEMPTS with the `spec_json` of its pool."""
     return Attempt(
@@ -506,7 +510,7 @@ def _least_nodes(spec: Mapping[str, Any]) -> int:
     return nodes[0] if isinstance(nodes, list) else nodes
 
 
-@_reader(CALLS, key="call_id")
+@reader(CALLS, key="call_id")
 def call_of(row: Values) -> CallEntry:
     """Return the call of a row of CALLS with the `ended_microseconds` of its pool as `pool_ended`."""
     return CallEntry(
@@ -529,7 +533,7 @@ _EARLIER_KINDS = frozenset({"key pair", "security group", "image", "volume", "fl
 """Kinds of resources that earlier versions could write and this version does not."""
 
 
-@_reader(RESOURCES)
+@reader(RESOURCES)
 def intent_of(row: Values) -> Intent:
     """Return the intent of a row of RESOURCES."""
     return Intent(
@@ -561,7 +565,7 @@ def intent_of(row: Values) -> Intent:
     )
 
 
-@_reader(NAMES, key="name")
+@reader(NAMES, key="name")
 def name_of(row: Values) -> NamedPool:
     """Return the named pool of a row of NAMES that has one."""
     return NamedPool(
@@ -576,7 +580,7 @@ def name_of(row: Values) -> NamedPool:
     )
 
 
-@_reader(CLIENTS)
+@reader(CLIENTS)
 def client_of(row: Values) -> Client:
     """Return the client of a row of CLIENTS."""
     owner, _ = _owner_of(row)
@@ -594,25 +598,27 @@ def client_of(row: Values) -> Client:
     )
 
 
+@reader(NAMES, key="name")
 def name_seen(row: Values, clock: LeaseClock) -> NamedPool:
     """Return the named pool of a row, with its warm time by this computer's present time of day."""
     named, shift = name_of(row), clock.shift(row, "warm")
     return named if not shift or named.warm_until is None else replace(named, warm_until=named.warm_until + shift)
 
 
+@reader(CLIENTS)
 def client_seen(row: Values, clock: LeaseClock) -> Client:
     """Return the client of a row, with its lease by this computer's present time of day."""
     client, shift = client_of(row), clock.shift(row)
     return replace(client, lease_expires_at=client.lease_expires_at + shift) if shift else client
 
 
-@_reader(ACCOUNTS, key="name")
+@reader(ACCOUNTS, key="name")
 def account_of(row: Values) -> Account:
     """Return the account of a row of ACCOUNTS."""
     return Account(row["name"], in_usd(row["limit_micro_usd"]), Period(row["period"]))
 
 
-@_reader(RESERVATIONS)
+@reader(RESERVATIONS)
 def reservation_of(row: Values) -> Reservation:
     """Return the reservation of a row of RESERVATIONS."""
     return Reservation(
@@ -627,7 +633,7 @@ def reservation_of(row: Values) -> Reservation:
     )
 
 
-@_reader(SEALED_LEASES, key="pool_id")
+@reader(SEALED_LEASES, key="pool_id")
 def sealed_lease_of(row: Values) -> SealedLease:
     """Return the sealed lease of a row of SEALED_LEASES. Its texts are not verified."""
     return SealedLease(row["pool_id"], row["lease_json"], row["sealed"], moment(row["updated_microseconds"]))

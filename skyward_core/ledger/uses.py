@@ -63,6 +63,7 @@ from skyward_core.ledger.tables import (
     moment,
     moment_or_none,
     read_rows,
+    reader,
     stamp,
     work_of,
     work_values,
@@ -139,11 +140,11 @@ class Uses:
         with self._database.write() as connection:
             settle_uses(connection, USES.c.id.in_(sorted(use_ids)), stamp(self._database.now(connection)))
 
-    def of_pool(self, pool_id: str) -> list[UseEntry]:
+    def of_pool(self, pool_id: str, unreadable: list[UnreadableRow] | None = None) -> list[UseEntry]:
         """Return the uses of a pool, in the order in which they began."""
         wanted = select_uses().where(USES.c.pool_id == pool_id).order_by(USES.c.began_microseconds, USES.c.id)
         with self._database.read() as connection:
-            return [use_of(row) for row in connection.execute(wanted).mappings()]
+            return read_rows(connection.execute(wanted).mappings(), use_of, unreadable)
 
     def use(self, use_id: str) -> UseEntry | None:
         """Return a use; None if it is unknown."""
@@ -152,8 +153,9 @@ class Uses:
         return None if row is None else use_of(row)
 
 
+@reader(USES)
 def use_of(row: Values) -> UseEntry:
-    """Return the use of a row of `select_uses`."""
+    """Return the use of a row of `select_uses`. Raises UnreadableRow."""
     return UseEntry(
         row["id"],
         row["pool_id"],

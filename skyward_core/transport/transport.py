@@ -223,7 +223,7 @@ class LocalTransport:
         """Nothing to do: files need no time limit."""
 
     def read(self, name: str) -> str:
-        return (self._directory / name).read_text()
+        return (self._directory / name).read_text(encoding="utf-8", errors="replace")  # calls may write to its log
 
     def write(self, name: str, text: str) -> None:
         write_atomically(self._directory / name, text)

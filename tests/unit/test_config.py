@@ -113,6 +113,7 @@ def test_a_pool_with_a_name_has_the_settings_of_its_table(project: Path, monkeyp
     [
         ("nodes = \n", r"skyward\.toml.*line 1"),
         ("nodes = 2\n# caf\udce9\n", r"skyward\.toml: line 2 is not UTF-8"),
+        (f"nodes = {'[' * 60_000}", r"skyward\.toml: its values are nested too deep"),
         ("[profiles.a]\nnode = 1\n", r"\[profiles\.a\]: there is no setting 'node'; did you mean 'nodes'"),
         ("[pools.a]\nnode = 1\n", r"\[pools\.a\]: there is no setting 'node'"),
         ("[pools.a]\nname = 'b'\n", r"\[pools\.a\]: the table's own name is that of the pool"),

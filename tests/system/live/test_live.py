@@ -122,6 +122,32 @@ def copy_there_and_back(skyward: Callable[..., str], pool: str, work: Path, here
     assert "outside' is a link to an absolute path: nothing was copied" in skyward(f"cp {pool}:0:escape {here}", code=1)
 
 
+def make_large_and_write_to_the_log() -> None:
+    os.mkdir("large")
+    with open("large/file", "wb") as file:
+        file.truncate(8 << 30)
+    with open(os.path.dirname(os.getcwd()) + "/log", "ab") as log:
+        log.write(b"\xff a byte of no text\n")
+
+
+def test_what_a_call_leaves_on_its_node_stops_neither_copies_nor_logs(
+    tmp_path: Path, skyward: Callable[..., str], url: str
+) -> None:
+    """A copy that is ended by a signal leaves nothing, and one byte in the log of a node hides no line."""
+    command = [Path(sys.executable).parent / "skyward", "--ledger", url, "cp"]
+    with sky.ComputePool(provider=sky.Local(), display="quiet") as pool:
+        sky.compute(make_large_and_write_to_the_log)() >> pool
+        assert "\ufffd a byte of no text" in skyward(f"logs {pool.id}")
+        for number, ending in enumerate((signal.SIGTERM, signal.SIGHUP)):
+            here = tmp_path / str(number)
+            here.mkdir()
+            with subprocess.Popen([*command, f"{pool.id}:0:large", here]) as copy:
+                wait_until(lambda here=here: any(here.iterdir()), "the copy to begin")
+                copy.send_signal(ending)
+                assert copy.wait(60) == 128 + ending
+            assert list(here.iterdir()) == []
+
+
 def test_a_live_pool_is_looked_at(tmp_path: Path, skyward: Callable[..., str], url: str) -> None:
     end = str(tmp_path / "end")
     with sky.ComputePool(provider=sky.Local(), concurrency=2, display="quiet") as pool:

@@ -16,6 +16,7 @@ from skyward_core.cleanup.sweep import RENEWAL_SECONDS, sweep
 from skyward_core.cli import live as command
 from skyward_core.errors import LedgerError
 from skyward_core.ledger import migrations
+from skyward_core.ledger.lease_clock import _boot
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Account, Attempt, Period
 from tests.cli.ledger import DEAD, ROOT, TOKEN, Skyward
@@ -28,6 +29,8 @@ POOL_DAMAGES = {
     "lease is text": "lease_expires_microseconds = 'soon'",
     "account is bytes": "account = x'ff00'",
     "lease is infinite": "lease_expires_microseconds = 9e999",
+    "lease is in no calendar": f"lease_ahead_microseconds = {2**63 - 1}, lease_boot = '{_boot()}'",
+    "provider is nested too deep": f"provider_json = '{'[' * 60_000}'",
 }
 
 
@@ -61,6 +64,36 @@ def test_a_pool_that_cannot_be_read_stops_nothing(what: str, skyward: Skyward, m
     _, _, complaint = skyward.run(f"stop sky-odd --provider {shlex.quote(json.dumps(skyward.folder.to_json()))}")
     assert machines(skyward) == {"sky-live"}
     assert "cannot be read" in complaint
+
+
+NAMED_DAMAGES = {
+    "a use began in no calendar": f"UPDATE skyward_uses SET began_microseconds = {-(2**63)} WHERE id = 'a'",
+    "a use is text": "UPDATE skyward_uses SET micro_usd = 'much' WHERE id = 'a'",
+    "a client is of no calendar": (
+        f"UPDATE skyward_clients SET lease_ahead_microseconds = {2**63 - 1}, lease_boot = '{_boot()}' WHERE id = 'a'"
+    ),
+    "terms are nested too deep": f"UPDATE skyward_names SET terms_json = '{'[' * 60_000}'",
+}
+
+
+@pytest.mark.parametrize("what", NAMED_DAMAGES)
+def test_a_row_of_a_shared_pool_that_cannot_be_read_is_an_error_in_words(what: str, skyward: Skyward) -> None:
+    """Whoever may write to the ledger writes any value. No command ends with a traceback, and other pools are shown."""
+    skyward.open("sky-live")
+    skyward.open_named()
+    skyward.damage(NAMED_DAMAGES[what])
+    for line in (
+        "ps",
+        "users nightly",
+        "users sky-named",
+        "cost --by run",
+        "receipt sky-named",
+        "warm nightly --for 2h",
+    ):
+        code, output, complaint = skyward.run(line)
+        assert "Traceback" not in complaint
+        assert code == 0 or "cannot be read" in complaint, (line, complaint)
+        assert line != "ps" or "sky-live" in output
 
 
 def test_a_pool_whose_owner_cannot_be_read_lives_by_its_lease(
