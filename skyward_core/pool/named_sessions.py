@@ -20,6 +20,7 @@ from skyward_core.errors import BudgetExceeded, LeaseLost, LedgerError, NodeLost
 from skyward_core.ledger.names_policy import NameState, NotSteward, Rent
 from skyward_core.machines.instances import Lease, new_pool_id
 from skyward_core.session.attached import Attached
+from skyward_core.session.detached_call import note_all
 from skyward_core.session.named_use import NamedUse
 from skyward_core.session.sealed_lease import PoolKeys, find_lease
 from skyward_core.session.warm_pools import end_in_time, keep_warm
@@ -90,6 +91,10 @@ def leave_named(opened: NamedSession | Attached, use: NamedUse) -> None:
     warm.
     """
     use.settle_the_dead()
+    if opened.is_running and (cluster := opened.cluster) is not None and cluster.is_connected:
+        # nobody may look at them again: the pool may end by its own clocks
+        pool_id = opened.lease.pool_id if isinstance(opened, Attached) else opened.pool_id
+        note_all(cluster, pool_id, opened.events.log)
     try:
         if use.has_failed_to_leave:
             _leave_again(opened, use)

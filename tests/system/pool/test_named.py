@@ -67,6 +67,22 @@ def test_any_process_may_leave_and_the_next_finds_the_pool_warm(name: str) -> No
     assert_nothing_left(first, ids)
 
 
+def test_a_process_that_leaves_notes_the_detached_calls_of_others(name: str, tmp_path: Path) -> None:
+    """The pool may end by its own clocks, and nobody may look at the call again: it would be paid by the pool."""
+    first, second = pool_of(name, keep_warm=600).open(), pool_of(name, keep_warm=600).open()
+    call = first.start_detached(hold(str(tmp_path / "go")), call_id="train/1")
+    wait_until(lambda: call.state == "running")
+    first.close()
+    await_steward(name, 2)
+    (tmp_path / "go").touch()
+    assert double(2) >> second == 4  # it has waited for the slot
+    second.close()
+    with Ledger(default_url()) as ledger:
+        (noted,) = ledger.calls(pool_id=second.id)
+    assert noted.ended_at is not None
+    sky.release(name)
+
+
 def test_a_step_of_the_clock_ends_no_pool_that_lives(name: str) -> None:
     """With the default lease, a sweep and a process that opens the name, whose time of day is an hour ahead or behind,
     find a pool that lives: also one without a name.
