@@ -383,6 +383,8 @@ class _Draining:
 class _Cluster:
     """A cluster to which all nodes have joined, and which has no work."""
 
+    is_connected = False
+
     slots = 1
     is_idle = True
     busy_at = 0.0
