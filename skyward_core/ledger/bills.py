@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date, datetime, timedelta
 from decimal import Decimal
-from typing import Any, cast
+from typing import Any
 
 from sqlalchemy import (
     BigInteger,
@@ -21,7 +21,6 @@ from sqlalchemy import (
     Connection,
     Select,
     Table,
-    and_,
     bindparam,
     case,
     delete,
@@ -57,6 +56,7 @@ from skyward_core.ledger.tables import (
     COST,
     IS_OPEN,
     MILLISECONDS,
+    NOT_BILLABLE,
     ON_DEMAND,
     POOLS,
     RESERVATIONS,
@@ -65,11 +65,13 @@ from skyward_core.ledger.tables import (
     USES,
     WORK_COLUMNS,
     in_usd,
+    is_billable,
     milliseconds_of,
     pool_seen,
     read_rows,
     stamp,
     total_milliseconds,
+    whole_number,
     work_of,
     work_values,
 )
@@ -93,22 +95,17 @@ class Bills:
             select_pools(include_ended).order_by(POOLS.c.created_microseconds.desc(), POOLS.c.id.desc()).limit(limit)
         )
         r = RESOURCES.c
-        sums = select(
-            r.pool_id,
-            func.sum(case((IS_OPEN, 1), else_=0)),
-            func.count(),
-            func.sum(MILLISECONDS),
-            func.sum(COST),
-            func.sum(ON_DEMAND),
-        )
-        # without a limit all resources are needed, and a list of 5,000 ids costs more time than it saves
-        if limit is not None or not include_ended:
-            sums = sums.where(r.pool_id.in_(newest.with_only_columns(POOLS.c.id)))
         with self._database.read() as connection:
-            clock = self._database.lease_clock()
+            clock, billable = self._database.lease_clock(), is_billable(connection)
+            amounts = (func.sum(case((billable, amount), else_=0)) for amount in (MILLISECONDS, COST, ON_DEMAND))
+            sums = select(r.pool_id, func.sum(case((IS_OPEN, 1), else_=0)), func.count(), *amounts)
+            # without a limit all resources are needed, and a list of 5,000 ids costs more time than it saves
+            if limit is not None or not include_ended:
+                sums = sums.where(r.pool_id.in_(newest.with_only_columns(POOLS.c.id)))
             entries = read_rows(connection.execute(newest).mappings(), lambda row: pool_seen(row, clock), unreadable)
-            found = {row[0]: tuple(map(_number, row[1:])) for row in connection.execute(sums.group_by(r.pool_id))}
-        return [_pool_row(entry, *found.get(entry.id, (0, 0, 0, 0, 0))) for entry in reversed(entries)]
+            rows = connection.execute(sums.group_by(r.pool_id))
+            by_pool = {pool_id: tuple(map(whole_number, numbers)) for pool_id, *numbers in rows}
+        return [_pool_row(entry, *by_pool.get(entry.id, (0, 0, 0, 0, 0))) for entry in reversed(entries)]
 
     def cost_rows(
         self,
@@ -131,11 +128,10 @@ class Bills:
         the work to which the pool belongs; of a pool that belongs to nobody they are a row of their own, `pool NAME`,
         unless `split` divides the rest among the others in proportion to their costs. With `work`, only the parts for
         it count in these bills, and by pool; otherwise the sum of the rows does not depend on `by`. Of intents in a
-        time, a part of their pool counts in proportion to their cost. With `unreadable`, rows with values that are no
-        numbers (SQLite stores any value) are left out and appended to it.
+        time, a part of their pool counts in proportion to their cost. Machines whose rows are damaged are left out:
+        they are appended to `unreadable`; without that list the first one is raised.
         """
         conditions: list[ColumnElement[bool]] = []
-        readable: list[ColumnElement[bool]] = []
         if pool_id is not None:
             conditions.append(RESOURCES.c.pool_id == pool_id)
         if since is not None:
@@ -145,11 +141,13 @@ class Bills:
         if work != NO_WORK:
             conditions.append(_pools_for(work))
         with self._database.snapshot(), self._database.read() as connection:
-            if unreadable is not None and connection.dialect.name == "sqlite":
-                unreadable += _without_numbers(connection, conditions)
-                readable.append(_HAS_NUMBERS)
-                conditions.append(_HAS_NUMBERS)
-            which = _Which(conditions, readable, is_whole=since is None and until is None)
+            damaged = _not_billable(connection, conditions)
+            if unreadable is None and damaged:
+                raise damaged[0]
+            if unreadable is not None:
+                unreadable += damaged
+            conditions.append(is_billable(connection))
+            which = _Which(conditions, is_whole=since is None and until is None)
             if by is CostBy.OWNER and work == NO_WORK:
                 return _owner_rows(connection, which, split=split)
             if by in _KEYS or (by is CostBy.POOL and work != NO_WORK):
@@ -178,6 +176,7 @@ class Bills:
         totals: dict[tuple[str, Work, str], list[int]] = defaultdict(lambda: [0, 0])
         still_grow: set[tuple[str, Work, str]] = set()
         with self._database.snapshot(), self._database.read() as connection:
+            conditions.append(is_billable(connection))
             for pool_id, bearer, resources, (_, cost, on_demand) in _parts(connection, _Which(conditions)):
                 key = pool_id, bearer.work, bearer.pool
                 if is_for(bearer.work, work):
@@ -193,14 +192,14 @@ class Bills:
         ]
 
     def pool_cost_usd(self, pool_id: str) -> Decimal:
-        """Return the bill of a pool so far, or in all, in USD."""
-        return sum((row.cost_usd for row in self.cost_rows(CostBy.POOL, pool_id=pool_id)), ZERO_USD)
+        """Return the bill of a pool so far, or in all, in USD. Machines whose rows are damaged are left out."""
+        return sum((row.cost_usd for row in self.cost_rows(CostBy.POOL, pool_id=pool_id, unreadable=[])), ZERO_USD)
 
     def held_parts(self, pool_id: str) -> list[HeldPart]:
         """Return the parts of a pool's bill for each of its uses, and for the detached calls of each owner and work."""
         with self._database.snapshot(), self._database.read() as connection:
             its = _recorded_of(connection, select(POOLS.c.id).where(POOLS.c.id == pool_id)).get(pool_id)
-            bill = _bills(connection, [RESOURCES.c.pool_id == pool_id]).get(pool_id, 0)
+            bill = _bills(connection, RESOURCES.c.pool_id == pool_id).get(pool_id, 0)
         if its is None:
             return []
         shares, held = _disjoint(its)
@@ -241,14 +240,6 @@ class Bills:
         return Pruned(len(pools), attempts, reservations, calls)
 
 
-def _number(number: object) -> int:
-    """Return a sum of the database as an integer; 0 if a damaged row has made it something else."""
-    try:
-        return int(cast("Any", number))
-    except (TypeError, ValueError, OverflowError):
-        return 0
-
-
 def _pool_row(
     entry: PoolEntry, open_resources: int, resources: int, milliseconds: int, cost: int, on_demand: int
 ) -> PoolRow:
@@ -258,7 +249,7 @@ def _pool_row(
 def _keep_parts(connection: Connection, pool_ids: Sequence[str]) -> None:
     """Make shares of the parts of a cost that the rows of uses and of detached calls decide."""
     recorded = _recorded_of(connection, select(POOLS.c.id).where(POOLS.c.id.in_(pool_ids)))
-    bills = _bills(connection, [RESOURCES.c.pool_id.in_(pool_ids)])
+    bills = _bills(connection, RESOURCES.c.pool_id.in_(pool_ids))
     rows = [
         {"pool_id": pool_id, "micro_usd": micro_usd, "owner": bearer.owner, **work_values(bearer.work)}
         for pool_id, its in sorted(recorded.items())
@@ -298,25 +289,12 @@ def _slim(tags_json: str) -> str:
 # ── rows that cannot be billed ────────────────────────────────────────────────────────────────────────────────────────
 
 
-_NUMBERS = (
-    "intended_microseconds",
-    "price_micro_usd_per_hour",
-    "on_demand_micro_usd_per_hour",
-    "increment_seconds",
-    "minimum_seconds",
-    "minimum_micro_usd",
-)
-_HAS_NUMBERS = and_(
-    *(func.typeof(RESOURCES.c[name]) == "integer" for name in (*_NUMBERS, *map(milliseconds_of, Bucket)))
-)
-
-
-def _without_numbers(connection: Connection, conditions: Sequence[ColumnElement[bool]]) -> list[UnreadableRow]:
-    """Return the rows that cannot be billed, because SQLite accepts text and infinities as numbers."""
-    wanted = select(RESOURCES).where(*conditions, not_(_HAS_NUMBERS)).order_by(RESOURCES.c.id)
+def _not_billable(connection: Connection, conditions: Sequence[ColumnElement[bool]]) -> list[UnreadableRow]:
+    """Return the rows of RESOURCES from which no cost can be computed."""
+    damaged = select(RESOURCES).where(*conditions, not_(is_billable(connection))).order_by(RESOURCES.c.id)
     return [
-        UnreadableRow(RESOURCES.name, row["id"], str(row["pool_id"]), "a price or a time is no number")
-        for row in connection.execute(wanted).mappings()
+        UnreadableRow(RESOURCES.name, row["id"], str(row["pool_id"]), NOT_BILLABLE)
+        for row in connection.execute(damaged).mappings()
     ]
 
 
@@ -378,10 +356,9 @@ def _pools_for(work: Work) -> ColumnElement[bool]:
 
 @dataclass(frozen=True, slots=True)
 class _Which:
-    """Which resources count. `is_whole`: all of a pool, or none. `readable`: which of them can be billed."""
+    """Which resources count. `is_whole`: all of a pool, or none."""
 
     conditions: Sequence[ColumnElement[bool]]
-    readable: Sequence[ColumnElement[bool]] = ()
     is_whole: bool = True
 
 
@@ -453,13 +430,14 @@ def _parts(
 def _whole(connection: Connection, which: _Which) -> dict[str, int]:
     """Return the whole bill of each pool of which some resources count."""
     some = select(RESOURCES.c.pool_id).where(*which.conditions)
-    return _bills(connection, [RESOURCES.c.pool_id.in_(some), *which.readable])
+    return _bills(connection, RESOURCES.c.pool_id.in_(some))
 
 
-def _bills(connection: Connection, conditions: Sequence[ColumnElement[bool]]) -> dict[str, int]:
-    """Return the micro-dollars of these resources, by pool."""
-    sums = select(RESOURCES.c.pool_id, func.sum(COST)).where(*conditions).group_by(RESOURCES.c.pool_id)
-    return {str(pool_id): _number(micro_usd) for pool_id, micro_usd in connection.execute(sums)}
+def _bills(connection: Connection, condition: ColumnElement[bool]) -> dict[str, int]:
+    """Return the micro-dollars of these resources, by pool, without machines whose rows are damaged."""
+    sums = select(RESOURCES.c.pool_id, func.sum(COST)).where(condition, is_billable(connection))
+    rows = connection.execute(sums.group_by(RESOURCES.c.pool_id))
+    return {str(pool_id): whole_number(micro_usd) for pool_id, micro_usd in rows}
 
 
 def _all_of(amount: int, parts: Sequence[int], costs: Sequence[int]) -> list[int]:
@@ -477,14 +455,14 @@ def _recorded_of(connection: Connection, pools: Select[tuple[Any]]) -> dict[str,
     shares = select(SHARES).where(SHARES.c.pool_id.in_(pools)).order_by(SHARES.c.id)
     for row in connection.execute(shares).mappings():
         if its := found.get(row["pool_id"]):
-            its.shares.append((Bearer(work_of(row), row["owner"] or its.own.owner), row["micro_usd"]))
+            its.shares.append((Bearer(work_of(row), row["owner"] or its.own.owner), whole_number(row["micro_usd"])))
     process = USES.outerjoin(CLIENTS, CLIENTS.c.id == USES.c.client_id)
     uses = select_uses().add_columns(CLIENTS.c.owner_user, CLIENTS.c.owner_host).select_from(process)
     in_order = uses.where(USES.c.pool_id.in_(pools)).order_by(USES.c.began_microseconds, USES.c.id)
     for row in connection.execute(in_order).mappings():
         if its := found.get(row["pool_id"]):
             owner = its.own.owner if row["owner_user"] is None else f"{row['owner_user']}@{row['owner_host']}"
-            amounts = _number(row["micro_usd"]), _number(row["estimated_micro_usd"])
+            amounts = whole_number(row["micro_usd"]), whole_number(row["estimated_micro_usd"])
             its.held.append(Held(Bearer(work_of(row), owner), *amounts, row["id"]))
     works = [CALLS.c[name] for name in WORK_COLUMNS]
     key = CALLS.c.pool_id, CALLS.c.owner, *works
@@ -494,7 +472,7 @@ def _recorded_of(connection: Connection, pools: Select[tuple[Any]]) -> dict[str,
             work = work_of(row)
             # calls of earlier releases have no work
             bearer = Bearer(work, its.own.owner) if work.labels() or its.own.pool else its.own
-            its.held.append(Held(bearer, _number(row["micro_usd"]), 0, (row["owner"], work)))
+            its.held.append(Held(bearer, whole_number(row["micro_usd"]), 0, (row["owner"], work)))
     return found
 
 
@@ -588,7 +566,7 @@ def _held(connection: Connection, pools: Select[tuple[Any]]) -> dict[str, int]:
     for table, micro_usd in ((USES, USES.c.micro_usd + ESTIMATED_MICRO_USD), (CALLS, CALLS.c.micro_usd)):
         sums = select(table.c.pool_id, func.sum(micro_usd)).where(table.c.pool_id.in_(pools))
         for pool_id, total in connection.execute(sums.group_by(table.c.pool_id)):
-            held[str(pool_id)] += _number(total)
+            held[str(pool_id)] += whole_number(total)
     return held
 
 

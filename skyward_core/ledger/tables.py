@@ -34,8 +34,10 @@ from sqlalchemy import (
     Table,
     Text,
     TypeDecorator,
+    and_,
     case,
     false,
+    func,
     literal,
 )
 
@@ -697,3 +699,36 @@ def _billed_micro_usd(price_per_hour: ColumnElement[int]) -> ColumnElement[int]:
 MILLISECONDS = total_milliseconds(tuple(Bucket))
 COST = _billed_micro_usd(RESOURCES.c.price_micro_usd_per_hour)
 ON_DEMAND = _billed_micro_usd(RESOURCES.c.on_demand_micro_usd_per_hour)
+
+# ── machines that can be billed ───────────────────────────────────────────────────────────────────────────────────────
+
+# Whoever may write to the ledger writes any number. These bounds keep the products above within 64 bits.
+_MOST_MICRO_USD_PER_HOUR = 9_000_000_000
+_MOST_SECONDS = 100_000_000
+"""Three years: of an increment and a minimum, and of a bucket in milliseconds."""
+_BOUNDS: Mapping[str, tuple[int, int]] = {
+    "price_micro_usd_per_hour": (0, _MOST_MICRO_USD_PER_HOUR),
+    "on_demand_micro_usd_per_hour": (0, _MOST_MICRO_USD_PER_HOUR),
+    "increment_seconds": (1, _MOST_SECONDS),
+    "minimum_seconds": (0, _MOST_SECONDS),
+    "minimum_micro_usd": (0, _MOST_MICRO_USD_PER_HOUR * _MOST_SECONDS // SECONDS_PER_HOUR),
+    **{milliseconds_of(bucket): (0, _MOST_SECONDS * 1000) for bucket in Bucket},
+}
+NOT_BILLABLE = "a price or a time is no number, or none that a bill can have"
+
+
+def is_billable(connection: Connection) -> ColumnElement[bool]:
+    """Return the condition of the rows of RESOURCES from which a cost can be computed."""
+    bounds = [RESOURCES.c[name].between(least, most) for name, (least, most) in _BOUNDS.items()]
+    if connection.dialect.name == "sqlite":  # it stores any value in any column
+        names = (*_BOUNDS, "intended_microseconds")
+        bounds += [func.typeof(RESOURCES.c[name]) == "integer" for name in names]
+    return and_(*bounds)
+
+
+def whole_number(number: object) -> int:
+    """Return a sum of the database as an integer of zero or more; 0 if a damaged row has made it something else."""
+    try:
+        return max(0, int(cast("Any", number)))
+    except (TypeError, ValueError, OverflowError):
+        return 0

@@ -28,6 +28,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from decimal import ROUND_CEILING, Decimal
+from functools import partial
 from typing import Any
 
 from sqlalchemy import (
@@ -59,12 +60,14 @@ from skyward_core.ledger.tables import (
     call_of,
     in_usd,
     insert_new,
+    is_billable,
     milliseconds_of,
     moment,
     moment_or_none,
     read_rows,
     reader,
     stamp,
+    whole_number,
     work_of,
     work_values,
 )
@@ -279,12 +282,16 @@ def cover_held(connection: Connection, pool_id: str, now: int) -> None:
 
     No machine gets more time than has passed since its request.
     """
-    missing = _held_micro_usd(connection, pool_id) - _billed_micro_usd(connection, pool_id)
-    if missing <= 0:
+    if _missing_micro_usd(connection, pool_id) <= 0:
         return
     r = RESOURCES.c
-    wanted = select(RESOURCES).where(r.pool_id == pool_id, r.bound_microseconds.is_not(None), IS_OPEN)
-    for row in connection.execute(wanted.order_by(r.id).with_for_update()).mappings().all():
+    machines = select(RESOURCES).where(
+        r.pool_id == pool_id, r.bound_microseconds.is_not(None), IS_OPEN, is_billable(connection)
+    )
+    rows = connection.execute(machines.order_by(r.id).with_for_update()).mappings().all()
+    # another process may have added the same time while this one waited for the lock
+    missing = _missing_micro_usd(connection, pool_id)
+    for row in rows:
         price = row["price_micro_usd_per_hour"]
         if missing > 0 and price:
             billed = _billed_milliseconds(row)
@@ -306,15 +313,16 @@ def _billed_milliseconds(row: Values) -> int:
 _RUNNING_CALLS = milliseconds_of(Bucket.RUNNING_CALLS)
 
 
-def _held_micro_usd(connection: Connection, pool_id: str) -> int:
-    """Return the price of the slots that the uses and detached calls of a pool have held, as far as it was measured."""
-    sums = (select(func.sum(table.c.micro_usd)).where(table.c.pool_id == pool_id) for table in (USES, CALLS))
-    return sum(int(connection.execute(wanted).scalar() or 0) for wanted in sums)
+def _missing_micro_usd(connection: Connection, pool_id: str) -> int:
+    """Return by how much the measured price of the slots that calls of a pool have held exceeds its bill."""
+    r = RESOURCES.c
+    billed = select(func.sum(COST)).where(r.pool_id == pool_id, is_billable(connection))
+    held = (select(func.sum(table.c.micro_usd)).where(table.c.pool_id == pool_id) for table in (USES, CALLS))
+    return sum(map(partial(_sum_of, connection), held)) - _sum_of(connection, billed)
 
 
-def _billed_micro_usd(connection: Connection, pool_id: str) -> int:
-    wanted = select(func.sum(COST)).where(RESOURCES.c.pool_id == pool_id)
-    return int(connection.execute(wanted).scalar() or 0)
+def _sum_of(connection: Connection, statement: Select[Any]) -> int:
+    return whole_number(connection.execute(statement).scalar())
 
 
 # ── warm time ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -333,10 +341,10 @@ def end_warm_time(connection: Connection, pool_id: str, now: int) -> None:
     since = warm_since(connection, [pool_id]).get(pool_id)
     if since is None:
         return
-    wanted = select(RESOURCES).where(
-        RESOURCES.c.pool_id == pool_id, RESOURCES.c.bound_microseconds.is_not(None), IS_OPEN
+    machines = select(RESOURCES).where(
+        RESOURCES.c.pool_id == pool_id, RESOURCES.c.bound_microseconds.is_not(None), IS_OPEN, is_billable(connection)
     )
-    for row in connection.execute(wanted.order_by(RESOURCES.c.id).with_for_update()).mappings().all():
+    for row in connection.execute(machines.order_by(RESOURCES.c.id).with_for_update()).mappings().all():
         warm = row[_WARM] + warm_milliseconds(row, since, now)
         connection.execute(update(RESOURCES).where(RESOURCES.c.id == row["id"]).values({_WARM: warm}))
     connection.execute(update(POOLS).where(POOLS.c.id == pool_id).values(warm_since_microseconds=None))
@@ -344,10 +352,10 @@ def end_warm_time(connection: Connection, pool_id: str, now: int) -> None:
 
 def warm_since(connection: Connection, pool_ids: Iterable[str]) -> dict[str, int]:
     """Return since when pools are warm, in microseconds since 1970; those that are not are absent."""
-    wanted = select(POOLS.c.id, POOLS.c.warm_since_microseconds).where(
+    pools = select(POOLS.c.id, POOLS.c.warm_since_microseconds).where(
         POOLS.c.id.in_(sorted(set(pool_ids))), POOLS.c.warm_since_microseconds.is_not(None)
     )
-    return {row.id: row.warm_since_microseconds for row in connection.execute(wanted)}
+    return {row.id: row.warm_since_microseconds for row in connection.execute(pools)}
 
 
 def warm_milliseconds(row: Values, since: int, until: int) -> int:
@@ -446,9 +454,8 @@ class Calls:
 def _prices(connection: Connection, pool_id: str) -> dict[str, int]:
     """Return the micro-dollars per hour of a pool's resources, by their ids at the provider."""
     r = RESOURCES.c
-    rows = connection.execute(
-        select(r.cloud_id, r.price_micro_usd_per_hour).where(r.pool_id == pool_id, r.cloud_id.is_not(None))
-    )
+    machines = r.pool_id == pool_id, r.cloud_id.is_not(None), is_billable(connection)
+    rows = connection.execute(select(r.cloud_id, r.price_micro_usd_per_hour).where(*machines))
     return {str(cloud_id): int(price) for cloud_id, price in rows}
 
 

@@ -1,17 +1,31 @@
 """The uses of pools in the ledger: what each step has cost, also if its process was killed."""
 
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import pytest
+from sqlalchemy import Connection, create_engine, text
 
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.receipt import users_of
-from skyward_core.ledger.rows import Bucket, CostBy
-from skyward_core.ledger.uses import NewUse, UseCount, UseEntry
+from skyward_core.ledger.rows import Bucket, CostBy, UnreadableRow
+from skyward_core.ledger.tables import stamp
+from skyward_core.ledger.uses import (
+    NewUse,
+    UseCount,
+    UseEntry,
+    begin_warm_time,
+    cover_held,
+    end_warm_time,
+    note_uses,
+)
 from skyward_core.work import NO_WORK, Work
-from tests.ledger.fixtures import USD, Clock, open_pool
+from tests.ledger.fixtures import USD, Clock, open_pool, url_of
 from tests.system.ledger.test_shared_costs import rented
+from tests.waiting import wait_until
 
 RUN = Work(system="prefect", workflow="train", run="1")
 FIT, SCORE = (Work(system="prefect", workflow="train", run="1", task=task) for task in ("fit", "score"))
@@ -205,3 +219,74 @@ def test_the_users_of_a_pool_are_its_steps(ledger: Ledger, clock: Clock) -> None
     ]
     assert (first.left_at, second.lives) == (None, False)
     assert second.left_at is not None
+
+
+DAMAGES = {
+    "an increment of zero": "increment_seconds = 0",
+    "a negative price": "price_micro_usd_per_hour = -1",
+    "more than 64 bits": "price_micro_usd_per_hour = 4611686018427387904, idle_milliseconds = 4611686018427387904",
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_damaged_machine_of_a_pool_stops_neither_bills_nor_who_joins_and_leaves(
+    what: str, ledger: Ledger, clock: Clock
+) -> None:
+    """Whoever may write to the ledger may write any number. The other machines are billed, and the row is named."""
+    begun(ledger)
+    damaged = rented(ledger, "1", "2")
+    with written(url_of(ledger)) as connection:
+        connection.execute(text(f"UPDATE skyward_resources SET {DAMAGES[what]} WHERE id = {damaged}"))
+        begin_warm_time(connection, "sky-a", stamp(clock.time))
+    clock.go(10)
+    with written(url_of(ledger)) as connection:
+        end_warm_time(connection, "sky-a", stamp(clock.time))
+    clock.go(10)
+    ledger.uses.write(counts={"1": UseCount(5.0, 0.015)})
+    assert {row.entry.id: row.cost_usd for row in ledger.pool_rows()} == {"p": 0, "sky-a": USD("0.015")}
+    assert ledger.pool_cost_usd("sky-a") == USD("0.015")
+    assert [part.cost_usd for part in ledger.held_parts("sky-a")] == [USD("0.015"), 0]
+    assert sum(part.cost_usd for part in ledger.cost_parts(RUN)) == USD("0.015")
+    for by in CostBy:
+        unreadable: list[UnreadableRow] = []
+        rows = ledger.cost_rows(by, unreadable=unreadable)
+        assert sum(row.cost_usd for row in rows) == USD("0.015"), by
+        assert [str(error).startswith(f"row {damaged} of skyward_resources") for error in unreadable] == [True]
+    with pytest.raises(UnreadableRow, match=f"row {damaged} of"):
+        ledger.cost_rows()
+
+
+def test_of_two_processes_that_note_at_once_one_adds_the_time_of_their_calls(postgresql_url: str, clock: Clock) -> None:
+    """The second one waits for the lock of the first one, and then looks again at what is missing."""
+    with Ledger(postgresql_url, clock=clock) as ledger, ThreadPoolExecutor(1) as other:
+        machine = begun(ledger)
+        clock.go(20)
+        now = stamp(clock.time)
+        with written(postgresql_url) as connection:
+            note_uses(connection, {"1": UseCount(5.0, 0.005)}, now, is_final=False)
+        with written(postgresql_url) as connection:
+            cover_held(connection, "sky-a", now)
+            second = other.submit(cover_now, postgresql_url, now)
+            wait_until(lambda: waits_for_a_lock(postgresql_url), "the second one to wait for the lock")
+        second.result(30)
+        (intent,) = (intent for intent in ledger.intents() if intent.id == machine)
+        assert intent.seconds[Bucket.RUNNING_CALLS] == 5.0
+
+
+@contextmanager
+def written(url: str) -> Generator[Connection]:
+    """A transaction of another process."""
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        yield connection
+    engine.dispose()
+
+
+def cover_now(url: str, now: int) -> None:
+    with written(url) as connection:
+        cover_held(connection, "sky-a", now)
+
+
+def waits_for_a_lock(url: str) -> bool:
+    with written(url) as connection:
+        return connection.execute(text("SELECT count(*) FROM pg_locks WHERE NOT granted")).scalar_one() > 0
