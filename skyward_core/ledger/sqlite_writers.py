@@ -225,8 +225,6 @@ SQLITE_BUSY = 5
 SHARED_MEMORY_ENDING = "-shm"
 WRITE_LOCK_BYTE = 120
 """The byte of the `-shm` file that a writer locks (sqlite.org/walformat.html, section 2.3.1)."""
-MOST_TURNS = 6
-"""How often a writer waits once more because the lock has passed to another process meanwhile."""
 LONGEST_COMMAND = 80
 
 
@@ -283,19 +281,16 @@ def is_busy(error: BaseException) -> bool:
 
 
 def begin_in_turn[T](begin: Callable[[], T], url: URL) -> T:
-    """Begin a transaction; wait once more as long as the lock passes from one process to another.
+    """Begin a transaction; if another process that runs has the lock, wait once more, for as long again.
 
-    A ledger that is merely busy is none that is stuck. Raises what `begin` raises.
+    Many processes that write one after the other make a ledger busy: it is not stuck. Raises what `begin` raises.
     """
-    before: LockHolder | None = None
-    for _ in range(MOST_TURNS):
-        try:
-            return begin()
-        except DBAPIError as error:
-            if not is_busy(error):
-                raise
-            holder = lock_holder(url)
-            if holder is None or holder.is_stopped or (before is not None and holder.pid == before.pid):
-                raise
-            before = holder
+    try:
+        return begin()
+    except DBAPIError as error:
+        if not is_busy(error):
+            raise
+        holder = lock_holder(url)
+        if holder is None or holder.is_stopped:
+            raise
     return begin()

@@ -90,12 +90,12 @@ def leave_named(opened: NamedSession | Attached, use: NamedUse) -> None:
     their leases. Call it again to leave properly; then the last process ends the machines, also if they were to stay
     warm.
     """
-    use.settle_the_dead()
-    if opened.is_running and (cluster := opened.cluster) is not None and cluster.is_connected:
-        # nobody may look at them again: the pool may end by its own clocks
-        pool_id = opened.lease.pool_id if isinstance(opened, Attached) else opened.pool_id
-        note_all(cluster, pool_id, opened.events.log)
     try:
+        use.settle_the_dead()
+        if opened.is_running and (cluster := opened.cluster) is not None and cluster.is_connected:
+            # nobody may look at them again: the pool may end by its own clocks
+            pool_id = opened.lease.pool_id if isinstance(opened, Attached) else opened.pool_id
+            note_all(cluster, pool_id, opened.events.log)
         if use.has_failed_to_leave:
             _leave_again(opened, use)
         elif isinstance(opened, Attached):
