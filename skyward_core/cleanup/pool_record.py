@@ -143,6 +143,9 @@ class PoolRecord:
         ids = list(instance_ids)
         self._try(lambda: self._ask_end_all(ids))
 
+    def seen_gone(self, instance_ids: Iterable[str]) -> None:
+        """Do nothing: `gone` does not wait."""
+
     def gone(self, instance_ids: Iterable[str], evidence: str) -> None:
         """Note that these machines are gone, with the evidence; `write_down` records it."""
         self._gone |= dict.fromkeys(instance_ids, f"{evidence}; it was ended because {self._why}")

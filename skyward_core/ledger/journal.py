@@ -429,11 +429,15 @@ class Journal:
         with self._kept("requested terminations"):
             self._ledger.ask_end_all(self._numbers_of(instance_ids))
 
+    def seen_gone(self, instance_ids: Iterable[str]) -> None:
+        """These are gone: they cost nothing from now on."""
+        for instance_id in instance_ids:
+            self._meter.end(instance_id)
+
     def gone(self, instance_ids: Iterable[str], evidence: str) -> None:
         """These are gone, with the evidence."""
         ids = list(instance_ids)
-        for instance_id in ids:
-            self._meter.end(instance_id)
+        self.seen_gone(ids)
         self.note()
         with self._kept("machines that are gone"):
             self._ledger.close_all(self._numbers_of(ids), evidence)

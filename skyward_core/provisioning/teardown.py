@@ -267,6 +267,13 @@ class MachineRecord(Protocol):
         """Record that the end of these machines was requested."""
         ...
 
+    def seen_gone(self, instance_ids: Iterable[str]) -> None:
+        """These machines are known to be gone, and cost nothing from now on.
+
+        It must not wait for anything: `gone` follows, and may wait for a locked ledger.
+        """
+        ...
+
     def gone(self, instance_ids: Iterable[str], evidence: str) -> None:
         """Record that these machines are gone, and the evidence."""
         ...
@@ -323,7 +330,12 @@ def tear_down(
     while True:
         if not is_sure and (listed := _listed(provider, pool_id, progress, record)) is not None:
             progress.left |= listed
-        unconfirmed = _terminate(provider, progress, record)
+        new = _new(progress, record)
+        unconfirmed = _terminate(provider, progress)
+        if provider.terminate_confirms and unconfirmed is not None:
+            record.seen_gone((progress.left - unconfirmed) & record.rented())
+        if new:
+            record.end_requested(new)  # after the request: a locked ledger may take half a minute
         if provider.terminate_confirms and unconfirmed is not None:
             _report_confirmed(provider, progress, record, unconfirmed, presumed_gone)
             if is_sure and not progress.left:
@@ -334,6 +346,7 @@ def tear_down(
             progress.left |= still
         elif still is not None:
             if gone := _proved_gone(progress, record.rented() - still, was_accepted=unconfirmed is not None):
+                record.seen_gone(gone)
                 report_gone(record.gone, gone, f"{provider.name} lists it no more", progress.proofs)
             progress.left = still | (progress.missing - gone)
             if not progress.left:
@@ -365,21 +378,24 @@ def _listed(provider: Provider, pool_id: str, progress: _Progress, record: Machi
     return set(found)
 
 
-def _terminate(provider: Provider, progress: _Progress, record: MachineRecord) -> frozenset[str] | None:
-    """Request the end of all that is left.
-
-    Return the machines that the provider could not end, or None if it does not say which.
-    """
+def _new(progress: _Progress, record: MachineRecord) -> list[str]:
+    """Record which machines are about to be terminated for the first time, and return them."""
     new = sorted(progress.left - progress.requested)
     progress.requested.update(new)
     if new:
         record.ending(new)
+    return new
+
+
+def _terminate(provider: Provider, progress: _Progress) -> frozenset[str] | None:
+    """Request the end of all that is left.
+
+    Return the machines that the provider could not end, or None if it does not say which.
+    """
     answer = request_termination(provider, sorted(progress.left))
     progress.proofs.update(answer.proofs)
     if answer.error is not None:
         progress.errors.append(answer.error)
-    if new:
-        record.end_requested(new)  # after the request: a locked ledger may take half a minute
     return answer.unconfirmed
 
 

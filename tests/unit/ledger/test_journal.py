@@ -617,6 +617,26 @@ def test_a_history_that_cannot_be_written_ends_no_pool_and_hides_no_error(
         it.journal.close()
 
 
+def test_a_wait_for_a_locked_ledger_is_not_billed_after_the_machines_are_gone(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The provider has confirmed their end: what the process waits for then costs nothing."""
+    monkeypatch.setattr(FakeProvider, "terminate_confirms", True)
+    it = make()
+    it.rent(1)
+    it.clock.go(10)
+
+    def locked() -> LedgerError:
+        it.clock.go(11)
+        return LedgerError("the ledger is locked")
+
+    it.outage.failing, it.outage.error = {"ask_end_all", "close_all", "note_all"}, locked
+    it.tear_down()
+    final = it.meter.final()
+    assert final is not None
+    assert final.total_cost == pytest.approx(0.10)
+
+
 def test_several_errors_are_raised_as_one(make: Make) -> None:
     it = make()
     it.rent(1)

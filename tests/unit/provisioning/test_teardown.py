@@ -110,6 +110,7 @@ class Page:
         self.entries: list[tuple[str, ...]] = []
         self.evidence: dict[str, str] = {}
         self.lapsed: frozenset[str] = frozenset()
+        self.ended: set[str] = set()
 
     def rented(self) -> set[str]:
         return self.known - self.evidence.keys()
@@ -130,8 +131,12 @@ class Page:
             "recorded before termination was asked for"
         )
 
+    def seen_gone(self, instance_ids: Iterable[str]) -> None:
+        self.ended |= set(instance_ids)
+
     def gone(self, instance_ids: Iterable[str], evidence: str) -> None:
         for name in instance_ids:
+            assert name in self.ended or name in self.lapsed, "its time went on until it was recorded"
             assert name not in self.cloud.billed or name in self.lapsed, (
                 f"{name} is billed and was recorded as gone: {evidence}"
             )
