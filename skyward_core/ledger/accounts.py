@@ -83,18 +83,18 @@ class Accounts:
             return self._reserve(connection, _payers(connection, account, pool_id), pool_id, amount)
 
     def roll(
-        self, account: str | None, pool_id: str, spent_usd: Decimal, next_usd: Decimal, *, epoch: int | None = None
+        self, account: str | None, pool_id: str, total_usd: Decimal, next_usd: Decimal, *, epoch: int | None = None
     ) -> Reservation:
         """Settle a pool's reservations from an account, and from that of its run, and reserve for the next interval:
-        all or nothing.
+        all or nothing. Idempotent: whoever has not got the answer may do it again.
 
-        `spent_usd` is the cost since the last settlement.
+        `total_usd` is the cost of the pool so far: each account pays what it has not paid yet.
         `settle_pool` describes how the sum is divided among several reservations. The next reservation may be 0 USD.
         Errors as of `reserve`; after BudgetExceeded nothing has changed.
         """
-        spent, amount = micro_usd(spent_usd), micro_usd(next_usd)
-        if spent < 0 or amount < 0:
-            raise BadRequest(f"Spent and reserved sums are not negative; given {spent_usd} and {next_usd} USD.")
+        total, amount = micro_usd(total_usd), micro_usd(next_usd)
+        if total < 0 or amount < 0:
+            raise BadRequest(f"Spent and reserved sums are not negative; given {total_usd} and {next_usd} USD.")
         with self._database.write() as connection:
             must_be_steward(connection, pool_id, epoch)
             must_live(connection, pool_id)
@@ -104,6 +104,7 @@ class Accounts:
             _open_reservations(connection, is_its & RESERVATIONS.c.account.in_([row["name"] for row in payers]))
             for row in payers:
                 are_its = is_its & (RESERVATIONS.c.account == row["name"])
+                spent = max(0, total - _paid(connection, are_its))
                 if spent and not _open_reservations(connection, are_its):
                     scope = _scope(row, pool_id, self._database.clock())
                     self._insert_reservation(connection, row["name"], pool_id, scope, 0)
@@ -204,11 +205,8 @@ class Accounts:
             run_account = run_account_of(connection, pool_id)
             is_run_s = RESERVATIONS.c.account == run_account
             for which in (true(),) if run_account is None else (~is_run_s, is_run_s):
-                settled = int(
-                    connection.execute(select(func.sum(RESERVATIONS.c.spent_micro_usd)).where(are_its, which)).scalar()
-                    or 0
-                )
-                self._settle_open(connection, are_its & which, max(0, spent - settled))
+                left = max(0, spent - _paid(connection, are_its & which))
+                self._settle_open(connection, are_its & which, left)
 
     def _settle_open(self, connection: Connection, which: ColumnElement[bool], spent: int) -> None:
         more: dict[tuple[str, str], int] = defaultdict(int)
@@ -225,9 +223,7 @@ class Accounts:
         """Return what an account has paid for a pool so far, in USD."""
         is_its = (RESERVATIONS.c.pool_id == pool_id) & (RESERVATIONS.c.account == account)
         with self._database.read() as connection:
-            return in_usd(
-                int(connection.execute(select(func.sum(RESERVATIONS.c.spent_micro_usd)).where(is_its)).scalar() or 0)
-            )
+            return in_usd(_paid(connection, is_its))
 
     def committed_usd(self, pool_id: str) -> Decimal:
         """Return what accounts have paid for a pool, and what is reserved for it now, in USD."""
@@ -300,6 +296,11 @@ def _scope(account: Values, pool_id: str, time: datetime) -> str:
     day = time.astimezone(UTC).date().isoformat()
     scopes = {Period.RUN: f"pool {pool_id}", Period.DAY: day, Period.MONTH: day[:7]}
     return scopes[Period(account["period"])]
+
+
+def _paid(connection: Connection, which: ColumnElement[bool]) -> int:
+    """Return the micro-dollars with which reservations were settled."""
+    return int(connection.execute(select(func.sum(RESERVATIONS.c.spent_micro_usd)).where(which)).scalar() or 0)
 
 
 def _committed(connection: Connection, account: str, scope: str) -> int | None:

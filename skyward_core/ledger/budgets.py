@@ -81,10 +81,9 @@ class CostMeter(Protocol):
 
 
 class BudgetAccounts(Protocol):
-    """The methods of `ledger.Ledger` that a spending limit uses."""
+    """The method of `ledger.Ledger` that a spending limit uses. It may be done again: an answer may be lost."""
 
-    def reserve(self, account: str | None, pool_id: str, usd: Decimal) -> Reservation: ...
-    def roll(self, account: str | None, pool_id: str, spent_usd: Decimal, next_usd: Decimal) -> Reservation: ...
+    def roll(self, account: str | None, pool_id: str, total_usd: Decimal, next_usd: Decimal) -> Reservation: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,10 +152,7 @@ class SpendingLimit:
         self._own_ends: dict[str, float] = {}
         """The earliest time at which each machine ends itself if it receives no other end."""
         self._pending: dict[Commitment, PendingLaunch] = {}
-        self._settled = ZERO_USD
         self._paid_until: float | None = None
-        self._held = ZERO_USD
-        """The reserved money of the account beyond `_settled`."""
         self._refusal: BudgetExceeded | None = None
         self._try_at = 0.0
 
@@ -369,31 +365,25 @@ class SpendingLimit:
     def _reserve(
         self, launch: PendingLaunch, along: Sequence[PendingLaunch], least_seconds: float, hard_end: float | None
     ) -> None:
-        """Reserve for new machines up to the time for which the others are paid.
+        """Reserve for new machines up to the time for which the others are paid, or for longer if that ends soon.
 
-        Money that is still reserved for failed launches is freed first.
+        Money that is still reserved for failed launches is freed.
         """
         if self._account is None:
             return
-        assert self._accounts is not None
-        now = launch.at
-        if self._paid_until is not None and self._is_low(now):
-            self._renew(now)
-        elif self._paid_until is not None:
-            spent, following = self._needed(self._paid_until)
-            if spent - self._settled + following < self._held:
-                self._roll(self._paid_until)
         until = self._paid_until
         if until is None:
-            until = self._within_hard_ends(self._first_end(now), hard_end)
-        if usd := launch.cost(until):
-            try:
-                self._accounts.reserve(self._account, self._pool_id, usd)
-            except BudgetExceeded as error:
-                raise _account_refused(error, launch, until - now) from error
-            self._held += usd
-        with self._lock:
+            until = self._within_hard_ends(self._first_end(launch.at), hard_end)
+        elif self._is_low(launch.at):
+            until = self._two_leases_from(launch.at)
+        cost = launch.cost(until)
+        if not cost and self._paid_until is None:  # nothing to pay: the account need not exist
             self._paid_until = until
+            return
+        try:
+            self._roll(until, cost)
+        except BudgetExceeded as error:
+            raise _account_refused(error, launch, until - launch.at) from error
 
     def _is_low(self, now: float) -> bool:
         assert self._paid_until is not None
@@ -409,16 +399,22 @@ class SpendingLimit:
 
     def _renew(self, now: float) -> None:
         """Reserve for two leases from now."""
-        assert self._paid_until is not None
-        self._roll(max(self._paid_until, self._within_hard_ends(now + 2 * self._lease_seconds, None)))
+        self._roll(self._two_leases_from(now))
 
-    def _roll(self, until: float) -> None:
-        """Settle the reservation with the real cost, and reserve for all machines until `until`; both or neither."""
+    def _two_leases_from(self, now: float) -> float:
+        assert self._paid_until is not None
+        return max(self._paid_until, self._within_hard_ends(now + 2 * self._lease_seconds, None))
+
+    def _roll(self, until: float, more: Decimal = ZERO_USD) -> None:
+        """Settle the reservation with the real cost, and reserve for all machines until `until`, and `more`: both or
+        neither.
+        """
         assert self._accounts is not None
         spent, following = self._needed(until)
-        self._accounts.roll(self._account, self._pool_id, spent - self._settled, following)
+        following += more
+        self._accounts.roll(self._account, self._pool_id, spent, following)
         with self._lock:
-            self._paid_until, self._settled, self._held = until, spent, following
+            self._paid_until = until
 
     def _needed(self, until: float) -> tuple[Decimal, Decimal]:
         """Return the cost so far, and the cost from now to `until`, with pending launches."""

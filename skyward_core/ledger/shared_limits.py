@@ -45,13 +45,9 @@ class StewardAccounts:
         self._ledger = ledger
         self._epoch = epoch
 
-    def reserve(self, account: str | None, pool_id: str, usd: Decimal) -> Reservation:
-        """As `Ledger.reserve`, with the epoch."""
-        return self._ledger.reserve(account, pool_id, usd, epoch=self._epoch)
-
-    def roll(self, account: str | None, pool_id: str, spent_usd: Decimal, next_usd: Decimal) -> Reservation:
+    def roll(self, account: str | None, pool_id: str, total_usd: Decimal, next_usd: Decimal) -> Reservation:
         """As `Ledger.roll`, with the epoch."""
-        return self._ledger.roll(account, pool_id, spent_usd, next_usd, epoch=self._epoch)
+        return self._ledger.roll(account, pool_id, total_usd, next_usd, epoch=self._epoch)
 
 
 class StewardLimit(SpendingLimit):
@@ -97,7 +93,7 @@ class StewardLimit(SpendingLimit):
         """
         with self._change_lock, self._lock:
             now = self._meter.now()
-            self._ending_seconds, self._settled, self._held = ending_seconds, settled, held
+            self._ending_seconds = ending_seconds
             if self._limit is not None and latest_ends:
                 self._horizon = min(latest_ends.values())
                 for at, price in unsure:
@@ -177,14 +173,14 @@ class RunLimit(StewardLimit):
             spent, following = self._needed(until)
             following += _cost(launches, until)
             try:
-                self._accounts.roll(self._account, self._pool_id, spent - self._settled, following)
+                self._accounts.roll(self._account, self._pool_id, spent, following)
             except BudgetExceeded as error:
                 if error.account or not left_rounds:
                     raise
                 shortened, until = error, self._covered_until(floor, until, launches, error)
             else:
                 with self._lock:
-                    self._paid_until, self._settled, self._held = until, spent, following
+                    self._paid_until = until
                 break
         return shortened
 

@@ -83,6 +83,9 @@ class Money:
             if made.spent is None and made.pool == pool and account in (None, made.account)
         ]
 
+    def paid(self, pool: str, account: str) -> int:
+        return sum(made.spent or 0 for made in self.made.values() if (made.pool, made.account) == (pool, account))
+
     def share_out(self, numbers: list[int], spent: int) -> None:
         for number in numbers:
             share = spent if number == numbers[-1] else min(spent, self.made[number].reserved)
@@ -159,20 +162,21 @@ class Budgets(RuleBasedStateMachine):
         pool, account = self.pools[number], self.accounts[payer]
         its = self.model.open_of(pool, account)
         spent = sum(self.model.made[number].reserved for number in its) * share // 100
+        total = usd(self.model.paid(pool, account) + spent)
         if pool in self.model.dead:
             with pytest.raises(LeaseLost):
-                self.ledger.roll(account, pool, usd(spent), usd(cents))
+                self.ledger.roll(account, pool, total, usd(cents))
             return
         before = {number: self.model.made[number].spent for number in its}
         self.model.share_out(its, spent)
         if cents and cents > self.model.left(account, pool):
             with pytest.raises(BudgetExceeded):
-                self.ledger.roll(account, pool, usd(spent), usd(cents))
+                self.ledger.roll(account, pool, total, usd(cents))
             for made_number, was in before.items():
                 self.model.made[made_number].spent = was
         else:
             scope = self.model.scope(account, pool)
-            made = self.ledger.roll(account, pool, usd(spent), usd(cents))
+            made = self.ledger.roll(account, pool, total, usd(cents))
             self.model.made[made.id] = Reserved(pool, account, scope, cents)
 
     @rule(pool=POOL, share=st.integers(0, 100))
@@ -302,7 +306,7 @@ def drive(ledger, pool_id):
             if chance.random() < 0.7:
                 ledger.settle(made, made.reserved_usd * chance.randrange(0, 101) / 100)
             elif chance.random() < 0.5:
-                ledger.roll("team", pool_id, made.reserved_usd / 2, Decimal(chance.randrange(1, 60)) / 100)
+                ledger.roll("team", pool_id, ledger.settled_usd(pool_id, "team") + made.reserved_usd / 2, Decimal(chance.randrange(1, 60)) / 100)
         except BudgetExceeded:
             return
 

@@ -465,11 +465,12 @@ def test_a_renewal_of_reservations_is_atomic(ledger: Ledger, clock: Clock) -> No
     assert ledger.open_reservations() == [elsewhere, following]
     assert (following.reserved_usd, ledger.left_usd("team", "p")) == (5, 0)
     clock.time = NOON + timedelta(days=1)
-    empty = ledger.roll("team", "p", USD(4), USD(0))
+    empty = ledger.roll("team", "p", USD(5 + 4), USD(0))
     assert (empty.reserved_usd, empty.scope, ledger.left_usd("team", "p")) == (0, "2026-11-22", 10)
     ledger.settle(empty, USD(0))
-    ledger.roll("team", "p", USD(2), USD(1))
-    assert ledger.left_usd("team", "p") == 7
+    for _ in range(2):  # the answer to the first one may have been lost
+        ledger.roll("team", "p", USD(9 + 2), USD(1))
+        assert ledger.left_usd("team", "p") == 7
     for spent, following in ((-1, 1), (1, -1)):
         with pytest.raises(BadRequest, match="not negative"):
             ledger.roll("team", "p", USD(spent), USD(following))

@@ -81,7 +81,7 @@ def test_many_pools_may_open_and_reserve_at_once(ledger: Ledger) -> None:
         try:
             ledger.reserve(account, name, USD("0.1"))
             while got := got + 1:
-                ledger.roll(account, name, USD("0.1"), USD("0.1"))
+                ledger.roll(account, name, got * USD("0.1"), USD("0.1"))
         except BudgetExceeded:
             ledger.settle_pool(name, got * USD("0.1"))
         return got
