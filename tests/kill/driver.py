@@ -408,8 +408,8 @@ class _Cluster:
     def _ignore(self, *_: object) -> None: ...
 
     start = watch = close = leave = drain = fail_calls = update_nodes = resume = restart = remove_node = end_use = (
-        _ignore
-    )
+        take_sample
+    ) = _ignore
 
     def user_client(self, address: object) -> Any:
         return SimpleNamespace(close=lambda: None)

@@ -1,7 +1,7 @@
 """Random histories of one pool's money: processes that stop, go on, die, and lose the ledger or the nodes.
 
     truth    a world of machines, slots and calls, with its own seconds; what the nodes have counted
-    ledger   what processes have written of it: late, twice, from a wrong clock, or never
+    ledger   what processes have written of it: late, from a wrong clock, again because an answer was lost, or never
 
 `play` makes a history by its seed, on any ledger. After each step `Money.check` reads everything that shows a part of
 the bill: the parts add up to it to the micro-dollar, none is negative, buckets are the lives of the machines, and no
@@ -135,7 +135,7 @@ class Money:
 
     def begin(self, process: Process) -> None:
         if process.runs and process.has_ledger and not process.has_begun:
-            self.ledger.uses.write([NewUse(process.use_id, self.pool_id, process.work)])
+            self.write(self.ledger.uses.write, [NewUse(process.use_id, self.pool_id, process.work)])
             process.has_begun = True
 
     def call(self) -> None:
@@ -185,19 +185,19 @@ class Money:
     def keep(self) -> None:
         """The process that keeps the pool notes the time of the machines."""
         buckets = {machine.number: self.buckets(machine) for machine in self.machines}
-        self.ledger.note_all(buckets)
+        self.write(self.ledger.note_all, buckets)
 
     def settle(self) -> None:
         """Somebody settles uses without the nodes: nobody can ask them."""
         chosen = [one for one in self.processes if self.chance.random() < 0.5]
-        self.ledger.uses.settle([one.use_id for one in chosen])
+        self.write(self.ledger.uses.settle, [one.use_id for one in chosen])
 
     def ask_the_head(self) -> None:
         """A process is dead or replaced: its calls end, and its use has what the nodes have counted."""
         process = self.one()
         self.held = {slot: use_id for slot, use_id in self.held.items() if use_id != process.use_id}
         process.is_over = True
-        self.ledger.uses.write(ended={process.use_id: self.count(self.nodes.get(process.use_id, {}))})
+        self.write(self.ledger.uses.write, ended={process.use_id: self.count(self.nodes.get(process.use_id, {}))})
 
     def leave(self) -> None:
         """A process ends its use: its calls have ended, and it has the last sample."""
@@ -207,7 +207,7 @@ class Money:
             self.learn(process)
             process.is_over = True
             if process.has_ledger:
-                self.ledger.uses.write(ended={process.use_id: self.count(process.known)})
+                self.write(self.ledger.uses.write, ended={process.use_id: self.count(process.known)})
 
     def detached(self) -> None:
         """A detached call has had a free slot since the last step; another client sees it."""
@@ -220,7 +220,7 @@ class Money:
         owner, at = self.chance.choice(["", "dag/a"]), self.clock.time
         call = CallState(call_id, "f", owner, 1, "ended", at, at, used, replace(self.work, asset="a"))
         self.calls.append(call)
-        self.ledger.note_calls(self.pool_id, [call])
+        self.write(self.ledger.note_calls, self.pool_id, [call])
 
     def step_clock(self) -> None:
         self.clock.go(self.chance.choice([-300.0, -5.0, 5.0, 3600.0]))
@@ -243,8 +243,8 @@ class Money:
         numbers = [machine.number for machine in self.machines]
         paid_until = dict.fromkeys(numbers, ended_at)
         fill = None if how == "keeper" else Bucket.IDLE
-        self.ledger.close_all(numbers, "it is gone", fill=fill, paid_until=paid_until)
-        self.ledger.end_pool(self.pool_id)
+        self.write(self.ledger.close_all, numbers, "it is gone", fill=fill, paid_until=paid_until)
+        self.write(self.ledger.end_pool, self.pool_id)
 
     def late(self) -> None:
         """A process goes on after the end of the pool, and writes what it has counted."""
@@ -256,7 +256,7 @@ class Money:
         if self.chance.random() < 0.5:
             self.note(process)
         elif process.runs:
-            self.ledger.uses.write(ended={process.use_id: self.count(process.known)})
+            self.write(self.ledger.uses.write, ended={process.use_id: self.count(process.known)})
 
     # ── what processes know ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -277,11 +277,16 @@ class Money:
                 usd_per_hour=rate,
                 age_seconds=self.now - process.learned_at,
             )
-            self.ledger.uses.write(counts={process.use_id: count})
+            self.write(self.ledger.uses.write, counts={process.use_id: count})
 
     def count(self, seconds: dict[str, float]) -> UseCount:
         cost = sum(spent * self.price_of_slot(instance_id) / 3600 for instance_id, spent in seconds.items())
         return UseCount(sum(seconds.values()), round(cost, 6))
+
+    def write(self, verb: Callable[..., object], *arguments: object, **words: object) -> None:
+        """Write into the ledger. Some answers are lost, and who has not got one writes again."""
+        for _ in range(self.chance.choice([1, 1, 1, 2])):
+            verb(*arguments, **words)
 
     def price_of_slot(self, instance_id: str) -> float:
         machine = next(one for one in self.machines if one.instance_id == instance_id)
