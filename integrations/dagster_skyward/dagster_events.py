@@ -68,7 +68,7 @@ def _visible_error(info: SerializableErrorInfo) -> SerializableErrorInfo:
     return SerializableErrorInfo(
         visible(info.message),
         list(map(visible, info.stack)),
-        info.cls_name,
+        None if info.cls_name is None else sky.shown_text.visible(info.cls_name),
         cause=_visible_error(info.cause) if info.cause is not None else None,
         context=_visible_error(info.context) if info.context is not None else None,
     )

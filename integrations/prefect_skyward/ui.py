@@ -111,7 +111,7 @@ class RunLog:
             return self, text
         try:
             names = {str(name): str(value) for name, value in sky.shown_text.visible_data(json.loads(found[2])).items()}
-        except ValueError:  # a line of the function's own that begins so
+        except (ValueError, RecursionError):  # a line of the function's own that begins so
             return self, text
         logger = PrefectLogAdapter(get_logger(f"prefect.{found[1]}_runs"), extra=names)
         return replace(self, logger=logger), text[found.end() :]

@@ -207,8 +207,10 @@ class DetachedCall[R]:
         pauses = Backoff(FIRST_POLL_SECONDS, POLL_SECONDS).pauses()
         ended_at: float | None = None
         while not self._has_all(known := self._look()):
-            if known["state"] in ENDED:
-                ended_at = ended_at or time.monotonic()
+            if known["state"] not in ENDED:
+                ended_at = None  # another head runs it again: the end that the first one has seen is over
+            else:
+                ended_at = time.monotonic() if ended_at is None else ended_at
                 if time.monotonic() > ended_at + OUTCOME_SECONDS:
                     raise NodeLost(
                         f"call {self.call_id} has ended, and the pool's head does not have its outcome any more"

@@ -28,6 +28,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from pydantic import ValidationError
+
 from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.errors import BadRequest, CredentialsError, LeaseLost, LeaseTampered, NodeLost, SkywardError
 from skyward_core.ledger.rows import SealedLease, UnreadableRow
@@ -214,7 +216,10 @@ def find_lease(
             " `start_detached` there first, or attach with its `pool.lease`"
         )
     keys = _opened(row, pool_id)
-    lease = Lease.model_validate_json(row.lease_json)  # authentic: it is a part of the seal
+    try:
+        lease = Lease.model_validate_json(row.lease_json)  # authentic: it is a part of the seal
+    except ValidationError as error:
+        raise _of_an_earlier_release(pool_id) from error
     if lease.pool_id != pool_id or any(node.instance.pool_id != pool_id for node in lease.nodes):
         raise LeaseTampered(f"the lease of pool {pool_id} in the ledger is that of another pool")
     if name not in (None, keys.name):
@@ -289,9 +294,19 @@ def _opened(row: SealedLease, pool_id: str) -> PoolKeys:
         content = KeyRing.to_open().unseal(row.sealed, _context(pool_id, row.lease_json))
     except CredentialsError as error:
         raise type(error)(f"pool {pool_id} cannot be attached to by its entry in the ledger: {error}") from error
-    found = cast("Mapping[str, Any]", json.loads(content))
-    certificate = PoolCertificate(found["certificate"], found["key"])
-    return PoolKeys(certificate, SecretValues(found["ssh_keys"]), found["lock_hash"], found["name"])
+    sealed = cast("Mapping[str, Any]", json.loads(content))
+    try:
+        certificate = PoolCertificate(sealed["certificate"], sealed["key"])
+        return PoolKeys(certificate, SecretValues(sealed["ssh_keys"]), sealed["lock_hash"], sealed["name"])
+    except KeyError as error:
+        raise _of_an_earlier_release(pool_id) from error
+
+
+def _of_an_earlier_release(pool_id: str) -> CredentialsError:
+    """Return the error of a row that was authentic when another release has written it."""
+    return CredentialsError(
+        f"the pool {pool_id} was opened by an earlier release: end it with that release (`skyward stop {pool_id}`)"
+    )
 
 
 class KeysInMemory:

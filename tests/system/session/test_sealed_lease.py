@@ -20,9 +20,9 @@ from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.machines.instances import Lease
 from skyward_core.machines.owner import Owner
-from skyward_core.machines.signing import signed
+from skyward_core.machines.signing import KeyRing, signed
 from skyward_core.pool.pool import verified_claim
-from skyward_core.session.sealed_lease import PoolKeys, SharedLease, find_keys, find_lease, lock_hash
+from skyward_core.session.sealed_lease import CONTEXT, PoolKeys, SharedLease, find_keys, find_lease, lock_hash
 from skyward_core.wire.masking import SecretValues
 from tests.conftest import examples
 from tests.unit.machines.test_signing import lease as lease_of
@@ -273,6 +273,19 @@ def test_rows_that_were_swapped_are_refused(ledger: Ledger, key: Path) -> None:
     for use in (lambda: sky.ComputePool.attach(POOL), lambda: find_keys(over_ssh("/elsewhere/key"))):
         with pytest.raises(sky.LeaseTampered):
             use()
+
+
+def test_a_lease_of_an_earlier_release_says_so(ledger: Ledger) -> None:
+    """Its seal has no hash and no name, or the lease has other fields."""
+    ring, pair = KeyRing.to_seal(), {"certificate": CERTIFICATE.certificate, "key": CERTIFICATE.key, "ssh_keys": {}}
+    own = over_ssh("/elsewhere/key").model_dump_json()
+    now = {**pair, "lock_hash": "", "name": ""}
+    for lease_json, content in ((own, pair), ('{"pool": "sky-signed"}', now)):
+        context = json.dumps([CONTEXT, POOL, lease_json]).encode()
+        ledger.seal_lease(POOL, lease_json, ring.seal(json.dumps(content).encode(), context))
+        with pytest.raises(sky.CredentialsError, match=rf"earlier release: .* \(`skyward stop {POOL}`\)") as raised:
+            sky.ComputePool.attach(POOL)
+        assert not isinstance(raised.value, sky.LeaseTampered)
 
 
 GENERATED = settings(

@@ -149,6 +149,17 @@ def test_a_hostile_line_can_be_sent_to_prefect_s_log(text: str, caplog: pytest.L
     refuse_hidden(words)
 
 
+def test_a_line_that_names_a_run_in_too_deep_data_is_a_line_of_its_node(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("prefect")
+    from prefect_skyward.ui import RunLog
+
+    deep = '[task run {"a":' + "[" * 100_000 + "]" * 100_000 + "}] x"
+    log = RunLog(logging.getLogger("of the run"), copy_context(), has_nested_runs=True)
+    with caplog.at_level(logging.DEBUG, "of the run"):
+        log.say_line(sky.LogLine(0, "i", deep, 0.0))
+    assert caplog.records[0].getMessage() == f"[node 0] {deep}"
+
+
 # ── Airflow ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -241,7 +252,8 @@ def test_a_hostile_text_can_be_stored_and_shown_by_dagster(text: str, monkeypatc
     dagster = type("Instance", (), {"report_engine_event": staticmethod(lambda *args, **more: sent.append(args))})()
     run: Any = None
     error = sky.NodeLost(text)
-    error.__cause__ = ValueError(text)
+    kind = text.replace("\0", "").encode(errors="ignore").decode()  # Python refuses others as the name of a class
+    error.__cause__ = type(kind, (ValueError,), {})(text)
     try:
         raise error
     except sky.NodeLost as raised:
@@ -252,6 +264,8 @@ def test_a_hostile_text_can_be_stored_and_shown_by_dagster(text: str, monkeypatc
         refuse_hidden(message)
         assert hidden_in(dg.serialize_value(data)) == []
         refuse_hidden(str(data.error.to_string()) if data.error is not None else "")
+    refuse_hidden(sent[0][2].error.cause.cls_name)
+    assert "\n" not in sent[0][2].error.cause.cls_name
     use = sky.Utilisation()
     use.running(1)
     use.see(sky.Metrics("i", 0, 40.0, 10.0, 0.0, 0.0))

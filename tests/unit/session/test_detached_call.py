@@ -1,5 +1,6 @@
 """Detached calls without a pool: what is refused, and numbered lines that each reader gets once."""
 
+from concurrent.futures import CancelledError
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -8,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import skyward_core as sky
-from skyward_core.session.detached_call import DetachedCall
-from skyward_core.wire.messages import Output, Report
+from skyward_core.session import detached_call
+from skyward_core.session.detached_call import OUTCOME_SECONDS, DetachedCall
+from skyward_core.wire.messages import Outcome, OutcomeKind, Output, Report
 from skyward_core.wire.reports import encode_report
 from skyward_core.worker.detached_calls import LineTopic
 from tests.pool.local import double
@@ -113,6 +115,32 @@ def test_the_lines_of_a_log_record_have_its_level() -> None:
     short.add("dropped")
     short.add("kept")
     assert short.reader().follow().levels == [None, None]
+
+
+def test_a_call_that_another_head_runs_again_has_its_whole_time_for_the_outcome(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It had ended for a head that is gone, and runs for an hour. Its second end is not the first one."""
+    now = [0.0]
+    monkeypatch.setattr(
+        detached_call,
+        "time",
+        SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: now.__setitem__(0, now[0] + 1)),
+    )
+    head = Head(10**6)
+    stored = Outcome("c", OutcomeKind.CANCELLED)
+
+    class ChangingHead:
+        def record(self, call_id: str, after: int) -> dict[str, Any]:
+            has_ended = now[0] < 10 or now[0] > 3600
+            if now[0] > 3600 + OUTCOME_SECONDS / 2 and not head.topic.lines:
+                head.topic.add(encode_report(Report(0, "i", (Output("c", "stdout", ("x",), 0.0), stored))))
+            return head.record(call_id, after) | {"state": "ended" if has_ended else "running"}
+
+    call = DetachedCall[Any]("c", lambda: cast(Any, SimpleNamespace(detached=ChangingHead())))
+    with pytest.raises(CancelledError):
+        call.result()
+    assert now[0] > 3600
 
 
 def test_a_call_of_a_pool_that_somebody_has_stopped_says_so_and_not_that_a_node_is_lost() -> None:
