@@ -38,7 +38,9 @@ def complete_pools(context: typer.Context) -> list[tuple[str, str]]:
 AsJson = Annotated[bool, typer.Option("--json", help="as JSON")]
 Split = Annotated[
     bool,
-    typer.Option("--split", help="divide what no call has used of pools that belong to nobody among their users"),
+    typer.Option(
+        "--split", help="divide what no call has used of pools that belong to nobody among those that have made calls"
+    ),
 ]
 PoolName = Annotated[
     str, typer.Argument(metavar="POOL", parser=values.name, autocompletion=complete_pools, help="its id or its name")

@@ -39,7 +39,7 @@ from skyward_core.session.detached_call import CallLedger
 from skyward_core.session.named_use import NamedUse, Successor
 from skyward_core.session.pool_uses import PoolUses, UseBook, UseGauges
 from skyward_core.session.sealed_lease import PoolKeys
-from skyward_core.session.warm_pools import per_hour
+from skyward_core.session.warm_pools import per_hour, what_may_run
 from skyward_core.spec import PoolSpec
 from skyward_core.work import NO_WORK, Work
 
@@ -284,13 +284,27 @@ class CurrentSession:
                 opened.release()
             else:
                 leave_named(cast("NamedSession | Attached", opened), self._use)
+            self.still_running = self._what_stays(opened)
+        except BaseException:
+            self.still_running = self._what_may_run(opened)
+            raise
         finally:
             self.final, self.receipt, self._why_ended = opened.final, opened.receipt, opened.why_ended
             self._left = None if isinstance(opened, Attached) else opened.left
             self.unconfirmed = None if isinstance(opened, Attached) else opened.unconfirmed
-            if self._use is not None:
-                self.still_running = self._use.still_running
         self._forget()
+
+    def _what_stays(self, opened: Session | Attached) -> str:
+        """Return in words what a session that was closed to its end leaves running."""
+        if self._use is not None:
+            return self._use.still_running
+        return "" if isinstance(opened, Attached) or opened.unconfirmed is None else opened.what_may_run()
+
+    def _what_may_run(self, opened: Session | Attached) -> str:
+        """Return in words what a session that could not be closed, or not to its end, may leave running."""
+        if not isinstance(opened, Attached):
+            return opened.what_may_run()
+        return "" if self._use is None else what_may_run(self._use.ledger, opened.lease.pool_id)
 
     def _forget(self) -> None:
         """Have nothing open.

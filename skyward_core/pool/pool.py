@@ -555,7 +555,8 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
     @property
     def still_running(self) -> str:
         """What this process has left running when it left the pool, until when, and what that costs, as a sentence that
-        the log has too; "" if nothing is, or the pool is open.
+        the log has too; "" if nothing is, or the pool is open. After a close that was interrupted or has failed it
+        names the machines that may still run, by the ledger.
         """
         return self._session.still_running
 

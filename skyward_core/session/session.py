@@ -59,6 +59,7 @@ from skyward_core.session.sealed_lease import SharedLease
 from skyward_core.session.session_engine import PoolSize, SessionEngine
 from skyward_core.session.state import Claims, SessionState
 from skyward_core.session.steward_term import StewardTerm
+from skyward_core.session.warm_pools import what_may_run
 from skyward_core.spec import PoolSpec
 from skyward_core.work import NO_WORK, Work
 
@@ -400,7 +401,8 @@ class Session:
                 self.hand_over(error)
                 return
             except (KeyboardInterrupt, SystemExit) as interrupt:  # the program may go on, as a notebook does
-                self.emit(_interrupted(self.pool_id, interrupt))
+                self._bookkeeping.take_receipt()
+                self.emit(_interrupted(self.pool_id, interrupt, self.what_may_run()))
                 raise
             self.unconfirmed = None
             self._claims.is_released = True
@@ -414,6 +416,10 @@ class Session:
             self._claims.is_written_down = True
             self._reaper.leave()  # after the journal: if killed in between, the reaper finds that the pool has ended
             self._departure.close_ledger()
+
+    def what_may_run(self) -> str:
+        """Return in words which machines may still run, by the ledger; "" if all are gone."""
+        return what_may_run(self._bookkeeping.ledger, self.pool_id)
 
     def _emit_bill(self) -> None:
         self._emitter.emit_bill(self._bookkeeping.receipt)
@@ -509,8 +515,8 @@ class Session:
             self._departure.leave_to_lease(self.machines, reason, error)
 
 
-def _interrupted(pool_id: str, interrupt: BaseException) -> Error:
+def _interrupted(pool_id: str, interrupt: BaseException, may_run: str) -> Error:
     """Return the event of a teardown that was interrupted; note its words in the exception."""
-    words = f"the end of {pool_id} was interrupted, and its machines may still run: close the pool again"
+    words = f"the end of {pool_id} was interrupted: close the pool again{f'; {may_run}' if may_run else ''}"
     interrupt.add_note(words)
     return Error(words)

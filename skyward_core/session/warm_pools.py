@@ -93,6 +93,24 @@ def what_stays(ledger: Ledger, name: str, pool_id: str) -> str:
     return f"the pool {name!r} ({pool_id}) stays, with {users} other process{'es' * (users > 1)}, {per_hour(rate)}"
 
 
+def what_may_run(ledger: Ledger | None, pool_id: str) -> str:
+    """Return in words which machines of a pool that was not closed to its end may still run, and what they cost.
+
+    "" if the ledger says that all are gone. Raises nothing.
+    """
+    try:
+        intents = None if ledger is None else ledger.open_intents(pool_id=pool_id)
+    except SkywardError:
+        intents = None
+    if intents is None:
+        return f"machines of the pool {pool_id} may still run; the ledger cannot be read, which would say which ones"
+    if not intents:
+        return ""
+    machines = ", ".join(f"{intent.cloud_id or f'{intent.name} (its id is not known)'}" for intent in intents)
+    rate = per_hour(sum((intent.price.per_hour for intent in intents), ZERO_USD))
+    return f"of the pool {pool_id} these machines may still run, {rate}: {machines}"
+
+
 def per_hour(usd: Decimal) -> str:
     """Return a price as text: to the cent, and one below a dollar more exactly."""
     return f"{usd:.2f} USD/h" if usd >= 1 or not usd else f"{usd:.4f} USD/h"

@@ -208,7 +208,8 @@ def test_the_rest_of_a_pool_is_divided_where_the_reader_asks_for_it(ledger: Ledg
 def test_a_pool_whose_users_have_cost_nothing_is_divided_equally(ledger: Ledger) -> None:
     opened(ledger, name_it=True)
     ledger.note_all({rented(ledger, "3.6"): {Bucket.IDLE: 3}})
-    assert cost(ledger, CostBy.RUN, split=True)["pool nightly"] == USD("0.003"), "it has no users"
+    assert cost(ledger, CostBy.RUN, split=True)["pool nightly"] == USD("0.003"), "nobody has made a call"
+    assert {user.cost_usd for user in users_of(ledger, "sky-a", split=True)} <= {0}
     for number in (1, 2):
         held(ledger, str(number), Work(run=str(number)), "a", "0", 0.0)
     by_run = cost(ledger, CostBy.RUN, split=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn, cast
 
 import pytest
 from pydantic import PrivateAttr
@@ -14,6 +14,8 @@ import skyward_core as sky
 from skyward_core import Instance, Offer, Requirements
 from skyward_core.errors import CommandFailed, ConnectionLost, CredentialsError
 from skyward_core.ledger.ledger import Ledger, default_url
+from skyward_core.provisioning.lifecycle import PoolMachines
+from skyward_core.session.warm_pools import what_may_run
 from skyward_core.transport.transport import Transports
 from tests.conftest import RecordedEvents
 from tests.fakes import (
@@ -165,6 +167,41 @@ def test_an_error_of_the_with_block_is_never_hidden(is_multi: bool) -> None:
     assert [node.instance.id in note for note in caught.value.__notes__] == [True]
     assert not pool.is_active
     wait_until(lambda: is_ended(pool_id), "the reaper to end it")
+
+
+@pytest.mark.parametrize("name", [None, "nightly"])
+def test_an_interrupted_close_names_the_machines_that_may_run(
+    monkeypatch: pytest.MonkeyPatch, name: str | None
+) -> None:
+    """In a sentence with the price, in the event and in the receipt. Once they are gone it is empty."""
+    recorded = RecordedEvents()
+    provider = sky.Local(price_per_hour=36)
+    pool = sky.ComputePool(provider=provider, name=name, on_event=recorded, display="quiet").open()
+    (node,) = pool.lease.nodes
+
+    def interrupts(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(PoolMachines, "release", interrupts)
+        pool.close()
+    assert pool.still_running.endswith(f"may still run, 36.00 USD/h: {node.instance.id}")
+    assert [entry["cloud_id"] for entry in (pool.receipt or {})["left"]] == [node.instance.id]
+    (event,) = recorded.of(sky.Error)
+    assert "close the pool again" in event.message
+    assert node.instance.id in event.message
+    pool.close()
+    assert pool.still_running == ""
+    assert sky.Local().instances(node.instance.pool_id) == []
+
+
+def test_a_ledger_that_cannot_be_read_is_no_end_of_machines() -> None:
+    class Silent:
+        def open_intents(self, **_: object) -> NoReturn:
+            raise sky.LedgerError("it does not answer")
+
+    for ledger in (cast(Any, Silent()), None):
+        assert "machines of the pool sky-1 may still run" in what_may_run(ledger, "sky-1")
 
 
 @pytest.mark.usefixtures("unending")
