@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 SHOWN_DAYS = 30
 """Of costs, calls and refusals."""
 ADDRESS = "127.0.0.1"
-OURS = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE | re.ASCII)
-"""What `Host` may be. The port is any: it is another one at the end of an SSH forwarding."""
+OURS = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?", re.IGNORECASE | re.ASCII)
+"""What `Host` may be: we listen on IPv4 only. The port is any: it is another one at the end of an SSH forwarding."""
 REQUEST_SECONDS = 5.0
 """How long a client may take with its request. Browsers connect in advance, and Ctrl-C waits for these connections."""
 JSON = "application/json"

@@ -35,7 +35,7 @@ from platformdirs import user_config_path
 
 from skyward_core.errors import BadRequest, meant, question
 from skyward_core.spec import PoolSpec
-from skyward_core.wire.private_folders import NotPrivate, read_kept
+from skyward_core.wire.private_folders import NotPrivate, read_file, read_kept
 
 PREFIX = "SKYWARD_"
 FILE = "skyward.toml"
@@ -196,14 +196,25 @@ def _find(directory: Path) -> Path | None:
     candidates = [parent / FILE for parent in (directory, *directory.parents)]
     with suppress(RuntimeError, KeyError):  # no home, and no entry for this user
         candidates.append(user_config_path("skyward") / FILE)
-    return next((path for path in candidates if path.is_file()), None)
+    return next(filter(_is_there, candidates), None)
+
+
+def _is_there(path: Path) -> bool:
+    """Whether something has this name, also what cannot be read: it would be a silence to look further."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return True
 
 
 def _named_content(path: Path) -> bytes:
     """A path that the user has named is his own decision, whoever owns the file."""
     try:
-        return path.expanduser().read_bytes()
-    except (OSError, RuntimeError) as error:
+        return read_file(path.expanduser())
+    except (OSError, RuntimeError, ValueError) as error:  # ValueError: a NUL
         raise BadRequest(f"{CONFIG} names {path}, which cannot be read: {error}") from error
 
 
@@ -217,7 +228,14 @@ def _found_content(path: Path) -> bytes:
             f" {CONFIG}={path}. {CONFIG}=/dev/null reads no file"
         ) from error
     except OSError as error:
-        raise BadRequest(f"the settings {path} cannot be read: {error.strerror}") from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> BadRequest:
+    return BadRequest(
+        f"the settings {path} cannot be read: {error.strerror}. They may hold limits, so they are not left out: make"
+        f" them readable, or name other ones with {CONFIG}. {CONFIG}=/dev/null reads no file"
+    )
 
 
 def _check(found: Mapping[str, Any], where: str, also: tuple[str, ...] = ()) -> None:

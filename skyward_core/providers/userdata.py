@@ -53,7 +53,7 @@ from skyward_core.errors import BadRequest
 from skyward_core.machines.instances import Endpoint
 from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, LAUNCH_TAG, POOL_TAG, RANK_TAG, Tags
 from skyward_core.providers.tagging import TAGS_VARIABLE, to_word
-from skyward_core.wire.private_folders import NotPrivate, make_file, make_private, read_kept
+from skyward_core.wire.private_folders import NotPrivate, make_file, make_private, read_file, read_kept
 
 PURPOSE = b"skyward host key of launch "
 HOME = "/root/.cache/skyward"
@@ -324,7 +324,7 @@ def _load(file: Path, *, is_found: bool = False) -> Any:
     """Return a private key. `is_found`: its path was not named, so no other user may have chosen the key."""
     serialization = _serialization()
     try:
-        content = read_kept(file) if is_found else file.read_bytes()
+        content = read_kept(file) if is_found else read_file(file)
         return serialization.load_ssh_private_key(content, None)
     except NotPrivate as error:
         raise BadRequest(

@@ -17,6 +17,7 @@ import stat
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
+from typing import BinaryIO
 
 UID_MAP = Path("/proc/self/uid_map")
 OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
@@ -101,12 +102,41 @@ def read_kept(path: Path) -> bytes:
     belong to this user or root, and nobody else may write to them. In a folder with the sticky bit, as /tmp has, the
     file's owner decides.
 
-    Raises NotPrivate, or another OSError.
+    Raises NotPrivate, or another OSError, also for what is no file.
     """
     path = kept_path(path)
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+    with _opened_file(path, os.O_NOFOLLOW) as file:
         refuse_writers(path, os.fstat(file.fileno()))
         return file.read()
+
+
+def read_file(path: Path) -> bytes:
+    """Return the content of a file, whoever could have written it; /dev/null is one.
+
+    Raises OSError, also for what is no file: a FIFO may never have a writer, and a device no end.
+    """
+    with _opened_file(path) as file:
+        return file.read()
+
+
+def _opened_file(path: Path, flags: int = 0) -> BinaryIO:
+    _refuse_no_file(path.stat())  # before: opening some devices has effects
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags), "rb")
+    try:
+        _refuse_no_file(os.fstat(file.fileno()))
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def _refuse_no_file(status: os.stat_result) -> None:
+    mode = status.st_mode
+    if stat.S_ISREG(mode) or (stat.S_ISCHR(mode) and status.st_rdev == os.stat(os.devnull).st_rdev):
+        return
+    kinds = (stat.S_ISDIR, "folder"), (stat.S_ISFIFO, "FIFO"), (stat.S_ISSOCK, "socket")
+    kind = next((name for is_kind, name in kinds if is_kind(mode)), "device")
+    raise OSError(errno.EINVAL, f"it is a {kind}, no file")
 
 
 def refuse_writers(path: Path, status: os.stat_result) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import stat
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -277,6 +278,44 @@ def test_a_file_that_the_user_names_is_read_whoever_owns_it(project: Path, kind:
     settings = sky.Settings.read({"SKYWARD_CONFIG": str(path)}, project)
     assert (settings.fields, settings.sources) == ({"max_cost": 1}, {"max_cost": str(path)})
     assert sky.Settings.read({"SKYWARD_CONFIG": "/dev/null"}, project).fields == {}
+
+
+def _unsearchable(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lstat = Path.lstat
+
+    def refused(self: Path) -> os.stat_result:
+        if self == path:
+            raise PermissionError(13, "Permission denied", str(self))
+        return lstat(self)
+
+    monkeypatch.setattr(Path, "lstat", refused)  # root may look everywhere
+
+
+NO_FILES: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], object], str]] = {
+    "FIFO": (lambda path, _: os.mkfifo(path), "it is a FIFO, no file"),
+    "folder": (lambda path, _: path.mkdir(), "it is a folder, no file"),
+    "device": (lambda path, _: path.symlink_to("/dev/zero"), "it is a device, no file"),
+    "socket": (lambda path, _: os.mknod(path, 0o600 | stat.S_IFSOCK), "it is a socket, no file"),
+    "link to nothing": (lambda path, _: path.symlink_to("gone.toml"), "No such file"),
+    "link to itself": (lambda path, _: path.symlink_to("skyward.toml"), "[Ll]ink"),
+    "folder above that may not be searched": (_unsearchable, "Permission denied"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_FILES)
+def test_settings_that_are_no_file_are_refused_and_not_left_out(
+    project: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """At once: a FIFO that nobody writes to would hang. They may hold `max_cost`."""
+    path = project.parent / "skyward.toml"
+    make, words = NO_FILES[kind]
+    make(path, monkeypatch)
+    with pytest.raises(sky.BadRequest, match=f"{path} cannot be read: .*{words}.*SKYWARD_CONFIG=/dev/null"):
+        sky.Settings.read({}, project)
+    if kind.startswith("folder above"):
+        return
+    with pytest.raises(sky.BadRequest, match=f"SKYWARD_CONFIG names {path}, which cannot be read: .*{words}"):
+        sky.Settings.read({"SKYWARD_CONFIG": str(path)}, project)
 
 
 def test_our_file_in_a_folder_like_tmp_is_read(project: Path) -> None:
