@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import types
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
@@ -406,12 +405,11 @@ def _pending(other: object) -> PendingCompute[Any]:
 def _checked_timeout(seconds: float | None) -> float | None:
     if seconds is None:
         return None
-    given = cast(object, seconds)
-    if isinstance(given, (int, float)) and not isinstance(given, bool) and 0 < given < math.inf:
-        return float(given)
-    from skyward_core.errors import BadRequest  # the import of `skyward_core` loads this module, and not that one
+    # the import of `skyward_core` loads this module, and not that one
+    from skyward_core.written_numbers import LONGEST_SECONDS, number
 
-    raise BadRequest(f"timeout={seconds!r}: write the seconds that the call may run, more than 0; None: any time")
+    what = f"the seconds that the call may run, more than 0, at most {LONGEST_SECONDS:.0f}; None: any time"
+    return number(seconds, "timeout", what, most=LONGEST_SECONDS, is_text_read=False)
 
 
 def _name(fn: Callable[..., Any]) -> str:

@@ -5,17 +5,14 @@ An error is a `BadRequest` in our own words.
 
 from __future__ import annotations
 
-import contextlib
-import math
 from collections.abc import Collection, Mapping
-from decimal import Decimal
 from typing import Any, ClassVar, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from skyward_core.errors import BadRequest, question, without_logins
+from skyward_core.written_numbers import shown
 
-SHOWN_CHARACTERS = 500
 _SHOWN = (str, int, float, bool, type(None))
 
 
@@ -70,27 +67,6 @@ def _is_number(annotation: Any) -> bool:
     return bool({int, float} & set(kinds)) and bool not in kinds
 
 
-def number(given: object, name: str, what: str, *, most: float = math.inf) -> float:
-    """Return a number above zero that a user has given, also as a text. Raises BadRequest, which says what to write: no
-    boolean, no infinity and no text without a number counts.
-    """
-    value = math.nan
-    if isinstance(given, int | float | str | Decimal) and not isinstance(given, bool):
-        with contextlib.suppress(ValueError, OverflowError):
-            value = float(given)
-    if not 0 < value <= most or math.isinf(value):
-        raise BadRequest(f"{name}={_text(given)}: write {what}")
-    return value
-
-
-def _text(value: object) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # Python shows no number of more than 4300 digits
-        return "a longer number"
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
-
-
 def explained(
     error: ValidationError,
     fields: Mapping[str, Any],
@@ -112,7 +88,7 @@ def explained(
         elif fault["type"] == "value_error" and (name or message.startswith(field)):
             pass  # its own words name the field
         elif field in fields and not is_secret and field not in unshown and isinstance(value, _SHOWN):
-            message = f"{field}={_text(value)}: {message}"
+            message = f"{field}={shown(value)}: {message}"
         elif field:
             message = f"{field}: {message}"
         found.append(message)

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, cast
 from skyward_core.accelerators import Accelerator, parse
 from skyward_core.config.settings import Settings
 from skyward_core.errors import BadRequest
-from skyward_core.frozen import number
 from skyward_core.machines.instances import Lease
 from skyward_core.machines.offers import Architecture, Requirements, memory_gb
 from skyward_core.paths import cache_places, first_private
 from skyward_core.providers.base import Provider, load_all
 from skyward_core.wire.private_folders import NotPrivate
 from skyward_core.work import Work
+from skyward_core.written_numbers import LONGEST_SECONDS, number
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -58,6 +58,8 @@ def offers(
     chip = parse(accelerator) if isinstance(accelerator, str) else accelerator
     if max_price_per_hour is not None:
         max_price_per_hour = number(max_price_per_hour, "max_price_per_hour", "USD per hour, above 0, or None")
+    what = f"the seconds for which a price list is recent, 0 or more, at most {LONGEST_SECONDS:.0f}"
+    max_age_seconds = number(max_age_seconds, "max_age_seconds", what, least=0, most=LONGEST_SECONDS)
     memory_wanted = None if memory is None else memory_gb(memory)
     want = Requirements(
         accelerator=chip,
@@ -110,6 +112,8 @@ def sweep(
     >>> sky.sweep([sky.Local()]).failures
     ()
     """
+    what = f"the seconds for which an unknown machine is left, 0 or more, at most {LONGEST_SECONDS:.0f}"
+    min_age_seconds = number(min_age_seconds, "min_age_seconds", what, least=0, most=LONGEST_SECONDS)
     swept = configured_providers() if providers is None else providers
     sweeping, ledgers = (
         importlib.import_module("skyward_core.cleanup.sweep"),

@@ -36,6 +36,7 @@ from skyward_core.machines.offers import Architecture, Offer, Requirements, memo
 from skyward_core.providers import base
 from skyward_core.providers.base import Provider
 from skyward_core.secret import Secret, as_references, looks_secret, masked, refuse_masks
+from skyward_core.written_numbers import LONGEST_SECONDS, MOST_DIGITS, MOST_RETRIES, shown, whole_of_digits
 
 OTHER_NAMES = {
     "allocation": 'spot="always", "if-available", "never" or a share such as 0.8',
@@ -53,14 +54,11 @@ OTHER_NAMES = {
 }
 """Names of other libraries for the same setting."""
 
-LONGEST_SECONDS = 10 * 365 * 86_400.0
 MOST_NODES = 1000
 """Machines of one pool. No more were ever tried: one scheduler serves them all (docs/performance.md)."""
-LONGEST_NUMBER = 9
-"""Digits of a number that is read or shown."""
 MOST_SLOTS = 1024
 """Calls at once on one worker: each has its own process."""
-MOST_CORES, MOST_RETRIES = 100_000, 1_000_000
+MOST_CORES = 100_000
 NAME_CHARACTERS = 128
 """The longest name of a pool in the ledger."""
 MOST_USD = 1e12
@@ -528,22 +526,26 @@ def _node_count(given: Any) -> int | tuple[int, int]:
     if isinstance(given, list | tuple):
         sizes = cast("Sequence[Any]", given)
         if len(sizes) != 2 or not all(type(size) is int for size in sizes):
-            raise ValueError(f"nodes={given!r}: write the least and the most number of machines, as in nodes=(1, 8)")
+            raise ValueError(
+                f"nodes={shown(given)}: write the least and the most number of machines, as in nodes=(1, 8)"
+            )
         least, most = sizes
         if max(sizes) > MOST_NODES:
             raise ValueError(_too_many(max(sizes)))
         if least < 1:
-            raise ValueError(f"nodes={given!r}: a pool keeps at least 1 machine, so write nodes=(1, {max(1, most)})")
+            raise ValueError(
+                f"nodes={shown(given)}: a pool keeps at least 1 machine, so write nodes=(1, {max(1, most)})"
+            )
         if most < least:
-            raise ValueError(f"nodes={given!r}: the least number comes first, so write nodes=({most}, {least})")
+            raise ValueError(f"nodes={shown(given)}: the least number comes first, so write nodes=({most}, {least})")
         return (least, most)
-    # a text with more digits is too large in any case, and Python refuses to read thousands of them
-    number = int(given[:LONGEST_NUMBER]) if isinstance(given, str) and given.isdecimal() else given
+    is_read = isinstance(given, str) and given.isascii() and given.isdecimal()
+    number = whole_of_digits(given) if is_read else given
     if isinstance(number, int) and number > MOST_NODES:
         raise ValueError(_too_many(number))
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise ValueError(
-            f"nodes={given!r}: write how many machines, at least 1, or the least and the most, as in nodes=(1, 8)"
+            f"nodes={shown(given)}: write how many machines, at least 1, or the least and the most, as in nodes=(1, 8)"
         )
     return number
 
@@ -567,7 +569,7 @@ def pool_name(given: Any) -> Any:
 
 
 def _too_many(number: int) -> str:
-    shown = str(number) if number < 10**LONGEST_NUMBER else "a longer number"
+    shown = str(number) if number < 10**MOST_DIGITS else "a longer number"
     return (
         f"nodes={shown}: a pool has at most {MOST_NODES:,} machines, because one scheduler serves them all; open"
         " several pools"

@@ -15,6 +15,9 @@ from typing import Any, Protocol, Self, cast
 from skyward_core.accelerators.catalog import Chip, FormFactor, Vendor, find
 from skyward_core.accelerators.mig import partitions, profiles, split
 from skyward_core.errors import BadRequest, question
+from skyward_core.written_numbers import shown, whole, whole_of_digits
+
+MOST_COUNT = 100_000
 
 __all__ = [
     "A10",
@@ -145,16 +148,18 @@ class Accelerator:
         """
         chip = find(name)
         form_factor = _form_factor(chip, form_factor)
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise BadRequest(f"count={count!r} must be a whole number of {chip.name} in each machine, 1 or more")
+        what = f"a whole number of {chip.name} in each machine, 1 or more, at most {MOST_COUNT}"
+        whole(count, "count", what, most=MOST_COUNT)
         if memory is not None and memory_gb is not None:
-            raise BadRequest(f"memory={memory!r} and memory_gb={memory_gb!r} are the same setting: write one of them")
+            raise BadRequest(
+                f"memory={shown(memory)} and memory_gb={shown(memory_gb)} are the same setting: write one of them"
+            )
         choices = chip.memory_choices(form_factor)
         size = _memory_gb(memory) if memory is not None else choices[0] if memory_gb is None else memory_gb
         if type(size) is not int or size not in choices:
             sizes = " or ".join(f"{gb}GB" for gb in choices)
             raise BadRequest(
-                f"there is no {_called(chip, form_factor)} with memory_gb={size!r}; it comes with"
+                f"there is no {_called(chip, form_factor)} with memory_gb={shown(size)}; it comes with"
                 f" {sizes}{_partition_of(chip.name, choices, size)}"
             )
         partitions_of_each = split(chip.name, size, cast("tuple[str, ...]", mig or ()))
@@ -373,7 +378,7 @@ class NVIDIA(StrEnum, metaclass=_ByValueToo):
 def _partition_of(name: str, sizes: Sequence[int], memory_gb: object) -> str:
     """Return which partition of the chip has this memory, for a message; "" if none has."""
     found = [profile.name for size in sizes for profile in profiles(name, size)]
-    fitting = next((profile for profile in found if profile.endswith(f".{memory_gb}gb")), None)
+    fitting = next((profile for profile in found if profile.endswith(f".{shown(memory_gb)}gb")), None)
     return f". A partition of it has {memory_gb}GB: mig={fitting!r}" if fitting else ""
 
 
@@ -390,7 +395,7 @@ def parse(requested: "str | NVIDIA | Accelerator") -> Accelerator:
         return requested
     if not isinstance(requested, str) or not requested.strip():  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BadRequest(
-            f'accelerator={requested!r} is not an accelerator: write a name such as "A100" or "4xH100", or use'
+            f'accelerator={shown(requested)} is not an accelerator: write a name such as "A100" or "4xH100", or use'
             " skyward_core.accelerators.A100()"
         )
     return _parsed(str(requested))
@@ -493,13 +498,13 @@ def _make(
     return Accelerator(name, None, count, mig, form_factor, memory=memory)
 
 
-def _memory_gb(text: str) -> int:
-    match = re.fullmatch(r"\s*(\d+)\s*GB\s*", str(text), re.IGNORECASE)
+def _memory_gb(text: object) -> int:
+    match = re.fullmatch(r"\s*(\d+)\s*GB\s*", text, re.IGNORECASE | re.ASCII) if isinstance(text, str) else None
     if match is None:
         raise BadRequest(
-            f'memory={text!r} is not the memory of an accelerator: write the vendor figure, such as "80GB"'
+            f'memory={shown(text)} is not the memory of an accelerator: write the vendor figure, such as "80GB"'
         )
-    return int(match.group(1))
+    return whole_of_digits(match.group(1))
 
 
 def _form_factor(chip: Chip, wanted: str | None) -> str | None:
@@ -522,10 +527,10 @@ def _called(chip: Chip, form_factor: str | None) -> str:
 
 
 def _slice(accelerator_type: str) -> Accelerator:
-    match = re.fullmatch(r"(?:TPU-)?(v\d\w*)-(\d+)", str(accelerator_type), re.IGNORECASE)
+    match = re.fullmatch(r"(?:TPU-)?(v\d\w*)-(\d+)", str(accelerator_type), re.IGNORECASE | re.ASCII)
     if match is None:
         raise BadRequest(f'{accelerator_type!r} is not a TPU slice: write version and size, such as "v5p-8"')
-    chip, size = find(f"TPU-{match.group(1)}"), int(match.group(2))
+    chip, size = find(f"TPU-{match.group(1)}"), whole_of_digits(match.group(2))
     if size < 1 or size % chip.cores:
         raise BadRequest(
             f"there is no slice {accelerator_type!r}: {chip.name} counts TensorCores, {chip.cores} to a chip"
@@ -535,15 +540,15 @@ def _slice(accelerator_type: str) -> Accelerator:
 
 def _count(text: str) -> tuple[str, int]:
     for pattern in (r"(?P<count>\d+)\s*[x×]\s*(?P<name>\S.*)", r"(?P<name>.*\S)\s*:\s*(?P<count>\d+)"):
-        if match := re.fullmatch(pattern, text, re.IGNORECASE):
-            return match["name"], int(match["count"])
+        if match := re.fullmatch(pattern, text, re.IGNORECASE | re.ASCII):
+            return match["name"], whole_of_digits(match["count"])
     return text, 1
 
 
 def _take(words: list[str], pattern: str) -> str | None:
     """Remove and return the first word after the name that matches."""
     for index, word in enumerate(words[1:], start=1):
-        if re.fullmatch(pattern, word, re.IGNORECASE):
+        if re.fullmatch(pattern, word, re.IGNORECASE | re.ASCII):
             return words.pop(index)
     return None
 

@@ -18,7 +18,9 @@ from collections.abc import Mapping
 from skyward_core.accelerators import Accelerator
 from skyward_core.accelerators.catalog import Chip, find
 from skyward_core.errors import BadRequest
+from skyward_core.written_numbers import whole_of_digits
 
+LAST_CORE = 9999
 VISIBLE, NUMBER = "NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES"
 LOGICAL = ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE")
 """The variable for the number of physical cores that count as one, and its older name."""
@@ -71,13 +73,14 @@ def _read(text: str) -> tuple[int, ...]:
     """Return the cores of a text such as "0-3,6"; a range includes both ends."""
     cores: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        if match is None or int(match[2] or match[1]) < int(match[1]):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part, re.ASCII)
+        first, last = (0, -1) if match is None else map(whole_of_digits, (match[1], match[2] or match[1]))
+        if last < first or last > LAST_CORE:
             raise BadRequest(
                 f'{VISIBLE}={text!r} names no NeuronCores: write numbers and ranges of them, "0-3" or "0,2,4-5", or'
                 " leave it out for all"
             )
-        cores.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
+        cores.extend(range(first, last + 1))
     if len(set(cores)) < len(cores):
         raise BadRequest(f"{VISIBLE}={text!r} names a NeuronCore twice")
     return tuple(cores)

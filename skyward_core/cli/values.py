@@ -96,8 +96,8 @@ def price(text: str) -> float:
 def usd(text: str) -> Decimal:
     """Return a sum in USD, zero or more."""
     try:
-        value = Decimal(text)
-    except InvalidOperation as error:
+        value = Decimal(_in_ascii(text))
+    except (InvalidOperation, ValueError) as error:
         raise typer.BadParameter(f"{shortened(text)} is no sum in USD") from error
     if not value.is_finite() or not 0 <= value <= MAX_USD:
         raise typer.BadParameter(f"a limit is zero or more, and at most {MAX_USD} USD; given {shortened(text)}")
@@ -142,6 +142,12 @@ def _is_whole_number(text: str, most: int) -> bool:
 
 def _number(text: str | float) -> float:
     try:
-        return float(text)
+        return float(_in_ascii(str(text)))
     except ValueError as error:
         raise typer.BadParameter(f"{shortened(str(text))} is no number") from error
+
+
+def _in_ascii(text: str) -> str:
+    """Return the text. Raises ValueError for digits of another script, which Python reads too."""
+    text.encode("ascii")
+    return text

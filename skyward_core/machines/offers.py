@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from skyward_core.accelerators import Accelerator
 from skyward_core.errors import BadRequest
 from skyward_core.events.narrator import usd
+from skyward_core.written_numbers import shown
 
 MEMORY_TOLERANCE = 0.075
 
@@ -181,11 +182,11 @@ def _has_other_memory(offer: Offer, accelerator: Accelerator) -> bool:
 
 def memory_gb(text: str) -> float:
     """Read an amount of memory such as "32GB" or "512 MiB"; returns GB = 10⁹ bytes. Raises BadRequest."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)\s*", text, re.IGNORECASE | re.ASCII)
     unit = match.group(2).lower() if match else ""
     if match is None or unit not in GB_PER_UNIT or not 0 < float(match.group(1)) <= MOST_MEMORY:
         raise BadRequest(
-            f'memory={text!r} is no amount of memory: write a number and a unit, such as "32GB" or "512MiB"'
+            f'memory={shown(text)} is no amount of memory: write a number and a unit, such as "32GB" or "512MiB"'
             f" ({', '.join(GB_PER_UNIT)})"
         )
     return float(match.group(1)) * GB_PER_UNIT[unit]

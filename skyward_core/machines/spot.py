@@ -6,6 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 from skyward_core.errors import BadRequest, meant
+from skyward_core.written_numbers import LONGEST_SECONDS, MOST_RETRIES, number, shown, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,10 +17,9 @@ class Always:
     interval: float = 1.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.retries, bool) or not isinstance(self.retries, int) or self.retries < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise BadRequest(f"retries={self.retries!r} must be a whole number, 0 or more")
-        if not _is_number(self.interval) or not 0 <= self.interval < math.inf:
-            raise BadRequest(f"interval={self.interval!r} must be a number of seconds, 0 or more")
+        whole(self.retries, "retries", f"a whole number, 0 or more, at most {MOST_RETRIES}", least=0, most=MOST_RETRIES)
+        what = f"a number of seconds, 0 or more, at most {LONGEST_SECONDS:.0f}"
+        number(self.interval, "interval", what, least=0, most=LONGEST_SECONDS, is_text_read=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Percent:
 
     def __post_init__(self) -> None:
         if not _is_number(self.share) or not 0 < self.share <= 1:
-            raise BadRequest(f"spot={self.share!r} {_advice(self.share)}")
+            raise BadRequest(f"spot={shown(self.share)} {_advice(self.share)}")
 
 
 type Strategy = Always | IfAvailable | Never | Percent
@@ -79,11 +79,11 @@ def parse(like: SpotLike) -> Strategy:
         case bool():
             raise BadRequest(f'spot={like}: write spot={"always" if like else "never"!r}, or "if-available"')
         case int() | float():
-            return Always() if like == 1 else Percent(float(like))
+            return Always() if like == 1 else Percent(like)
         case _:
             raise BadRequest(
-                f'spot={like!r} is not a strategy: write "always", "if-available", "never", a share such as 0.8, or'
-                " Spot.Always()"
+                f'spot={shown(like)} is not a strategy: write "always", "if-available", "never", a share such as'
+                " 0.8, or Spot.Always()"
             )
 
 
@@ -138,8 +138,8 @@ def _parse_name(name: str) -> Strategy:
         near = meant(name, _NAMED)
         hint = f'did you mean "{near}"? ' if near else ""
         raise BadRequest(
-            f'spot={name!r} is not a strategy: {hint}Write "always", "if-available", "never", a share such as 0.8, or'
-            " Spot.Always()"
+            f'spot={shown(name)} is not a strategy: {hint}Write "always", "if-available", "never", a share such'
+            " as 0.8, or Spot.Always()"
         )
     return _NAMED[name]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +24,6 @@ from skyward_core.engine.packing import WantedCall
 from skyward_core.errors import BadRequest, InstancesLeft, LeaseTampered, NotPicklable, PoolClosed
 from skyward_core.events import console
 from skyward_core.events.events import Callback, CostFinal
-from skyward_core.frozen import number
 from skyward_core.machines.instances import Lease
 from skyward_core.machines.signing import signed, verify
 from skyward_core.pool.aio import AsyncPool, Broadcast
@@ -37,9 +35,10 @@ from skyward_core.providers.local import Local
 from skyward_core.serialization import pickling
 from skyward_core.session.detached_call import DetachedCall
 from skyward_core.session.sealed_lease import PoolKeys, find_keys, find_lease
-from skyward_core.spec import LONGEST_SECONDS, PoolKeywords, PoolSpec, signature
+from skyward_core.spec import PoolKeywords, PoolSpec, signature
 from skyward_core.wire.masking import SecretValues
 from skyward_core.work import NO_WORK, WORK_CHARACTERS, Work
+from skyward_core.written_numbers import LONGEST_SECONDS, number
 
 if TYPE_CHECKING:
     import distributed
@@ -83,11 +82,9 @@ class DetachedCalls:
         """
         if call_id is not None and not (isinstance(call_id, str) and CALL_ID.fullmatch(call_id)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise BadRequest(f"call_id={call_id!r}: write 1 to 128 letters, digits and characters of ._:/-")
-        if result_ttl is not None and not (math.isfinite(result_ttl) and 0 <= result_ttl <= LONGEST_SECONDS):
-            raise BadRequest(
-                f"result_ttl={result_ttl!r}: write for how many seconds after the end of the call its result is kept,"
-                f" from 0 to {LONGEST_SECONDS:.0f}"
-            )
+        if result_ttl is not None:
+            what = f"for how many seconds after the end of the call its result is kept, from 0 to {LONGEST_SECONDS:.0f}"
+            result_ttl = number(result_ttl, "result_ttl", what, least=0, most=LONGEST_SECONDS, is_text_read=False)
         if not (len(owner) <= WORK_CHARACTERS and owner.isprintable()):
             raise BadRequest(f"owner={owner!r}: write a printable text of at most {WORK_CHARACTERS} characters")
         cluster, calls = self._session.cluster, self._session.calls
@@ -137,8 +134,8 @@ class ElasticSize:
         keep the machines, as after `attach`: the error names the process that does, if the pool has a name. Raises
         PoolClosed, and LedgerError if it is not certain which process keeps the pool.
         """
-        if not wait_seconds >= 0:
-            raise BadRequest(f"wait_seconds={wait_seconds!r}: write for how many seconds to wait for the nodes, or 0")
+        what = f"for how many seconds to wait for the nodes, or 0, at most {LONGEST_SECONDS:.0f}"
+        wait_seconds = number(wait_seconds, "wait_seconds", what, least=0, most=LONGEST_SECONDS)
         return self._session.scale(nodes, wait_seconds)
 
 
@@ -239,6 +236,8 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
         also LeaseLost, BadRequest and LedgerError.
         """
         refuse_greenlets()
+        what = f"for how many seconds to wait for the pool, more than 0, at most {LONGEST_SECONDS:.0f}"
+        timeout_seconds = number(timeout_seconds, "timeout_seconds", what, most=LONGEST_SECONDS)
         claim, sealed = verified_claim(lease, has_key=key is not None, is_trusted=is_trusted)
         spec = PoolSpec.of(
             nodes=max(1, len(claim.nodes)), display="quiet", retries=retries, lease_seconds=lease_seconds

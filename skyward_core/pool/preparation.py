@@ -12,7 +12,6 @@ from skyward_core.errors import BadRequest, SkywardError
 from skyward_core.events import console
 from skyward_core.events.events import Callback
 from skyward_core.events.narrator import usd
-from skyward_core.frozen import number
 from skyward_core.machines import spot
 from skyward_core.providers.base import Provider
 from skyward_core.providers.local import Local
@@ -22,6 +21,7 @@ from skyward_core.serialization import pickling
 from skyward_core.spec import MOST_USD, PoolSpec
 from skyward_core.wire.masking import SecretValues
 from skyward_core.work import NO_WORK, Work
+from skyward_core.written_numbers import number
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ def test_an_invalid_value_is_refused_with_the_nearest_spelling(like, advice):
 @pytest.mark.parametrize(
     ("kind", "fields", "words"),
     [
-        (Spot.Always, {"retries": -1}, "retries=-1 must be a whole number, 0 or more"),
+        (Spot.Always, {"retries": -1}, "retries=-1: write a whole number, 0 or more"),
         (Spot.Always, {"retries": 1.5}, "retries"),
         (Spot.Always, {"retries": True}, "retries"),
         (Spot.Always, {"interval": True}, "interval"),
