@@ -283,13 +283,13 @@ def test_a_steward_that_was_replaced_rents_seals_and_pays_nothing(ledger: Ledger
     epoch = opened(ledger)
     claim(ledger, "b")
 
-    def spend(token: str, by: int | None) -> None:
+    def spend(token: str, total: int, by: int | None) -> None:
         ledger.intend_all("sky-a", [resource_request(token, "sky-a")], epoch=by)
         ledger.seal_lease("sky-a", "{}", token, epoch=by)
-        ledger.roll("team", "sky-a", USD(1), USD(2), epoch=by)
+        ledger.roll("team", "sky-a", USD(total), USD(2), epoch=by)
 
     ledger.reserve("team", "sky-a", USD(1), epoch=epoch)
-    spend("first", epoch)
+    spend("first", 1, epoch)
     ledger.names.leave("nightly", "a")
     new = ledger.stewards.take("nightly", "b")
     for late in (
@@ -304,5 +304,5 @@ def test_a_steward_that_was_replaced_rents_seals_and_pays_nothing(ledger: Ledger
     assert sealed is not None
     assert (len(ledger.intents(pool_id="sky-a")), sealed.sealed) == (1, "first")
     assert (ledger.settled_usd("sky-a", "team"), ledger.committed_usd("sky-a")) == (USD(1), USD(3))
-    spend("second", new)
+    spend("second", 2, new)
     assert ledger.settled_usd("sky-a", "team") == USD(2)
