@@ -185,6 +185,11 @@ class Cluster:
         self.owner.post(lambda: self.dispatcher.drain(error))
 
     @property
+    def refusal(self) -> SkywardError | None:
+        """Why the pool takes no more calls (`drain`); None if it takes them."""
+        return self.owner.drained
+
+    @property
     def client(self) -> distributed.Client:
         """The engine's own Dask client.
 

@@ -146,9 +146,10 @@ def _leave_own(session: NamedSession, use: NamedUse) -> None:
         _leave_as_client(session, use)
         return
     is_last = session.is_running and use.is_last()
-    if is_last and not use.keep_warm:
+    ends_now = is_last and not (use.keep_warm and _may_be_warm(session, use))
+    if ends_now:
         use.settle_the_silent()
-    if not session.is_running or (is_last and not use.keep_warm and use.leave() is NameState.CLOSING):
+    if not session.is_running or (ends_now and use.leave(may_be_warm=False) is NameState.CLOSING):
         _end(session)
         return
     _mark(session, use)
@@ -171,6 +172,14 @@ def _leave_own(session: NamedSession, use: NamedUse) -> None:
         if is_last and lease.expires_at is not None:
             warm_seconds = (lease.expires_at - datetime.now(UTC)).total_seconds()
         _end_if_last(use, lease.pool_id, is_extended=is_last, warm_seconds=warm_seconds)
+
+
+def _may_be_warm(opened: NamedSession | Attached, use: NamedUse) -> bool:
+    """Return whether the pool takes calls: warm machines that take none would only spend the rest of the money."""
+    refusal = None if opened.cluster is None else opened.cluster.refusal
+    if refusal is not None:
+        use.log(logging.WARNING, "the pool %r is not kept warm, and is ended: %s", use.name, refusal)
+    return refusal is None
 
 
 def _mark(opened: NamedSession | Attached, use: NamedUse) -> None:
@@ -204,7 +213,9 @@ def _leave_attached(attached: Attached, use: NamedUse) -> None:
     pool_id, may_be_warm, is_extended, warm_seconds = attached.lease.pool_id, True, False, math.inf
     if attached.is_running:
         _mark(attached, use)
-    if attached.is_running and use.is_last() and (seconds := use.keep_warm):
+    if attached.is_running and use.is_last() and use.keep_warm:
+        may_be_warm = _may_be_warm(attached, use)
+    if attached.is_running and may_be_warm and use.is_last() and (seconds := use.keep_warm):
         try:
             use.longest_seconds = max(use.longest_seconds, seconds)
             paid_seconds = None if use.succession is None else use.succession.keep_warm(seconds)

@@ -67,6 +67,23 @@ def test_any_process_may_leave_and_the_next_finds_the_pool_warm(name: str) -> No
     assert_nothing_left(first, ids)
 
 
+@pytest.mark.parametrize("who", ["opener", "joiner"])
+def test_a_pool_whose_money_is_used_up_does_not_stay_warm(
+    name: str, who: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No call can begin any more: warm machines would spend the rest of the money on nothing."""
+    opener = pool_of(name, keep_warm=600).open()
+    last = opener if who == "opener" else pool_of(name, keep_warm=600).open()
+    if last is not opener:
+        opener.close()
+        await_steward(name, 2)
+    ids = machines_of(last)
+    last._session.cluster.drain(sky.BudgetExceeded("max_cost=1 is used up"))  # pyright: ignore[reportPrivateUsage]
+    last.close()
+    assert_nothing_left(last, ids)
+    assert "is not kept warm, and is ended: max_cost=1 is used up" in caplog.text
+
+
 def test_a_process_that_leaves_notes_the_detached_calls_of_others(name: str, tmp_path: Path) -> None:
     """The pool may end by its own clocks, and nobody may look at the call again: it would be paid by the pool."""
     first, second = pool_of(name, keep_warm=600).open(), pool_of(name, keep_warm=600).open()
