@@ -36,7 +36,10 @@ if TYPE_CHECKING:
     from skyward_core.compute import PendingItems as PendingItems
     from skyward_core.compute import gather as gather
     from skyward_core.concurrency.item_stream import ItemStream as ItemStream
+    from skyward_core.concurrency.threads import LoopThread as LoopThread
+    from skyward_core.concurrency.threads import Threads as Threads
     from skyward_core.concurrency.threads import after_the_work as after_the_work
+    from skyward_core.concurrency.threads import in_thread as in_thread
     from skyward_core.config.settings import Settings as Settings
     from skyward_core.distributed.checkpoint import Checkpoint as Checkpoint
     from skyward_core.distributed.checkpoint import SavedCheckpoint as SavedCheckpoint
@@ -193,7 +196,7 @@ _HOMES = {
     "serialization.plain_arguments": "PlainObject PlainTypes",
     "session.detached_call": "CallAttempt CallNews DetachedCall",
     "compute": "ComputeFunction PendingBatch PendingCompute PendingItems gather",
-    "concurrency.threads": "after_the_work",
+    "concurrency.threads": "LoopThread Threads after_the_work in_thread",
     "concurrency.item_stream": "ItemStream",
     "config.settings": "Settings",
     "errors": (

@@ -111,7 +111,7 @@ class PoolTeardown:
         self._try_seconds = try_seconds
         self._clock = clock
         self._pause = pause
-        self._is_requested = False
+        self._is_requested = self._is_serving = False
         self._request = threading.Event()
         self._busy = threading.Lock()
         self._pool_id = self._ledger_url = ""
@@ -120,9 +120,13 @@ class PoolTeardown:
     def ask(self) -> None:
         """End the pool whether its owner lives or not. Returns at once."""
         self._request.set()
-        if not self._is_requested:
-            self._is_requested = True
-            threading.Thread(target=self._serve, daemon=True).start()
+        self._is_requested = True
+        if self._is_serving:
+            return
+        self._is_serving = _could_start(threading.Thread(target=self._serve, daemon=True))
+        if not self._is_serving:  # the next request tries again
+            with self._busy:
+                self._end("its process has requested it")
 
     def _serve(self) -> None:
         while True:
@@ -165,8 +169,10 @@ class PoolTeardown:
                 outcome.append(error)
 
         thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join(self._try_seconds)
+        if _could_start(thread):
+            thread.join(self._try_seconds)
+        else:
+            run()
         return outcome[0] if outcome else TimeoutError(f"no answer within {self._try_seconds:.0f} s")
 
     def _try(self, why: str) -> None:
@@ -273,9 +279,13 @@ class PoolTeardown:
             except Exception as error:
                 troubles.append(error)
 
-        threads = [threading.Thread(target=tear_down_at, args=(provider,), daemon=True) for provider in providers]
-        for thread in threads:
-            thread.start()
+        threads = list[threading.Thread]()
+        for provider in providers:
+            thread = threading.Thread(target=tear_down_at, args=(provider,), daemon=True)
+            if _could_start(thread):
+                threads.append(thread)
+            else:
+                tear_down_at(provider)
         for thread in threads:
             thread.join()
         if troubles:  # machines that may be left are worse than a ledger that is behind
@@ -296,6 +306,15 @@ class PoolTeardown:
         import logging
 
         logging.getLogger("skyward").info("%s", text)
+
+
+def _could_start(thread: threading.Thread) -> bool:
+    """Start a thread; False if none can be started: then the caller does the work."""
+    try:
+        thread.start()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _one_line(error: Exception) -> str:

@@ -36,6 +36,7 @@ from skyward_core.cli.calls import detached_json
 from skyward_core.cli.cost import sum_of, total
 from skyward_core.cli.options import SHOWN_ROWS
 from skyward_core.cli.pools import attempt_json, faults, pools_of
+from skyward_core.concurrency.threads import LoopThread
 from skyward_core.errors import BadRequest, LedgerConflict, LedgerError, SkywardError
 from skyward_core.events.utilisation import MEASURES, percentages
 from skyward_core.ledger.receipt import receipt
@@ -334,7 +335,7 @@ class Utilisation:
         self._trouble: LedgerError | None = None
         self._end = threading.Event()
         # a login that hangs does not keep the process
-        self._thread = threading.Thread(target=self._follow, name="skyward-ui", daemon=True)
+        self._thread = LoopThread("skyward-ui", self._follow)
 
     def __enter__(self) -> Self:
         self._thread.start()

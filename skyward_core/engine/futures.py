@@ -28,6 +28,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
+from skyward_core.concurrency.threads import LoopThread
 from skyward_core.errors import Bytes, CallCrashed, CallOutOfMemory, CallTimedOut, ResultNotLoaded
 from skyward_core.serialization import exceptions, pickling
 from skyward_core.serialization import unpicklable as exception_state
@@ -161,7 +162,8 @@ class Results:
         self._last_delivered = 0
         self._delivered_at = 0.0
         """When `delivered` was last seen to grow."""
-        self._thread = threading.Thread(target=self._run, name="skyward-results", daemon=True)
+        self._is_closing = False
+        self._thread = LoopThread("skyward-results", self._run)
 
     def start(self) -> None:
         """Start the thread."""
@@ -170,7 +172,7 @@ class Results:
     @property
     def is_own_thread(self) -> bool:
         """Whether this is the results' thread, which runs code of a value that it loads."""
-        return threading.current_thread() is self._thread
+        return self._thread.is_current
 
     def put(self, settled: Settled) -> None:
         """Let the thread set a future. Does not wait."""
@@ -183,21 +185,20 @@ class Results:
         money because the code of a result's type hangs. The thread itself does not wait.
         """
         self._queue.put(None)
-        if self._thread.is_alive() and not self.is_own_thread:
+        if not self.is_own_thread:
             self._thread.join(LOADING_SECONDS)
-            if self._thread.is_alive():
+            if self._thread.is_alive:
                 words = "a result is still being loaded after %g s; the pool ends, and the result comes later"
                 _log.warning(words, LOADING_SECONDS)
 
     def _run(self) -> None:
-        is_closing = False
-        while not (is_closing and not self._waiting):
+        while not (self._is_closing and not self._waiting):
             try:
                 item = self._queue.get(timeout=LOOK_SECONDS if self._waiting else None)
             except queue.Empty:
                 item = None
             else:
-                is_closing = is_closing or item is None
+                self._is_closing = self._is_closing or item is None
             if isinstance(item, Settled):
                 self._waiting.append(item) if self._is_to_wait(item) else self.set(item)
             item = None  # a large result must not live until the next one comes
@@ -247,7 +248,15 @@ class Results:
             _log.exception("the future of a call could not be set")
         finally:
             for parcel in item.spent:  # last: freeing a hundred megabytes takes longer than all other steps
-                parcel.release()
+                _release(parcel)
+
+
+def _release(parcel: Parcel) -> None:
+    """Release a value's memory. A file that cannot be removed stays until its node ends; later results must come."""
+    try:
+        parcel.release()
+    except Exception:
+        _log.warning("the memory of a result could not be freed", exc_info=True)
 
 
 class Callbacks:
@@ -256,7 +265,7 @@ class Callbacks:
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._thread: LoopThread | None = None
         self._is_closed = False
 
     def put(self, call: Callable[[], object]) -> None:
@@ -265,17 +274,23 @@ class Callbacks:
             if not self._is_closed:
                 self._queue.put(call)
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="skyward-callbacks", daemon=True)
-                    self._thread.start()
+                    thread = LoopThread("skyward-callbacks", self._run)
+                    self._thread = thread if thread.start_if_possible() else None
                 return
         call()
 
     def close(self) -> None:
-        """End the thread after all callbacks. Does not wait for it: a callback may block."""
+        """End the thread after all callbacks. Does not wait for it: a callback may block.
+
+        If no thread could be started, what waits is called here.
+        """
         with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                self._queue.put(None)
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._queue.put(None)
+        if self._thread is None:
+            self._run()
 
     def _run(self) -> None:
         while (call := self._queue.get()) is not None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import math
 import queue
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
@@ -21,6 +20,7 @@ from typing import Any, Protocol
 
 from distributed.protocol.serialize import to_serialize  # noqa: TID253 - with connection.py owns Dask in this package
 
+from skyward_core.concurrency.threads import LoopThread
 from skyward_core.engine import actions as do
 from skyward_core.engine.connection import SCHEDULER, TOPIC, NotSent, SchedulerConnection
 from skyward_core.engine.dispatcher import TICK_SECONDS, Dispatcher
@@ -125,7 +125,7 @@ class EngineThread:
         self._counts = counts
         self._secrets = secrets
         self._mailbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="skyward-engine", daemon=True)
+        self._thread = LoopThread("skyward-engine", self._run)
         self._results = Results(delivered, self._on_settled)
         self.callbacks = Callbacks()
         self._transfers = Transfers(dispatcher, transports, self.post)
@@ -136,6 +136,8 @@ class EngineThread:
         self.use_ranks: Callable[[Collection[int]], object] = lambda _: None
         """Called with the ranks that new broadcasts are to use, if another process keeps the pool."""
         self._is_closed = False
+        self._has_ended = False
+        """Whether the owner's thread has taken the last message."""
         self._answers: dict[int, Future[None]] = {}
         """By epoch: the future of the scheduler's answer to that connection."""
         self._returned: dict[str, tuple[str, float]] = {}
@@ -172,15 +174,15 @@ class EngineThread:
             except BaseException as error:
                 done.set_exception(error)
 
-        if threading.current_thread() is self._thread:
+        if self._thread.is_current:
             do_it()
-        elif self._is_closed or not self._thread.is_alive():
+        elif self._is_closed or not self._thread.is_alive:
             raise PoolClosed("the pool is closed")
         else:
             self.post(do_it)
         until = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
         while not wait_for([done], min(LOOK_SECONDS, max(0.0, until - time.monotonic()))).done:
-            if not self._thread.is_alive():
+            if not self._thread.is_alive:
                 raise PoolClosed("the pool is closed")
             if time.monotonic() > until:
                 raise TimeoutError("the engine has not answered in time")
@@ -190,12 +192,11 @@ class EngineThread:
         """Do this as the last message, then end. All futures are set when it returns, unless one of the engine's
         threads calls it, or a result takes too long to load (`Results.close`).
         """
-        if self._thread.is_alive() and not self._is_closed:
+        if self._thread.is_alive and not self._is_closed:
             self._is_closed = True
             self.post(end)
             self._mailbox.put(None)
-            if threading.current_thread() is not self._thread:
-                self._thread.join()
+            self._thread.join()
         self._transfers.close()
         self._results.close()
         self.callbacks.close()
@@ -268,12 +269,12 @@ class EngineThread:
 
     def wait_for_end(self) -> None:
         """Wait until a close that has begun has set all futures, unless one of the engine's threads calls it."""
-        if threading.current_thread() is not self._thread and self._thread.is_alive():
-            self._thread.join()
+        self._thread.join()
         self._results.close()
 
     def _run(self) -> None:
-        self._handle_all()
+        if not self._has_ended:
+            self._handle_all()
         self._unreadable.end()
 
     def _handle_all(self) -> None:
@@ -284,11 +285,13 @@ class EngineThread:
             except queue.Empty:
                 message = self._tick
             if message is None:
+                self._has_ended = True
                 return
             self._handle(message)
             # messages that have come meanwhile: their calls are sent and stopped together
             for _ in range(self._mailbox.qsize()):
                 if (message := self._mailbox.get()) is None:
+                    self._has_ended = True
                     return
                 self._handle(message)
             if time.monotonic() >= tick_at:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
+from skyward_core.concurrency.threads import LoopThread, Threads
 from skyward_core.engine.elastic import ElasticRanks, Load, ScalingPolicy
 from skyward_core.engine.membership import (
     AddNode,
@@ -109,31 +110,9 @@ class ClusterControl(Protocol):
 
 
 class ThreadLauncher(Protocol):
-    """Starts a thread of this name for long work, and does not wait for it."""
+    """Starts a thread of this name for long work, and does not wait for it. If it cannot, it does the work itself."""
 
-    def __call__(self, name: str, work: Callable[[], None], /) -> None: ...
-
-
-class _ThreadStarter:
-    """The default `ThreadLauncher`. It owns its threads, and starts none after `stop`."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._threads: list[threading.Thread] = []
-        self._is_stopped = False
-
-    def __call__(self, name: str, work: Callable[[], None], /) -> None:
-        thread = threading.Thread(target=work, name=name, daemon=True)
-        with self._lock:
-            if not self._is_stopped:
-                self._threads = [*(other for other in self._threads if other.is_alive()), thread]
-                thread.start()
-
-    def stop(self) -> list[threading.Thread]:
-        """Start no more threads; return those that were started."""
-        with self._lock:
-            self._is_stopped = True
-            return list(self._threads)
+    def __call__(self, name: str, work: Callable[[], None], /) -> object: ...
 
 
 class Recovery:
@@ -161,14 +140,15 @@ class Recovery:
         self._view = _RecoveryView(machines, cluster)
         self._emit = emit
         self._clock = clock
-        self._threads = _ThreadStarter()
-        self._in_thread = in_thread or self._threads
+        self._threads = Threads()
+        self._in_thread = in_thread or self._threads.run
         self._wake = threading.Event()
         self._was_cut = threading.Event()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         """Outcomes of other threads, for the next turn: only one thread changes the state."""
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="skyward-recovery", daemon=True)
+        self._thread = LoopThread("skyward-recovery", self._run, self._report)
+        self._reported = ""
 
     def start(self) -> None:
         """Begin to watch."""
@@ -177,7 +157,7 @@ class Recovery:
     def stop(self) -> None:
         """Do nothing more. `MachineControl.stop` must wake the threads that wait for machines before `join`."""
         self._closing.set()
-        self._threads.stop()
+        self._threads.close()
         self._wake.set()
 
     @property
@@ -192,9 +172,9 @@ class Recovery:
         releases machines that come later.
         """
         deadline = time.monotonic() + JOIN_SECONDS
-        for thread in (self._thread, *self._threads.stop()):
-            if thread.is_alive() and thread is not threading.current_thread() and thread.name != QUERY:
-                thread.join(max(0.0, deadline - time.monotonic()))
+        self._thread.join(JOIN_SECONDS)
+        self._threads.close()
+        self._threads.join(max(0.0, deadline - time.monotonic()), except_for=QUERY)
 
     # ── more and fewer nodes, in any thread ──────────────────────────────────────────────────────────────────────────
 
@@ -253,7 +233,6 @@ class Recovery:
     # ── in the thread of recovery ────────────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
-        reported = ""
         while not self._closing.is_set():
             self._wake.wait(TICK_SECONDS)
             self._wake.clear()
@@ -261,11 +240,13 @@ class Recovery:
                 self.turn()
             except PoolClosed:
                 return
-            except Exception as error:  # the next turn tries again; the same error is not emitted four times a second
-                _log.debug("the loss of a node could not be handled", exc_info=True)
-                if reported != repr(error):
-                    reported = repr(error)
-                    self._emit(Error(f"the loss of a node could not be handled: {error!r}"))
+
+    def _report(self, error: BaseException) -> None:
+        """Emit an error; the next turn tries again. The same one is not emitted four times a second."""
+        _log.debug("the loss of a node could not be handled", exc_info=error)
+        if self._reported != repr(error):
+            self._reported = repr(error)
+            self._emit(Error(f"the loss of a node could not be handled: {error!r}"))
 
     def turn(self) -> None:
         """Check the head, the members and the clock once, and do the actions that are due."""

@@ -10,8 +10,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
+from skyward_core.concurrency.threads import ThreadPool
 from skyward_core.engine import actions as do
 from skyward_core.engine.calls import KNOWN_SECONDS
 from skyward_core.engine.connection import SchedulerConnection
@@ -43,15 +43,15 @@ class Transfers:
         self._dispatcher = dispatcher
         self._transports = transports
         self._post = post
-        self._uploads = ThreadPoolExecutor(UPLOADS, thread_name_prefix="skyward-upload")
-        self._fetches = ThreadPoolExecutor(FETCHES, thread_name_prefix="skyward-fetch")
+        self._uploads = ThreadPool(UPLOADS, "skyward-upload")
+        self._fetches = ThreadPool(FETCHES, "skyward-fetch")
         self.items: Counter[str] = Counter()
         """How many items are being fetched from each instance. Only the owner's thread uses it."""
 
     def close(self) -> None:
         """Begin no more transfers. Does not wait for those that run."""
-        self._uploads.shutdown(wait=False, cancel_futures=True)
-        self._fetches.shutdown(wait=False, cancel_futures=True)
+        self._uploads.close()
+        self._fetches.close()
 
     def is_reachable(self, instance_id: str) -> bool:
         """Whether a node can be reached now."""

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, override
 
+from skyward_core.concurrency.threads import LoopThread
 from skyward_core.errors import BadRequest, meant
 from skyward_core.events.events import (
     BootstrapCompleted,
@@ -331,7 +332,7 @@ class _Spinner:
         self._calls: TaskID | None = None
         self._machines: dict[str, TaskID] = {}
         self._closing = threading.Event()
-        self._animation = threading.Thread(target=self._animate, name="skyward-spinner", daemon=True)
+        self._animation = LoopThread("skyward-spinner", self._animate)
 
     def __call__(self, event: SkywardEvent, /) -> None:
         with self._lock:
@@ -423,7 +424,7 @@ class _Spinner:
         """The pool's own row; with the first event that is shown, drawing begins."""
         if self._pool is None:
             self._progress.start()
-            self._animation.start()
+            self._animation.start_if_possible()  # without it the rows stand still
             self._pool = self._progress.add_task("opening the pool", total=None, note="")
         return self._pool
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from uuid import uuid4
 
+from skyward_core.concurrency.threads import LoopThread
 from skyward_core.events.events import (
     BootstrapCompleted,
     BootstrapProgress,
@@ -187,7 +188,7 @@ class NotebookDisplay:
         self._summary = Summary()
         self._is_closed = False
         self._closing = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: LoopThread | None = None
         self._present = contextvars.Context()
         """The empty context: what is printed in it belongs to the cell that runs."""
 
@@ -216,12 +217,10 @@ class NotebookDisplay:
 
     def _begin(self) -> None:
         # in the empty context too
-        thread = threading.Thread(
-            target=contextvars.Context().run, args=(self._run, self._summary), name="skyward-notebook", daemon=True
-        )
+        context, shown = contextvars.Context(), self._summary
+        self._thread = thread = LoopThread("skyward-notebook", lambda: context.run(self._run, shown))
         self._show(rendered(self._summary), is_update=False)
-        thread.start()
-        self._thread = thread
+        thread.start_if_possible()  # without it the output stays as it begins
 
     def _run(self, shown: Summary) -> None:
         try:

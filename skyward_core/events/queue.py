@@ -22,7 +22,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
+from skyward_core.concurrency.threads import LoopThread
 from skyward_core.events.events import (
     CallProgress,
     CallReported,
@@ -72,7 +74,7 @@ class EventQueue:
         self._changed = threading.Condition(self._lock)
         self._listeners: tuple[Callable[[SkywardEvent], object], ...] = ()
         self._waiting = deque[SkywardEvent | Callable[[], object]]()
-        self._thread: threading.Thread | None = None
+        self._thread: LoopThread | None = None
         self._awaited: list[int] = []
         """The numbers of events that threads wait for."""
         self._is_hungry = False
@@ -145,13 +147,11 @@ class EventQueue:
         return self.number
 
     def _start(self) -> None:
-        thread = threading.Thread(target=self._context.run, args=(self._run,), name="skyward-events", daemon=True)
-        self._thread = thread
-        try:
-            thread.start()
-        # the system has no thread left, or the interpreter ends: the next event tries again, and `close` delivers
-        # what waits
-        except RuntimeError:
+        # before it starts: it may deliver an event at once, and `is_own_thread` must know it
+        self._thread = thread = LoopThread("skyward-events", partial(self._context.run, self._run))
+        # the system has no thread left, or the interpreter ends: the next event tries again, and `close` delivers what
+        # waits
+        if not thread.start_if_possible():
             self._thread = None
 
     def _is_too_much(self, event: SkywardEvent) -> bool:
@@ -210,6 +210,8 @@ class EventQueue:
     # ── out ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
+        if self._is_drained:
+            return
         while (item := self._next()) is not None:
             try:
                 self._deliver_one(item)
@@ -279,7 +281,7 @@ class EventQueue:
     @property
     def is_own_thread(self) -> bool:
         """Whether the caller is a callback."""
-        return self._thread is not None and self._thread.ident == threading.get_ident()
+        return self._thread is not None and self._thread.is_current
 
     def _wait(self, number: int | None, timeout: float, patience: float) -> bool:
         """Wait for an event, or, without a number, for the end of the thread."""

@@ -18,13 +18,13 @@ import stat
 import subprocess
 import tarfile
 import tempfile
-import threading
 from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import IO, NamedTuple
 
+from skyward_core.concurrency.threads import LoopThread
 from skyward_core.errors import BadRequest, CommandFailed, NodeLost, Unreachable
 from skyward_core.live.node_tar import PIECE_BYTES, Bounded, kept_mode, receive_folder
 from skyward_core.live.pool_nodes import PoolNodes, command_on
@@ -281,7 +281,11 @@ def _script(nodes: PoolNodes, rank: int, script: str, *words: str) -> Generator[
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
-        words_of_node = _Words(process.stderr)
+        try:
+            words_of_node = _Words(process.stderr)
+        except RuntimeError:  # no thread can be started
+            process.kill()
+            raise
         cut: Exception | None = None
         try:
             yield process.stdin, process.stdout
@@ -305,7 +309,7 @@ class _Words:
     def __init__(self, stderr: IO[bytes]) -> None:
         self._stderr = stderr
         self._pieces = deque[bytes](maxlen=KEPT_PIECES)
-        self._thread = threading.Thread(target=self._read, name="skyward-cp", daemon=True)
+        self._thread = LoopThread("skyward-cp", self._read)
         self._thread.start()
 
     def _read(self) -> None:

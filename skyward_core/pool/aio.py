@@ -25,10 +25,12 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self, cast, overload
 
 from skyward_core.compute import ComputeFunction, PendingBatch, PendingCompute
+from skyward_core.concurrency.threads import Threads
 from skyward_core.engine.futures import CallFuture
 from skyward_core.errors import InstancesLeft, ResultNotLoaded
 from skyward_core.pool.calls import checked, mapped_calls, results_of
@@ -284,8 +286,8 @@ class _Thread:
         self._work = work
         self._outcome: Future[object] = Future()
         context = contextvars.copy_context()  # `use_callback` counts in the thread too
-        self._thread = threading.Thread(target=context.run, args=(self._run,), name="skyward-async")
-        self._thread.start()
+        self._threads = Threads(is_daemon=False)
+        self._threads.run("skyward-async", partial(context.run, self._run))
 
     def result(self) -> object:
         """Return what the work has returned, or raise its exception. To be called after its end."""
@@ -294,7 +296,7 @@ class _Thread:
 
     def join(self) -> None:
         """Wait until the thread is gone: after `ended` that takes some microseconds."""
-        self._thread.join()
+        self._threads.join()
 
     def _run(self) -> None:
         try:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
+from skyward_core.concurrency.threads import Threads
 from skyward_core.pool.pool import ComputePool
 
 
@@ -44,8 +44,8 @@ class MultiPool:
     def _all(self, verb: Callable[[ComputePool], object], what: str) -> None:
         if not self._pools:
             return
-        with ThreadPoolExecutor(len(self._pools), thread_name_prefix="skyward-multipool") as threads:
-            errors = [future.exception() for future in [threads.submit(verb, pool) for pool in self._pools]]
+        threads = Threads("skyward-multipool")
+        errors = [future.exception() for future in [threads.submit(verb, pool) for pool in self._pools]]
         _raise_all(errors, what)
 
     async def __aenter__(self) -> tuple[ComputePool, ...]:

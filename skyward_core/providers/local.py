@@ -17,7 +17,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections import Counter
@@ -32,6 +31,7 @@ import psutil
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from skyward_core.accelerators import Accelerator, parse
+from skyward_core.concurrency.threads import LoopThread
 from skyward_core.errors import BadRequest, InstancesLeft
 from skyward_core.machines.instances import Instance, InstanceState, NodeEnd, node_end
 from skyward_core.machines.offers import ARCHITECTURES, MOST_USD_PER_HOUR, Offer, Requirements
@@ -550,7 +550,12 @@ class Local(Provider):
                 stderr=log,
                 start_new_session=True,
             )
-        threading.Thread(target=process.wait, name="skyward-reap", daemon=True).start()
+        try:
+            LoopThread("skyward-reap", process.wait).start()
+        except RuntimeError:  # nobody would wait for it: then it is no machine
+            process.kill()
+            process.wait()
+            raise
 
 
 def kept_environment() -> dict[str, str]:

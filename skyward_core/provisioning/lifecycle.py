@@ -188,10 +188,13 @@ class PoolMachines:
     def release(self) -> None:
         """End all machines of the pool, and wait until the provider confirms it.
 
-        May be called again. Raises InstancesLeft if some could not be confirmed gone.
+        May be called again. Raises InstancesLeft if some could not be confirmed gone. If `stop` fails, the machines end
+        nevertheless, and its error is raised after that.
         """
-        self.stop()
-        self._rental.tear_down()
+        try:
+            self.stop()
+        finally:
+            self._rental.tear_down()
 
     @property
     def may_be_left(self) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from skyward_core.concurrency.backoff import Backoff
+from skyward_core.concurrency.threads import LoopThread, Threads
 from skyward_core.errors import InstancesLeft
 from skyward_core.machines.instances import Instance
 from skyward_core.providers.base import Provider
@@ -68,8 +69,8 @@ class Terminations:
         self._lock = threading.Lock()
         self._all: set[Termination] = set()
         self._left: set[Termination] = set()
-        self._first_requests: list[threading.Thread] = []
-        self._repeater: threading.Thread | None = None
+        self._first_requests = Threads()
+        self._repeater: LoopThread | None = None
         self._more = threading.Event()
         self._closing = threading.Event()
         self._listing = threading.Lock()
@@ -95,10 +96,7 @@ class Terminations:
             finally:
                 self._request_first(termination)
 
-        thread = threading.Thread(target=work, name=name, daemon=True)
-        with self._lock:
-            self._first_requests = [*(one for one in self._first_requests if one.is_alive()), thread]
-            thread.start()
+        self._first_requests.run(name, work)
         return termination
 
     def stop(self) -> None:
@@ -106,13 +104,12 @@ class Terminations:
         self._closing.set()
         self._more.set()
         with self._lock:
-            terminations = list(self._all)
-            threads = [*self._first_requests, *([] if self._repeater is None else [self._repeater])]
+            terminations, repeater = list(self._all), self._repeater
         for termination in terminations:
             termination.over.set()
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join()
+        self._first_requests.join()
+        if repeater is not None:
+            repeater.join()
 
     def _of(self, instance_id: str, provider: TerminatingProvider) -> Termination:
         termination = Termination(instance_id, provider)
@@ -129,9 +126,11 @@ class Terminations:
         with self._lock:
             self._left.add(termination)
             self._more.set()
-            if self._repeater is None:
-                self._repeater = threading.Thread(target=self._repeat, name="skyward-ending", daemon=True)
-                self._repeater.start()
+            if self._repeater is not None:
+                return
+            self._repeater = repeater = LoopThread("skyward-ending", self._repeat)
+        if not repeater.start_if_possible():
+            self._repeat()
 
     def _repeat(self) -> None:
         backoff = Backoff(FIRST_TRY_PAUSE_SECONDS, LONGEST_TRY_PAUSE_SECONDS)

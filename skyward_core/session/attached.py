@@ -200,6 +200,9 @@ class Attached:
                 transport.opened()
             cluster.watch(self.watcher)
             self.user_client = cluster.user_client(self._scheduler_from_here)
+            self._pay_at_once()
+            for beat in self._beats:
+                beat.start()
             self.is_running = True
         except BaseException as error:
             self._leave("the pool could not be attached to")
@@ -209,9 +212,6 @@ class Attached:
                     f" {error}"
                 ) from error
             raise
-        self._pay_at_once()
-        for beat in self._beats:
-            beat.start()
 
     def _pay_at_once(self) -> None:
         """Reserve what is missing, and send it to the nodes: their money may end before the first beat."""
@@ -351,7 +351,7 @@ class Attached:
             self._in_memory.close()
             self.events.close()
 
-    def _on_trouble(self, error: Exception) -> None:
+    def _on_trouble(self, error: BaseException) -> None:
         self.events.log(
             logging.ERROR, "pool %s could not be kept alive; it is tried again", self.lease.pool_id, error=error
         )

@@ -29,6 +29,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from skyward_core.concurrency.backoff import Backoff
+from skyward_core.concurrency.threads import LoopThread
 from skyward_core.errors import LeaseLost, NodeLost, PoolClosed, SkywardError
 from skyward_core.machines.instances import Lease, Node
 from skyward_core.session.sealed_lease import PoolKeys, find_lease
@@ -101,10 +102,8 @@ class SchedulerSearch:
 
     def begin(self) -> None:
         """Search, after the search that runs, if there is one. Does not wait."""
-        try:
-            threading.Thread(target=self._run, name="skyward-resume", daemon=True).start()
-        except RuntimeError as error:  # there are too many threads: `look` tries again
-            self._log(logging.WARNING, "the search for the pool's scheduler begins later: %s", error)
+        if not LoopThread("skyward-resume", self._run).start_if_possible():  # `look` tries again
+            self._log(logging.WARNING, "the search for the pool's scheduler begins later: no thread can be started")
 
     def look(self) -> None:
         """Begin a search if one is needed and none runs, unless one has given up. Called periodically."""
@@ -113,7 +112,7 @@ class SchedulerSearch:
 
     def _run(self) -> None:
         with self._searching:
-            if self._is_needed():
+            if self._is_needed() and not self._has_given_up:
                 self._search()
 
     def _search(self) -> None:

@@ -29,7 +29,7 @@ from datetime import datetime, timedelta
 from decimal import Decimal
 from typing import TYPE_CHECKING, cast
 
-from skyward_core.concurrency.threads import PeriodicThread
+from skyward_core.concurrency.threads import LoopThread, PeriodicThread
 from skyward_core.config.own_providers import kind_of_pool
 from skyward_core.errors import BudgetExceeded, LeaseLost, SkywardError
 from skyward_core.events.events import BudgetWarning, SkywardEvent
@@ -135,7 +135,7 @@ class Renewal:
         """
         troubles: set[str] = set()
 
-        def on_error(error: Exception) -> None:
+        def on_error(error: BaseException) -> None:
             if repr(error) not in troubles:  # an error that repeats with every renewal is logged once
                 troubles.add(repr(error))
                 self._log(logging.ERROR, "%s of %s goes on", name, self._pool_id, error=error)
@@ -185,7 +185,7 @@ class OpeningLimits:
         self._fail = fail
         self._log = log
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="skyward-opening", daemon=True)
+        self._thread = LoopThread("skyward-opening", self._run)
 
     def start(self) -> None:
         """Start the thread."""

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, override
 
+from skyward_core.concurrency.threads import in_thread
 from skyward_core.errors import SkywardError
 from skyward_core.events.events import Callback
 from skyward_core.ledger.names_policy import NotSteward
@@ -156,7 +157,7 @@ class NamedSession(Session):
         watcher.go_on(machines.lease)
         disown(machines)
         self.events.log(logging.WARNING, "another process keeps the pool %s: this one was silent", self.pool_id)
-        threading.Thread(target=self._end_own, name="skyward-adopt", daemon=True).start()
+        in_thread("skyward-adopt", self._end_own)
 
     def _resume(self, seconds: float) -> bool:
         if self.machines is None or self.cluster is None:

@@ -21,11 +21,12 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from skyward_core.concurrency.backoff import Backoff
 from skyward_core.concurrency.loading import load
-from skyward_core.concurrency.threads import PeriodicThread
+from skyward_core.concurrency.threads import LoopThread, PeriodicThread, in_thread
 from skyward_core.errors import BadRequest, LeaseLost, LedgerError, ProvisioningTimeout, SkywardError
 from skyward_core.events import console
 from skyward_core.image.local_files import included_in
@@ -195,9 +196,7 @@ class NamedUse:
             return
         words = "the pool %r is rented again, because %s cannot be used any more: %s. Machines that are left of it end"
         self.log(logging.WARNING, words, self.name, claim.dead_pool, claim.why_dead)
-        threading.Thread(
-            target=self._end, args=(claim.dead_pool, claim.why_dead), name="skyward-clear", daemon=True
-        ).start()
+        in_thread("skyward-clear", partial(self._end, claim.dead_pool, claim.why_dead))
 
     def _end(self, pool_id: str, why: str) -> None:
         """End the machines of a condemned pool. If that fails or is killed, its reaper and a sweep do it."""
@@ -516,7 +515,7 @@ class NamedUse:
         elif found is Standing.VACANT or (found is Standing.HELD and not self.term.is_held):
             self.on_vacant()
 
-    def _on_trouble(self, error: Exception) -> None:
+    def _on_trouble(self, error: BaseException) -> None:
         self.log(logging.WARNING, "this process is not renewed as a client of the pool %r: %s", self.name, error)
 
 
@@ -548,13 +547,19 @@ class Successor:
         """Guards the next three fields."""
         self._work: list[Callable[[], None]] = []
         """What the thread does, and what it does then; empty if there is no thread."""
-        self._thread: threading.Thread | None = None
+        self._thread: LoopThread | None = None
         self._is_closing = False
         self._try_at = 0.0
         self._failures = 0
         self.stewardship: Stewardship | None = None
         """The present one; None while another process, or none, keeps the pool."""
         use.on_vacant, use.on_lost = self.take, self.lose
+
+    def look(self) -> None:
+        """Start the thread, if it could not be started when there was work for it. Called with each renewal."""
+        with self._changing:
+            if self._work and self._thread is None:
+                self._start()
 
     def take(self) -> None:
         """Adopt the pool in another thread, unless an adoption is running or has just failed. Does not wait."""
@@ -600,22 +605,30 @@ class Successor:
             if self._is_closing or (self._work and may_be_dropped):
                 return
             self._work.append(work)
-            if len(self._work) == 1:
-                self._thread = threading.Thread(target=self._run, name="skyward-adopt", daemon=True)
-                self._thread.start()
+            if self._thread is None:
+                self._start()
+
+    def _start(self) -> None:
+        # not here, if there is no thread: the renewal, which calls this, must not wait. It calls `look` again
+        thread = LoopThread("skyward-adopt", self._run)
+        self._thread = thread if thread.start_if_possible() else None
 
     def _run(self) -> None:
         while True:
+            with self._changing:
+                if not self._work:
+                    self._thread = None
+                    return
+                work = self._work[0]
             try:
-                self._work[0]()
+                work()
             except Exception as error:
                 self._log(
                     logging.ERROR, "the pool %r could not be left to another process", self._use.name, error=error
                 )
-            with self._changing:
-                self._work.pop(0)
-                if not self._work:
-                    return
+            finally:
+                with self._changing:
+                    self._work.remove(work)
 
     def _take(self) -> None:
         try:

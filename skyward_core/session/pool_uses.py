@@ -24,6 +24,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+from skyward_core.concurrency.threads import LoopThread
 from skyward_core.errors import LedgerError, PoolClosed
 from skyward_core.events.events import CallReported, InstanceLost, Metrics, SkywardEvent
 from skyward_core.events.utilisation import Utilisation
@@ -251,8 +252,8 @@ class UseBook:
         """`_is_away`: the ledger has not answered last."""
         self._ledger: Ledger | None = None
         """None before the first connection. The thread makes it."""
-        self._thread = threading.Thread(target=self._run, name="skyward-uses", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("skyward-uses", self._run)
+        self._thread.start_if_possible()
 
     # ── for PoolUse ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -306,6 +307,8 @@ class UseBook:
             if self._is_closed:
                 return
             self._note_at = time.monotonic()
+            if not self._has_thread():
+                return
             self._waiting.append(written)
             self._turn.notify()
         written.result()
@@ -321,7 +324,10 @@ class UseBook:
         with self._turn:
             self._is_closed = True
             self._turn.notify()
-        self._thread.join(2 * LEDGER_BUSY_SECONDS)
+        if self._thread.is_alive:
+            self._thread.join(2 * LEDGER_BUSY_SECONDS)
+        else:
+            self._run()
         if self._ledger is not None:
             self._ledger.close()
 
@@ -343,12 +349,16 @@ class UseBook:
     def _next_write(self) -> Future[None]:
         """Return the future of the next write, whether it succeeds or not. With the lock held."""
         written: Future[None] = Future()
-        if self._is_away or not (self._begins or self._ends):
+        if self._is_away or not (self._begins or self._ends) or not self._has_thread():
             written.set_result(None)  # it is tried again with the notes: nothing waits for a ledger that is away
         else:
             self._waiting.append(written)
             self._turn.notify()
         return written
+
+    def _has_thread(self) -> bool:
+        """Whether there is a thread that writes; if it could not be started, that is tried again."""
+        return self._thread.is_alive or self._thread.start_if_possible()
 
     # ── the thread ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -365,9 +375,11 @@ class UseBook:
                 if is_due:
                     self._noted_at = time.monotonic()
                     self._note_at = self._noted_at + NOTE_SECONDS
-            self._write(begins, ends, is_due=is_due)
-            for written in waiting:
-                written.set_result(None)
+            try:
+                self._write(begins, ends, is_due=is_due)
+            finally:
+                for written in waiting:
+                    written.set_result(None)
 
     def _write(self, begins: Mapping[str, NewUse], ends: Mapping[str, UseCount], *, is_due: bool) -> None:
         """Write what begins and ends, and if it is due, what has changed. Raises nothing: all wait for this thread."""

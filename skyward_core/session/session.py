@@ -37,6 +37,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, override
 
+from skyward_core.concurrency.threads import LoopThread, in_thread
 from skyward_core.errors import InstancesLeft, LedgerError, PoolClosed, SkywardError
 from skyward_core.events.events import (
     Callback,
@@ -230,7 +231,7 @@ class Session:
         self.emit(PoolReady(self.pool_id, len(lease.nodes), cluster.slots, time.monotonic() - started))
         self._renewal.begin("skyward-node-lease", self._renew_local_leases)
         clock = self._clock(limits, journal, self.size)
-        threading.Thread(target=clock.run, args=(self._ended,), name="skyward-clock", daemon=True).start()
+        LoopThread("skyward-clock", partial(clock.run, self._ended)).start()
 
     def _lock_image(self) -> None:
         """Choose the versions of the image's packages: before anything is rented, and for all machines of the pool."""
@@ -404,6 +405,9 @@ class Session:
                 self._bookkeeping.take_receipt()
                 self.emit(_interrupted(self.pool_id, interrupt, self.what_may_run()))
                 raise
+            except Exception:  # nobody knows what is left: closing the pool again tries again, and so does the reaper
+                self._reaper.hang_up()
+                raise
             self.unconfirmed = None
             self._claims.is_released = True
             atexit.unregister(self._at_exit)
@@ -446,7 +450,7 @@ class Session:
             if not may_wait_at_exit:
                 atexit.unregister(self._at_exit)
         elif self.machines is not None:
-            threading.Thread(target=self.machines.end_now, name="skyward-terminate", daemon=True).start()
+            in_thread("skyward-terminate", self.machines.end_now)
 
     def _at_exit(self) -> None:
         try:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import threading
 import time
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
@@ -20,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, cast
 
 from skyward_core.concurrency.loading import load
+from skyward_core.concurrency.threads import Threads
 from skyward_core.engine.certificates import PoolCertificate, make_certificate
 from skyward_core.engine.elastic import Load, ScalingPolicy
 from skyward_core.engine.recovery import Recovery
@@ -56,7 +56,7 @@ class SessionEngine:
         self.cluster: Cluster | None = None
         self.recovery: Recovery | None = None
         self.user_client: UserClient | None = None
-        self._import = threading.Thread(target=self._import_all, name="skyward-import", daemon=True)
+        self._import = Threads()
 
     @property
     def is_connected(self) -> bool:
@@ -64,8 +64,8 @@ class SessionEngine:
         return self.recovery is not None
 
     def start_import(self) -> None:
-        """Start the thread that imports Dask and sets `certificate`."""
-        self._import.start()
+        """Start the thread that imports Dask and sets `certificate`; without a thread, do that here."""
+        self._import.run("skyward-import", self._import_all)
 
     def _import_all(self) -> None:
         try:
@@ -127,17 +127,21 @@ class SessionEngine:
         return PoolSize(self._spec, self.cluster, self.recovery, is_busy)
 
     def end(self, machines: PoolMachines, end_cluster: Callable[[Cluster], object]) -> None:
-        """End all of it, the cluster by `end_cluster`; no thread waits for a machine any more."""
+        """End all of it, the cluster by `end_cluster`; no thread waits for a machine any more.
+
+        Each step is taken even if the one before it has failed: calls that nobody ends would wait for ever.
+        """
         assert self.cluster is not None
         assert self.recovery is not None
-        self.recovery.stop()
-        self.cluster.take_sample()
-        note_all(self.cluster, self._pool_id, self._emitter.queue.log)
-        if self.user_client is not None:
-            self.user_client.close()
-        end_cluster(self.cluster)
-        machines.stop()
-        self.recovery.join()
+        with ExitStack() as last_step_first:
+            last_step_first.callback(self.recovery.join)
+            last_step_first.callback(machines.stop)
+            last_step_first.callback(end_cluster, self.cluster)
+            if self.user_client is not None:
+                last_step_first.callback(self.user_client.close)
+            last_step_first.callback(note_all, self.cluster, self._pool_id, self._emitter.queue.log)
+            last_step_first.callback(self.cluster.take_sample)
+            self.recovery.stop()
 
 
 def policy_of(spec: PoolSpec, nodes: int | None = None) -> ScalingPolicy | None:

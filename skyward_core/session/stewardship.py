@@ -23,9 +23,11 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from datetime import datetime
 from decimal import Decimal
+from functools import partial
 from typing import TYPE_CHECKING
 
 from skyward_core.cleanup.policy import unsure_seconds
+from skyward_core.concurrency.threads import LoopThread
 from skyward_core.config.own_providers import same_as
 from skyward_core.engine.recovery import Recovery
 from skyward_core.errors import CredentialsError, InstancesLeft, LeaseTampered, NodeLost, SkywardError
@@ -203,7 +205,7 @@ class Stewardship:
             lambda: self._emitter.emit(self._emitter.meter.update()),
         ]
         clock = Clock(self._pool_id, often, seldom, self.stop, self._log, time.monotonic())
-        threading.Thread(target=clock.run, args=(self._ended,), name="skyward-clock", daemon=True).start()
+        LoopThread("skyward-clock", partial(clock.run, self._ended)).start()
         self._log(logging.INFO, "this process keeps the pool %s from now on", self._pool_id)
 
     def _give_lease_to_attached(self) -> None:
@@ -307,10 +309,12 @@ class Stewardship:
     def _end_machines(self) -> None:
         assert self._machines is not None
         assert self._recovery is not None
-        self._machines.stop()
-        self._recovery.join()
         try:
-            self._machines.release()
+            try:
+                self._machines.stop()
+                self._recovery.join()
+            finally:
+                self._machines.release()
             self._bookkeeping.close_journal()
         except InstancesLeft as left:
             self._emitter.emit(InstancesUnconfirmed(left.ids, str(left), self._machines.may_be_left_to_their_lease))

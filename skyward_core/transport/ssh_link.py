@@ -5,7 +5,6 @@ Part of `ssh_connection.py`, which describes the states.
 
 from __future__ import annotations
 
-# ruff: noqa: ASYNC240  small local files are read before the first packet
 import asyncio
 import concurrent.futures
 import logging
@@ -16,6 +15,9 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+
+# ruff: noqa: ASYNC240  small local files are read before the first packet
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,7 +26,7 @@ import asyncssh  # noqa: TID253  a part of ssh_connection.py
 from asyncssh.public_key import get_default_public_key_algs  # noqa: TID253
 
 from skyward_core.concurrency.backoff import Backoff
-from skyward_core.concurrency.threads import PlainExecutor
+from skyward_core.concurrency.threads import LoopThread, PlainExecutor
 from skyward_core.errors import BadRequest, ConnectionLost, CredentialsError, HostKeyChanged, Unreachable
 from skyward_core.machines.instances import Endpoint
 from skyward_core.transport.proxy_command import Proxy
@@ -513,15 +515,19 @@ class Loop:
         self._loop.set_default_executor(PlainExecutor("skyward-ssh-work"))
         self._lock = threading.Lock()
         self._closed = False
-        self._thread = threading.Thread(target=_turn, args=(self._loop,), name="skyward-ssh", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("skyward-ssh", partial(_turn, self._loop))
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._loop.close()
+            raise
 
     def call[T](self, coroutine: Coroutine[Any, Any, T], timeout_seconds: float | None = None) -> T:
         """Run a coroutine on the loop and return its result; raises TimeoutError, with the coroutine cancelled, when it
         takes longer.
         """
         with self._lock:
-            if self._closed or threading.current_thread() is self._thread:
+            if self._closed or self._thread.is_current:
                 coroutine.close()
                 raise Unreachable(
                     "the SSH loop is closed"
@@ -542,8 +548,7 @@ class Loop:
             first, self._closed = not self._closed, True
         if first:
             self._loop.call_soon_threadsafe(self._loop.stop)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        self._thread.join()
 
     def __enter__(self) -> Self:
         return self
@@ -556,6 +561,8 @@ class Loop:
 
 def _turn(loop: asyncio.AbstractEventLoop) -> None:
     """Run the loop. Refers to the loop only, so that an abandoned `Loop` can be collected."""
+    if loop.is_closed():  # it has failed while it ended
+        return
     log = logging.getLogger("asyncssh")
     if log.level == logging.NOTSET:
         # it logs each connection and channel at INFO, into the task logs of orchestrators

@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 from pathlib import PurePosixPath
 from urllib.parse import urlsplit
 
+from skyward_core.concurrency.threads import LoopThread
 from skyward_core.errors import CommandFailed, ConnectionLost, SkywardError
 from skyward_core.events.events import ContactLost, ContactRegained, SkywardEvent
 from skyward_core.image.local_files import NodeFile
@@ -274,7 +275,7 @@ class SSHTransport:
         self._lines: deque[str] = deque(maxlen=LINES_KEPT)
         self._lines_read = 0
         self._forwards: dict[tuple[str, int], int] = {}
-        self._threads: list[threading.Thread] = []
+        self._threads: list[LoopThread] = []
         self._beginning = threading.Lock()
         """Held while a thread is started: `close` waits for those that have started, and none starts after it."""
 
@@ -343,17 +344,14 @@ class SSHTransport:
         with self._beginning:
             threads = tuple(self._threads)
         for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join()
+            thread.join()
 
     @property
     def is_connected(self) -> bool:
         return self._connection.is_connected
 
     def _begin(self, work: Callable[[], None]) -> None:
-        thread = threading.Thread(
-            target=work, name=f"skyward-{work.__name__.strip('_')}-{self.instance.rank}", daemon=True
-        )
+        thread = LoopThread(f"skyward-{work.__name__.strip('_')}-{self.instance.rank}", work)
         with self._beginning:
             if not self._closed.is_set():
                 thread.start()

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from skyward_core.concurrency.threads import LoopThread
+
 MB = 1e6
 GB = 1e9
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -41,7 +43,7 @@ class Sampler:
 
     def start(self) -> None:
         """Begin to sample."""
-        threading.Thread(target=self._run, name="skyward-metrics", daemon=True).start()
+        LoopThread("skyward-metrics", self._run).start_if_possible()
 
     def stop(self) -> None:
         """Stop taking samples."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -55,7 +56,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         )
         if is_ours and vars(module).get("time") is time:
             monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(threads, "threading", SimpleNamespace(Thread=NoThread))
+    monkeypatch.setattr(threads, "threading", SimpleNamespace(**vars(threading) | {"Thread": NoThread}))
     return clock
 
 

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import skyward_core as sky
+from skyward_core.concurrency.threads import LoopThread
 from skyward_core.errors import CommandFailed, ConnectionLost, Unreachable
 from skyward_core.events.events import ContactLost, ContactRegained
 from skyward_core.image import shell
@@ -144,13 +144,13 @@ def test_closing_while_a_thread_begins_waits_for_it(lead, monkeypatch):
     with ThreadPoolExecutor(1) as threads:
         closing = []
 
-        class Thread(threading.Thread):
+        class Thread(LoopThread):
             def start(self) -> None:
                 closing.append(threads.submit(way.transport.close))
                 wait(closing, timeout=0.3)  # it does not end before this thread has started
                 super().start()
 
-        monkeypatch.setattr(ssh_transport, "threading", SimpleNamespace(**vars(threading) | {"Thread": Thread}))
+        monkeypatch.setattr(ssh_transport, "LoopThread", Thread)
         with pytest.raises(Unreachable):
             run_script(way, "true")
         closing[0].result(60)

@@ -75,7 +75,7 @@ class World:
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     world = World()
     monkeypatch.setattr(client_watch, "time", SimpleNamespace(monotonic=lambda: world.now))
-    monkeypatch.setattr(client_watch, "threading", world.threads)
+    monkeypatch.setattr(client_watch, "LoopThread", world.threads.LoopThread)
     return world
 
 

@@ -138,7 +138,7 @@ class Client:
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> Client:
     client = Client()
-    monkeypatch.setattr(named_use_module, "threading", client.threads)
+    monkeypatch.setattr(named_use_module, "LoopThread", client.threads.LoopThread)
     monkeypatch.setattr(named_use_module, "time", SimpleNamespace(monotonic=lambda: client.seconds))
     return client
 
