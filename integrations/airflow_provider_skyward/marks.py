@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from airflow.listeners import hookimpl
@@ -48,7 +49,9 @@ def _end_pools(previous_state: object, task_instance: Any) -> None:
         _end_pools_of(task_instance)
     elif _is_failed_by_scheduler(task_instance):
         # a ledger that is away must not hold up the scheduler
-        threading.Thread(target=_end_in_turn, args=(task_instance,), name="skyward-marks", daemon=True).start()
+        import skyward_core as sky
+
+        sky.in_thread("skyward-marks", partial(_end_in_turn, task_instance))
 
 
 def _is_failed_by_scheduler(task_instance: Any) -> bool:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from contextvars import copy_context
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
@@ -138,7 +137,7 @@ class TaskAttempt:
                 whole.set_exception(error)
 
         # a daemon: after a kill it waits for ranks that the end of the pool ends
-        threading.Thread(target=copy_context().run, args=(work,), name="skyward-broadcast", daemon=True).start()
+        sky.in_thread("skyward-broadcast", work)
         return whole
 
     def _pool_of(self, spec: sky.PoolSpec, belongs_to: sky.Work | None = None) -> sky.ComputePool:

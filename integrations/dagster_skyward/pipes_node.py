@@ -129,7 +129,11 @@ def _forwarding(fifo: str, mark: str) -> Generator[None]:
                 send(mark, json.loads(line))
 
     thread = threading.Thread(target=forward, name="skyward-pipes", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:
+        os.close(keeper)
+        raise
     try:
         yield
     finally:

@@ -27,7 +27,7 @@ class LogWriter:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread: sky.LoopThread | None = None
         self._lock = threading.Lock()
         self._ended = threading.Event()
 
@@ -42,8 +42,8 @@ class LogWriter:
     def _put(self, item: "_Item") -> None:
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="skyward-dagster-log", daemon=True)
-                self._thread.start()
+                thread = sky.LoopThread("skyward-dagster-log", self._work)
+                self._thread = thread if thread.start_if_possible() else None
         self._queue.put(item)
 
     def flush(self) -> None:
@@ -55,9 +55,11 @@ class LogWriter:
 
     def close(self) -> None:
         """Write the remaining lines, and end the thread."""
+        self._queue.put(self._ended)
         if self._thread is not None:
-            self._queue.put(self._ended)
             self._thread.join(FLUSH_SECONDS)
+        else:
+            self._work()
 
     def _work(self) -> None:
         while not self._ended.is_set():

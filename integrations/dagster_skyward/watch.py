@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 import dagster as dg
 
+import skyward_core as sky
+
 PARENT_SECONDS = 1.0
 RUN_SECONDS = 5.0
 OVER = (dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED)
@@ -40,7 +42,8 @@ class RunWatch:
         self._run_id = run_id
         self._stop = stop
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="skyward-dagster-run", daemon=True)
+        self._looks = 0
+        self._thread = sky.LoopThread("skyward-dagster-run", self._look)
 
     def start(self) -> None:
         """Begin."""
@@ -49,26 +52,36 @@ class RunWatch:
     def close(self) -> None:
         """End, and wait for the thread unless it is the one that calls."""
         self._over.set()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(RUN_SECONDS)
+        self._thread.join(RUN_SECONDS)
 
     def _look(self) -> None:
-        parent = multiprocessing.parent_process() if is_step_process(self._instance, self._run_id) else None
-        looks = 0
+        is_step: bool | None = None
+        """None: the storage has not said yet whether the parent process is the run's."""
         while not self._over.wait(PARENT_SECONDS):
-            looks += 1
+            self._looks += 1
+            if is_step is None and self._looks % RUN_SECONDS == 1:
+                is_step = self._is_step_process()
+            parent = multiprocessing.parent_process() if is_step else None
             try:
                 self._tick()
             except Exception:  # what a tick shows is not worth the watch
                 _log.exception("a step's progress could not be shown")
             if parent is not None and not parent.is_alive():
                 why = f"the run's process {parent.pid} is gone"
-            elif looks * PARENT_SECONDS % RUN_SECONDS or not (status := self._status()):
+            elif self._looks * PARENT_SECONDS % RUN_SECONDS or not (status := self._status()):
                 continue
             else:
                 why = f"its run is {status}"
             self._over.set()
             self._stop(why)
+
+    def _is_step_process(self) -> bool | None:
+        """Whether the run's process has started this one; None if its storage does not answer."""
+        try:
+            return is_step_process(self._instance, self._run_id)
+        except Exception:
+            _log.warning("the run's log could not be read, and is again in %.0f s", RUN_SECONDS, exc_info=True)
+            return None
 
     def _status(self) -> str:
         """How the run has ended; "" if it has not ended, or its storage does not answer."""

@@ -43,7 +43,8 @@ class Cancellation:
         self._on_cancelled = on_cancelled
         self._has_ended = threading.Event()
         self._is_seen = False
-        threading.Thread(target=self._watch, name="skyward-cancelled", daemon=True).start()
+        if not sky.LoopThread("skyward-cancelled", self._watch).start_if_possible():
+            log.say(logging.WARNING, "no thread can be started: a cancellation ends the pools only with the process")
 
     @property
     def is_seen(self) -> bool:

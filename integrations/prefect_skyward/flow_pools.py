@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 
 import skyward_core as sky
 from prefect_skyward.pool_life import FlowFacts, PoolLife, end_all
@@ -33,7 +34,7 @@ class FlowPools:
         """In the order of their opening, also those that have failed or ended: their costs count."""
         self._current: list[PoolLife] = []
         """Those that take calls."""
-        self._idle_ends: list[threading.Thread] = []
+        self._idle_ends = sky.Threads(is_daemon=False)
 
     @property
     def cost(self) -> float:
@@ -100,9 +101,7 @@ class FlowPools:
             self.facts.log.say(
                 logging.INFO, f"no calls for {self._idle_timeout:g} s: the machines of {life.spec_text} are given back"
             )
-            thread = threading.Thread(target=self._end_idle, args=(life,), name="skyward-idle")
-            thread.start()
-            self._idle_ends.append(thread)  # after the start: `end` joins it
+            self._idle_ends.run("skyward-idle", partial(self._end_idle, life))
 
     def terminate_now(self) -> None:
         """Leave all machines to their reapers and return at once."""
@@ -120,8 +119,7 @@ class FlowPools:
             self._current.clear()
         try:
             end_all(lives)
-            for thread in self._idle_ends:
-                thread.join()
+            self._idle_ends.join()
         finally:
             if self.facts.report is not None:
                 self.facts.report.close()

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -42,8 +43,13 @@ class KeptRuns:
         with self._lock:
             run = self._runs.get(context.flow_run.id)
             if run is None or run.flow_run is not context.flow_run or (run.is_ending and not run.is_cancelled):
-                run = self._runs[context.flow_run.id] = _KeptRun(context, context.flow_run)
-                threading.Thread(target=self._watch, args=(run,), name="skyward-kept").start()
+                run = _KeptRun(context, context.flow_run)
+                try:
+                    sky.LoopThread("skyward-kept", partial(self._watch, run), is_daemon=False).start()
+                except RuntimeError:  # nobody would end its pools
+                    run.end()
+                    raise
+                self._runs[context.flow_run.id] = run
             return run.calls
 
     def _watch(self, run: _KeptRun) -> None:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
@@ -162,7 +163,11 @@ class LiveRunner:
             # a pool with a name has the limit for itself
             if pools.facts.report is not None and self.spec.max_cost is not None and self.spec.name is None:
                 pools.facts.report.limit(self.spec.max_cost)
-            threading.Thread(target=self._watch, args=(pools,), name="skyward-flow", daemon=True).start()
+            try:
+                sky.LoopThread("skyward-flow", partial(self._watch, pools)).start()
+            except RuntimeError:  # nobody would end idle pools
+                pools.end()
+                raise
             if self._flow_run is not None:
                 self._cancellation = Cancellation(
                     self._flow_run.id, pools.facts.log, lambda: self._release_early(pools, is_stopped=True)

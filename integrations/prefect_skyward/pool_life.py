@@ -10,6 +10,7 @@ from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 
 import skyward_core as sky
 from prefect_skyward.money import MoneyEnd
@@ -93,9 +94,7 @@ class PoolLife:
     def start(self, spent_usd: float) -> None:
         """Open the pool, in a thread. `spent_usd` was spent by earlier pools of this spec, under the same limit."""
         self.opened.set_running_or_notify_cancel()  # so that a task which stops waiting cannot cancel it
-        thread = threading.Thread(
-            target=copy_context().run, args=(self._open, spent_usd), name="skyward-open", daemon=True
-        )
+        thread = sky.LoopThread("skyward-open", partial(copy_context().run, self._open, spent_usd))
         try:
             thread.start()
         except BaseException as error:  # else `end` would wait for ever for an opening that does not begin
@@ -265,15 +264,14 @@ def end_all(lives: Sequence[PoolLife]) -> None:
         except BaseException as error:
             errors.append(error)
 
-    others = [threading.Thread(target=copy_context().run, args=(end, life), name="skyward-end") for life in lives[1:]]
-    for thread in others:
-        thread.start()
+    threads = sky.Threads(is_daemon=False)
     try:
+        for life in lives[1:]:
+            threads.run("skyward-end", partial(copy_context().run, end, life))
         for life in lives[:1]:
             end(life)
     finally:
-        for thread in others:
-            thread.join()
+        threads.join()
     if errors:
         raise errors[0]
 

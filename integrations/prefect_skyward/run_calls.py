@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
-from contextvars import copy_context
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from prefect.context import FlowRunContext, TaskRunContext
@@ -53,7 +52,7 @@ class BroadcastFuture(Future[tuple[Any, ...]]):
         super().__init__()
         self._ranks: list[Any] = []
         self._is_stopped = False
-        threading.Thread(target=copy_context().run, args=(self._wait, run), name="skyward-broadcast").start()
+        sky.in_thread("skyward-broadcast", partial(self._wait, run), is_daemon=False)
 
     def cancel(self) -> bool:
         """Stop the ranks. The future is cancelled when they have ended."""

@@ -35,8 +35,8 @@ def send_lines() -> None:
     """Send the lines that Prefect has collected to its API, for SEND_SECONDS at most. Prefect does it every two seconds
     and at exit, but not before it ends the process by SIGTERM.
     """
-    sender = threading.Thread(target=APILogHandler().flush, name="skyward-lines", daemon=True)
-    sender.start()  # not in this thread, which may have an event loop: `flush` would not wait then
+    sender = sky.Threads()
+    sender.run("skyward-lines", APILogHandler().flush)  # this thread may have an event loop: `flush` would not wait
     sender.join(SEND_SECONDS)
 
 

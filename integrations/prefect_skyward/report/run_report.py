@@ -106,9 +106,10 @@ class RunReport:
         """When the pages are to be written because of an event."""
         self._has_written = threading.Event()
         """Set when the last state was written."""
+        self._has_taken_last = False
         self._inbox: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=log.run, args=(self._run,), name="skyward-report", daemon=True)
-        self._thread.start()
+        self._thread = sky.LoopThread("skyward-report", partial(log.run, self._run))
+        self._thread.start_if_possible()  # `close` tries again
 
     @property
     def _own_work(self) -> sky.Work:
@@ -173,6 +174,9 @@ class RunReport:
             return
         self._is_closed = True
         self._inbox.put(None)
+        if not (self._thread.is_alive or self._thread.start_if_possible()):
+            _log.warning("the costs of flow run %s are not written: no thread can be started", self._flow_run_id)
+            self._has_written.set()
         _late.add(self)
         _wait_at_exit()
         self._has_written.wait(CLOSE_SECONDS)
@@ -203,7 +207,7 @@ class RunReport:
         self._wait_for_earlier_attempt()
         self._try(self._read_earlier_attempts)
         written_at = time.monotonic() - WRITE_SECONDS
-        while True:
+        while not self._has_taken_last:
             if self._inbox.empty():
                 time.sleep(BATCH_SECONDS)
             due_at = min(written_at + WRITE_SECONDS, self._due_at)
@@ -213,6 +217,7 @@ class RunReport:
             except Empty:
                 message = self._noted
             if message is None:
+                self._has_taken_last = True
                 break
             self._try(message)
             if self._is_changed and time.monotonic() >= min(written_at + WRITE_SECONDS, self._due_at):

@@ -562,10 +562,10 @@ def test_a_subflow_ends_with_the_flow_run_around_it_and_an_api_that_does_not_ans
 
     threads = SimpleNamespace(
         Event=lambda: SimpleNamespace(wait=lambda _: False, is_set=lambda: False),
-        Thread=lambda target, **_: SimpleNamespace(start=target),
     )
     context = SimpleNamespace(get_or_create=lambda: nullcontext(SimpleNamespace(client=Client())))
     monkeypatch.setattr(cancellation, "threading", threads)
+    monkeypatch.setattr(sky, "LoopThread", lambda _, work: SimpleNamespace(start_if_possible=lambda: work() is None))
     monkeypatch.setattr(cancellation, "SyncClientContext", context)
     monkeypatch.setattr(sky, "after_the_work", lambda what, do, say: do())  # without its thread
     log = RunLog(logging.getLogger("a flow run"), copy_context())
