@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from skyward_core.cleanup.policy import (
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
 LEAST_NOTED_SECONDS = 1.0
 """Shorter times in the bucket TERMINATING are not recorded, because each costs a transaction."""
 MOST_POOLS = 50
-"""How many pools one look settles, the oldest first: it takes some milliseconds for each."""
+"""How many pools one look settles, the oldest first: it takes some milliseconds for each. Those that cannot be settled
+are not counted: only a sweep ends them, and to pass over one costs about as much as to list it.
+"""
 _log = logging.getLogger("skyward")
 
 
@@ -338,15 +341,16 @@ def _settled(ledger: Ledger, clock: Clock, provider_of: Callable[[PoolEntry], Pr
     for intent in ledger.open_intents(unreadable=unreadable):
         intents[intent.pool_id].append(intent)
     spoilt = {error.pool_id for error in unreadable}
-    wanted = {entry.id: entry for entry, _ in dead if entry.id not in spoilt}
-    ends = _ends(dead, {pool_id: intents[pool_id] for pool_id in wanted}, clock())
+    dead = [(entry, provider) for entry, provider in dead if entry.id not in spoilt]
+    entries = {entry.id: entry for entry, _ in dead}
+    ends = dict(islice(_ends(dead, intents, clock()), MOST_POOLS))
     # a process that has come meanwhile has renewed the lease: then the pool lives
-    condemned = ledger.condemn_all({pool_id: wanted[pool_id].written_lease for pool_id in ends})
+    condemned = ledger.condemn_all({pool_id: entries[pool_id].written_lease for pool_id in ends})
     over = [pool_id for pool_id in ends if pool_id in condemned]
     for pool_id in over:
-        if its := intents[pool_id]:
-            close_entries(ledger, its, "nothing of it is left", clock(), ends[pool_id])
-    end_entries(ledger, [wanted[pool_id] for pool_id in over])
+        if pool_intents := intents.get(pool_id):
+            close_entries(ledger, pool_intents, "nothing of it is left", clock(), ends[pool_id])
+    end_entries(ledger, [entries[pool_id] for pool_id in over])
     return over
 
 
@@ -354,11 +358,9 @@ def _dead_here(
     entries: Sequence[PoolEntry], now: datetime, provider_of: Callable[[PoolEntry], Provider]
 ) -> list[tuple[PoolEntry, Provider]]:
     """Return the pools that are dead, and whose machines are processes that can be seen from here."""
-    found: list[tuple[PoolEntry, Provider]] = []
+    dead: list[tuple[PoolEntry, Provider]] = []
     here = Owner.here()
     for entry in entries:
-        if len(found) == MOST_POOLS:
-            break
         if not entry.trouble and kind_is_local(entry) and entry.why_dead(now, entry.owner.state()):
             try:
                 provider = provider_of(entry)
@@ -366,25 +368,29 @@ def _dead_here(
                 _log.debug("pool %r is not settled now: %s", entry.id, error)
                 continue
             if provider.is_local and can_see(provider, entry.owner, here):
-                found.append((entry, provider))
-    return found
+                dead.append((entry, provider))
+    return dead
 
 
 def _ends(
     dead: Sequence[tuple[PoolEntry, Provider]], intents: Mapping[str, Sequence[Intent]], now: datetime
-) -> dict[str, Ends]:
-    """Return, for each of these pools of which nothing is left, when its machines have ended."""
-    running = {machine.pool_id for machine in dead[0][1].instances()}
-    found: dict[str, Ends] = {}
-    for entry, provider in dead:
-        its = intents.get(entry.id)
-        if its is None or entry.id in running or any(one.kind is not ResourceKind.INSTANCE for one in its):
-            continue
-        shown = shown_ends(provider, its)
-        ended = {one.id: end for one in its if (end := shown.get(one.cloud_id or "")) is not None}
-        if len(ended) == len(its):
-            found[entry.id] = Ends(
-                {one.id: known_end(one, ended[one.id], now) for one in its},
-                {number: str(end) for number, end in ended.items()},
-            )
-    return found
+) -> Generator[tuple[str, Ends]]:
+    """Return, for each of these pools of which nothing is left, when its machines have ended.
+
+    The provider of one shows the machines of all: those of another price are processes of this computer too.
+    """
+    if not dead:
+        return
+    provider = dead[0][1]
+    running = {machine.pool_id for machine in provider.instances()}
+    over = {entry.id: intents.get(entry.id, ()) for entry, _ in dead if entry.id not in running}
+    shown = shown_ends(provider, [intent for pool_intents in over.values() for intent in pool_intents])
+    for pool_id, pool_intents in over.items():
+        ends = {
+            intent.id: end
+            for intent in pool_intents
+            if intent.kind is ResourceKind.INSTANCE and (end := shown.get(intent.cloud_id or "")) is not None
+        }
+        if len(ends) == len(pool_intents):
+            until = {intent.id: known_end(intent, ends[intent.id], now) for intent in pool_intents}
+            yield pool_id, Ends(until, {number: str(end) for number, end in ends.items()})

@@ -140,6 +140,17 @@ def test_one_look_settles_a_limited_number_of_pools(world: World, monkeypatch: p
     assert [settle(world) for _ in range(4)] == [pools[:2], pools[2:4], pools[4:], []]
 
 
+def test_pools_that_cannot_be_settled_do_not_block_later_ones(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that was killed with its keeper has written no end: its pool waits for a sweep, and the others do not."""
+    monkeypatch.setattr(settlement, "MOST_POOLS", 2)
+    untold = [dead_pool(world, pool_id=f"sky-{number}") for number in range(5)]
+    here(world).forget()
+    pools = [dead_pool(world, pool_id=f"sky-{number}") for number in range(5, 8)]
+    assert [settle(world) for _ in range(3)] == [pools[:2], pools[2:], []]
+    assert [entry.id for entry in world.ledger.pools()] == untold
+    assert all(entry.condemned_at is None for entry in world.ledger.pools())
+
+
 def test_a_sweep_and_a_process_that_opens_the_name_use_the_written_end_too(world: World) -> None:
     swept, ended = dead_pool(world, pool_id="sky-1"), dead_pool(world, pool_id="sky-2", after_seconds=3700)
     world.ledger.condemn(ended, seen=START + timedelta(seconds=3720))
