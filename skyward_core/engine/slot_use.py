@@ -66,6 +66,11 @@ class SlotSeconds:
         """Return when workers have counted the running calls of a use last, on the monotonic clock; None: never."""
         return self._seen_at.get(use)
 
+    def forget(self, use: str) -> None:
+        """Forget a use that has ended; called from any thread. Its seconds stay in the sum."""
+        self._by_use.pop(use, None)
+        self._seen_at.pop(use, None)
+
     def reported(self) -> None:
         """The scheduler has told what workers have reported. `seen` follows for each use whose calls run."""
         self.reported_at = time.monotonic()

@@ -56,6 +56,8 @@ class MeteredInstance:
     slots: int = 1
     ran_seconds: float = 0.0
     seen_seconds: float = 0.0
+    seen_before: float = 0.0
+    """What was seen of the same id before: a provider may give a machine that is rented again its earlier id."""
     marks: list[tuple[Bucket, int]] = field(default_factory=lambda: [(Bucket.LAUNCHING, 0)])
 
     def milliseconds(self, now: float) -> int:
@@ -118,7 +120,10 @@ class Meter:
                 if known.ended is None:
                     return
                 self._before.append(known)
-            self._metered[instance.id] = MeteredInstance(instance.id, price, _usd_per_second(price), at)
+            seen_before = 0.0 if known is None else known.seen_before + known.seen_seconds
+            self._metered[instance.id] = MeteredInstance(
+                instance.id, price, _usd_per_second(price), at, seen_before=seen_before
+            )
 
     def adopt(self, metered: MeteredInstance) -> None:
         """Count a machine as an earlier process has counted it, also one that is gone."""
@@ -159,14 +164,15 @@ class Meter:
             return seconds * metered.per_slot_second
 
     def seen_running(self, instance_id: str, seconds: float) -> None:
-        """Set how many seconds of busy slots a machine has counted: calls of all clients, and those that still run.
+        """Set how many seconds of busy slots a machine has counted: calls of all clients, and those that still run. Of
+        an id that comes again, those of its earlier rentals are in the number.
 
         So a training of three hours is not idle time if its client is killed before its end. A smaller number changes
         nothing.
         """
         with self._lock:
             if (metered := self._metered.get(instance_id)) is not None:
-                metered.seen_seconds = max(metered.seen_seconds, seconds)
+                metered.seen_seconds = max(metered.seen_seconds, seconds - metered.seen_before)
 
     def end(self, instance_id: str) -> None:
         """Stop counting a machine, because it is known to be gone. A second call changes nothing."""

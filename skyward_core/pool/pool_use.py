@@ -31,6 +31,7 @@ from skyward_core.pool.pool import ComputePool
 from skyward_core.work import Work, paid_by
 
 if TYPE_CHECKING:
+    from skyward_core.ledger.uses import UseCount
     from skyward_core.session.pool_uses import UseBook
 
 
@@ -75,6 +76,8 @@ class PoolUse:
         self._has_opened = False
         self._began = self._ended = 0.0
         self._book: UseBook | None = None
+        self._count: UseCount | None = None
+        """What it has had in all, after its end."""
         self._is_stopped = False
         self._process = os.getpid()
         self._opening, self._closing = threading.Lock(), threading.Lock()
@@ -123,7 +126,7 @@ class PoolUse:
             self.pool.end_use(self.id)
             try:
                 if self._book is not None and not self._ended:
-                    self._book.end(self.id)
+                    self._count = self._book.end(self.id)
             finally:
                 self._ended = self._ended or time.monotonic()
                 left = self.pool.hand_over() if self._has_opened else None
@@ -227,7 +230,7 @@ class PoolUse:
         """Return its bill so far; after `close` the whole one, which is also that of the ledger."""
         slot_seconds, cost_usd, is_final = 0.0, self.pool.cost, self.pool.cost_final is not None
         if not self._is_alone:
-            count = None if self._book is None else self._book.count(self.id)
+            count = self._count or (None if self._book is None else self._book.count(self.id))
             slot_seconds, cost_usd = (0.0, 0.0) if count is None else (count.slot_seconds, count.cost_usd)
             is_final = self._book is not None and self._book.is_final(self.id)
         return UseBill(

@@ -174,6 +174,10 @@ REPORT_SECONDS = 2.0
 lacks it, it waits there for a slot that others hold.
 """
 LOOK_SECONDS = 0.02
+FORGET_SECONDS = 10.0
+"""So long after its end a use is forgotten, or each step of a long flow would leave some bytes: by then no report of a
+worker, which comes late, brings its seconds again.
+"""
 LEDGER_BUSY_SECONDS = 10.0
 
 _log = logging.getLogger("skyward")
@@ -240,6 +244,8 @@ class UseBook:
         self._noted: dict[str, UseCount] = {}
         """What was noted last of each open use."""
         self._final: dict[str, UseCount] = {}
+        self._ended_at: dict[str, float] = {}
+        """Of the uses that have ended lately: when, on the monotonic clock."""
         self._begins: dict[str, NewUse] = {}
         self._ends: dict[str, UseCount] = {}
         """What is to be written next."""
@@ -278,7 +284,7 @@ class UseBook:
                 self._turn.notify()
 
     def count(self, use_id: str) -> UseCount:
-        """Return what the calls of a use have had so far; after its end in all."""
+        """Return what the calls of a use have had so far; after its end in all, for FORGET_SECONDS."""
         if (final := self._final.get(use_id)) is not None:
             return final
         self._learn_prices()
@@ -289,8 +295,8 @@ class UseBook:
         at_workers = self._cluster.slots_held().get(use_id, 0)
         return bool(at_workers) and not self._count(use_id, at_workers).held_slots
 
-    def end(self, use_id: str) -> None:
-        """Record the end of a use, after its last calls hold no slot any more. `count` is what it has had in all then.
+    def end(self, use_id: str) -> UseCount:
+        """Record the end of a use, after its last calls hold no slot any more; return what it has had in all.
 
         If the ledger does not answer, the row is written when it does, or settled by others.
         """
@@ -299,6 +305,7 @@ class UseBook:
             time.sleep(LOOK_SECONDS)
         self._take_sample([use_id])
         self._end([use_id])
+        return self._final[use_id]
 
     def note(self) -> None:
         """Write now what the uses have had so far. Returns when it is in the ledger, or the ledger does not answer."""
@@ -314,8 +321,8 @@ class UseBook:
         written.result()
 
     def is_final(self, use_id: str) -> bool:
-        """Return whether a use has ended, and the ledger has its end."""
-        return use_id in self._final and use_id not in self._ends
+        """Return whether a use that was begun has ended, and the ledger has its end."""
+        return use_id not in self._since and use_id not in self._ends
 
     def close(self) -> None:
         """End the uses that are open, after a last look at calls that still run, and the connection. Raises nothing."""
@@ -342,6 +349,7 @@ class UseBook:
             for use_id in use_ids:
                 if self._since.pop(use_id, None) is not None:
                     self._ends[use_id] = self._final[use_id] = self._count(use_id, 0)
+                    self._ended_at[use_id] = time.monotonic()
                     self._noted.pop(use_id, None)
             written = self._next_write()
         written.result()
@@ -377,6 +385,8 @@ class UseBook:
                     self._note_at = self._noted_at + NOTE_SECONDS
             try:
                 self._write(begins, ends, is_due=is_due)
+                if is_due:
+                    self._forget_ended()
             finally:
                 for written in waiting:
                     written.set_result(None)
@@ -402,6 +412,15 @@ class UseBook:
             for use_id in ends:
                 self._ends.pop(use_id, None)
             self._noted.update({use_id: count for use_id, count in counts.items() if use_id in self._since})
+
+    def _forget_ended(self) -> None:
+        before = time.monotonic() - FORGET_SECONDS
+        with self._turn:
+            forgotten = [use_id for use_id, at in self._ended_at.items() if at < before and use_id not in self._ends]
+            for use_id in forgotten:
+                del self._ended_at[use_id], self._final[use_id]
+        for use_id in forgotten:
+            self._cluster.owner.slot_seconds.forget(use_id)
 
     def _connected(self) -> Ledger:
         if self._ledger is None:

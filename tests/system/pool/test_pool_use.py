@@ -127,6 +127,24 @@ def test_two_uses_of_one_pool_have_what_their_calls_have_held(tmp_path: Path) ->
     assert sum(by_task.values()) == Decimal(repr(pool.receipt["total_cost_usd"]))
 
 
+def test_an_ended_use_keeps_its_bill_and_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flow that goes on for a year has millions of steps on one open pool."""
+    monkeypatch.setattr("skyward_core.session.pool_uses.FORGET_SECONDS", 0.0)
+    monkeypatch.setattr("skyward_core.session.pool_uses.NOTE_SECONDS", 0.1)
+    with sky.ComputePool(provider=sky.Local(price_per_hour=PRICE), display="quiet") as pool:
+        uses = [sky.PoolUse(pool, is_alone=False).open() for _ in range(3)]
+        for use in uses:
+            assert use.run(sky.PendingCompute(abs, (-1,))) == 1
+            use.close()
+        bills = [use.bill() for use in uses]
+        sizes = [pool.uses._final, pool.uses._ended_at, pool.uses._ends]
+        wait_until(lambda: not any(sizes), "the book to forget the uses")
+        assert [(use.bill().cost_usd, use.bill().slot_seconds, use.bill().is_final) for use in uses] == [
+            (bill.cost_usd, bill.slot_seconds, True) for bill in bills
+        ]
+        assert all(bill.cost_usd > 0 for bill in bills)
+
+
 def seconds_held(go: Path) -> float:
     """For how long the call that waits for this file has held a slot, by its own clock; two seconds at least."""
     wait_until(Path(f"{go}-held").exists, "the call to hold its slot")

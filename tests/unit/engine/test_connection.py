@@ -316,6 +316,14 @@ def test_each_use_has_its_slot_seconds() -> None:
     assert (time.of("third"), time.seconds) == ({}, 18.0)
 
 
+def test_a_use_that_is_forgotten_leaves_its_seconds_in_the_sum() -> None:
+    time = SlotSeconds()
+    time.ran("first", "a", 2.0)
+    time.seen("first", "a", "0-1", 5.0)
+    time.forget("first")
+    assert (time.of("first"), time.seen_at("first"), time.seconds) == ({}, None, 5.0)
+
+
 SECONDS = st.floats(0, 1e6)
 EVENTS = st.lists(st.tuples(st.sampled_from(["", "use"]), st.sampled_from("ab"), st.sampled_from(["", "1"]), SECONDS))
 

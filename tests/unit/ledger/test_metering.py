@@ -124,6 +124,21 @@ def test_a_machine_that_is_rented_again_is_billed_twice(clock: MeterClock, meter
     assert final.buckets == {"launching": 1.5}
 
 
+def test_an_id_that_comes_again_has_the_calls_of_its_own_rental(clock: MeterClock, meter: Meter) -> None:
+    """The engine counts by id, also what the machine of before has counted: a provider may give the id again."""
+    for seen, ran in ((500.0, 500.0), (505.0, 5.0), (512.0, 7.0)):
+        meter.start(machine("a", 1.0), clock())
+        meter.enter("a", Bucket.IDLE)
+        clock.go(1000)
+        meter.seen_running("a", seen)
+        meter.seen_running("a", seen - 1)
+        assert meter.buckets()["a"][Bucket.RUNNING_CALLS] == ran
+        meter.end("a")
+    final = meter.final()
+    assert final is not None
+    assert final.buckets["running calls"] == pytest.approx(512 / 3600, abs=1e-5)
+
+
 def test_the_committed_cost_counts_each_machine_to_its_hard_end(clock: MeterClock) -> None:
     """A machine that is gone counts with its cost; one without a hard end, or past it, until now."""
     meter = Meter(clock, increment_seconds=3600)
