@@ -80,6 +80,8 @@ from skyward_core.providers.base import LAUNCH_TAG, RANK_TAG, TYPE_TAG
 from skyward_core.work import NO_WORK, Work, of_system
 
 _DAY_MICROSECONDS = 86_400_000_000
+POOLS_PER_PRUNING = 100
+"""How many pools one transaction prunes: others cannot write meanwhile, for some tens of milliseconds."""
 
 
 class Bills:
@@ -212,6 +214,7 @@ class Bills:
     def prune(self, ended_before: datetime, *, is_dry_run: bool = True) -> Pruned:
         """Delete the details of pools that ended before `ended_before` and have no open entries. Idempotent.
 
+        Each POOLS_PER_PRUNING pools have their own transaction: a killed one is gone on with by the next call.
         Details are specs, attempts to rent machines, tags of machines, settled reservations and detached calls. The
         cost of each machine and the spending of accounts stay: bills, receipts and budgets show the same as before.
         """
@@ -220,30 +223,45 @@ class Bills:
         is_open = p.id.in_(select(RESOURCES.c.pool_id).where(IS_OPEN)) | p.id.in_(
             select(r.pool_id).where(r.settled_microseconds.is_(None))
         )
-        with self._database.write() as connection:
-            pools = list(
-                connection.execute(
-                    select(p.id).where(is_closed, not_(is_open)).order_by(p.id).with_for_update()
-                ).scalars()
-            )
-            attempts = reservations = calls = 0
-            for start in range(0, len(pools), NUMBERS_PER_STATEMENT):
-                some = pools[start : start + NUMBERS_PER_STATEMENT]
-                attempts += int(
-                    connection.execute(select(func.count()).where(ATTEMPTS.c.pool_id.in_(some))).scalar_one()
-                )
-                reservations += int(connection.execute(select(func.count()).where(r.pool_id.in_(some))).scalar_one())
-                calls += int(connection.execute(select(func.count()).where(CALLS.c.pool_id.in_(some))).scalar_one())
+        old = select(p.id).where(is_closed, not_(is_open)).order_by(p.id)
+        with self._database.read() as connection:
+            pools = list(connection.execute(old).scalars())
+        pruned = Pruned(0, 0, 0)
+        size = NUMBERS_PER_STATEMENT if is_dry_run else POOLS_PER_PRUNING
+        for start in range(0, len(pools), size):
+            some = pools[start : start + size]
+            with self._database.read() if is_dry_run else self._database.write() as connection:
+                if not is_dry_run:
+                    some = list(connection.execute(old.where(p.id.in_(some)).with_for_update()).scalars())
+                pruned = _added(pruned, _details(connection, some))
                 if not is_dry_run:
                     _keep_parts(connection, some)
                     _delete_details(connection, some)
-        return Pruned(len(pools), attempts, reservations, calls)
+        return pruned
 
 
 def _pool_row(
     entry: PoolEntry, open_resources: int, resources: int, milliseconds: int, cost: int, on_demand: int
 ) -> PoolRow:
     return PoolRow(entry, open_resources, resources, milliseconds / 1000, in_usd(cost), in_usd(on_demand))
+
+
+def _details(connection: Connection, pool_ids: Sequence[str]) -> Pruned:
+    """Return how many details these pools have."""
+    attempts, reservations, calls = (
+        int(connection.execute(select(func.count()).where(table.c.pool_id.in_(pool_ids))).scalar_one())
+        for table in (ATTEMPTS, RESERVATIONS, CALLS)
+    )
+    return Pruned(len(pool_ids), attempts, reservations, calls)
+
+
+def _added(first: Pruned, second: Pruned) -> Pruned:
+    return Pruned(
+        first.pools + second.pools,
+        first.attempts + second.attempts,
+        first.reservations + second.reservations,
+        first.calls + second.calls,
+    )
 
 
 def _keep_parts(connection: Connection, pool_ids: Sequence[str]) -> None:

@@ -3,7 +3,7 @@
 import os
 import re
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -15,6 +15,7 @@ import pytest
 from sqlalchemy import Engine, event
 
 from skyward_core.errors import BadRequest, LedgerError
+from skyward_core.ledger import bills
 from skyward_core.ledger.database import Database
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.rows import Account, Bucket, CostBy, Period, Price, Pruned, Rented, ResourceKind, UnreadableRow
@@ -348,6 +349,35 @@ def test_a_pool_that_ended_at_the_given_time_is_not_pruned(file_ledger: Ledger, 
     assert file_ledger.intents(unreadable=unreadable) == []
     assert "JSONDecodeError" in str(unreadable[0])
     assert [row.cost_usd for row in file_ledger.cost_rows()] == [1]
+
+
+def test_others_write_while_old_pools_are_pruned(
+    file_ledger: Ledger, sqlite_url: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each few pools have a transaction. A prune that is killed is gone on with by the next one; none counts twice."""
+    for pool_id in ("p", "q", "r"):
+        if file_ledger.pool(pool_id) is None:
+            open_pool(file_ledger, pool_id)
+        file_ledger.close_all([spend(file_ledger, pool_id, pool_id)], "404")
+        file_ledger.end_pool(pool_id)
+    clock.time = LATER
+    monkeypatch.setattr(bills, "POOLS_PER_PRUNING", 1)
+    keep_parts, begun = bills._keep_parts, list[str]()
+
+    def write_between(connection: Any, pool_ids: Sequence[str]) -> None:
+        begun.extend(pool_ids)
+        if pool_ids == ["q"]:
+            raise LedgerError("killed")
+        keep_parts(connection, pool_ids)
+
+    monkeypatch.setattr(bills, "_keep_parts", write_between)
+    with pytest.raises(LedgerError, match="killed"):
+        file_ledger.prune(LATER, is_dry_run=False)
+    assert begun == ["p", "q"]
+    assert file_ledger.prune(LATER).pools == 2
+    monkeypatch.setattr(bills, "_keep_parts", keep_parts)
+    assert file_ledger.prune(LATER, is_dry_run=False).pools == 2
+    assert file_ledger.prune(LATER).pools == 0
 
 
 @pytest.mark.parametrize("limit", [Decimal(-1), Decimal("inf"), Decimal("nan"), Decimal(10) ** 13, True, 5.0, "5"])
