@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn, TextIO
 
 import typer
 
-from skyward_core.cli import budget, calls, config, cost, live, offers, pools, run, sweep, values
+from skyward_core.cli import budget, calls, config, copies, cost, live, offers, pools, run, sweep, values
 from skyward_core.cli.printing import FAILED, one_line
 from skyward_core.errors import BadRequest, SkywardError
 
@@ -114,7 +114,9 @@ def command_tree() -> Any:
     _add(app, pools.ps, cost.users, cost.cost, calls.calls, sweep.sweep, pools.warm, pools.stop)
     _add(app, live.top, live.logs, live.metrics, live.stacks, live.ssh, live.cp, live.dashboard, live.ui)
     _add(app, pools.why, offers.offers, offers.quote, cost.receipt, config.doctor)
-    app.add_typer(_add(_group("the ledger itself"), sweep.migrate, sweep.prune), name="ledger")
+    app.add_typer(
+        _add(_group("the ledger itself"), copies.backup, copies.restore, sweep.migrate, sweep.prune), name="ledger"
+    )
     app.add_typer(_add(_group("accounts that pay for pools"), budget.set_, budget.list_), name="budget")
     app.add_typer(_add(_group("the settings, and where they come from"), config.show, config.schema), name="config")
     return typer.main.get_command(app)

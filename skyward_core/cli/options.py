@@ -79,7 +79,7 @@ def open_ledger(context: typer.Context, *, may_migrate: bool = False) -> Ledger:
     """
     from skyward_core.ledger.ledger import Ledger
 
-    return Ledger(_ledger_url(context), may_migrate=may_migrate)
+    return Ledger(ledger_url(context), may_migrate=may_migrate)
 
 
 def open_settled_ledger(context: typer.Context) -> Ledger:
@@ -89,12 +89,12 @@ def open_settled_ledger(context: typer.Context) -> Ledger:
     from skyward_core.cleanup.pool_record import settle_here
     from skyward_core.ledger.ledger import Ledger
 
-    ledger = Ledger(_ledger_url(context), busy_timeout_seconds=SETTLE_BUSY_SECONDS)
+    ledger = Ledger(ledger_url(context), busy_timeout_seconds=SETTLE_BUSY_SECONDS)
     settle_here(ledger)
     return ledger
 
 
-def _ledger_url(context: typer.Context) -> str:
+def ledger_url(context: typer.Context) -> str:
     """Return the URL of the ledger; say so if a file that was named is not there: it may be a mistake, and an empty
     ledger has no open pools.
     """

@@ -184,6 +184,20 @@ def test_the_total_is_the_same_by_each_key(skyward: Skyward, by: str) -> None:
     assert sum(row["cost_usd"] for row in bill["rows"]) == pytest.approx(203.0)
 
 
+def test_a_ledger_is_written_to_a_file_and_read_back(skyward: Skyward, tmp_path: Path) -> None:
+    """A restore shows first what it would do, and is refused while a pool lives or the ledger is open."""
+    skyward.open("sky-live")
+    file = tmp_path / "kept.db"
+    assert skyward(f"ledger backup {file}").startswith(f"written: {file}, version ")
+    assert "--yes does it" in skyward(f"ledger restore {file}", code=cli.TO_DO)
+    assert "pools of the ledger live" in skyward(f"ledger restore {file} --yes", code=cli.FAILED)
+    skyward.ledger.end_pool("sky-live")
+    assert "another process has the ledger" in skyward(f"ledger restore {file} --yes", code=cli.FAILED)
+    skyward.ledger.close()
+    assert skyward(f"ledger restore {file} --yes").startswith(f"restored: {file}, version ")
+    assert "sky-live" in skyward("ps")
+
+
 def test_the_bill_of_some_days(skyward: Skyward) -> None:
     skyward.clock.now = datetime(2026, 11, 21, 12, tzinfo=UTC)
     skyward.open("sky-a")
