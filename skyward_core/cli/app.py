@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn, TextIO
 
 import typer
 
-from skyward_core.cli import budget, calls, config, copies, cost, live, offers, pools, run, sweep, values
+from skyward_core.cli import budget, caches, calls, config, copies, cost, live, offers, pools, run, sweep, values
 from skyward_core.cli.printing import FAILED, one_line
 from skyward_core.errors import BadRequest, SkywardError
 
@@ -119,6 +119,9 @@ def command_tree() -> Any:
     )
     app.add_typer(_add(_group("accounts that pay for pools"), budget.set_, budget.list_), name="budget")
     app.add_typer(_add(_group("the settings, and where they come from"), config.show, config.schema), name="config")
+    cache_group = _add(_group("what pools have left on this computer for later ones"), caches.prune)
+    cache_group.callback(invoke_without_command=True)(caches.show)
+    app.add_typer(cache_group, name="cache")
     return typer.main.get_command(app)
 
 

@@ -104,6 +104,13 @@ def usd(text: str) -> Decimal:
     return value
 
 
+def gigabytes(text: str | float) -> float:
+    """Return a size in GB, zero or more."""
+    if not 0 <= (value := _number(text)) <= MAX_COUNT:
+        raise typer.BadParameter(f"a size in GB is zero or more; given {shortened(str(text))}")
+    return value
+
+
 def name(text: str) -> str:
     """Return a printable text that fits a column of the ledger."""
     if not text.strip() or len(text) > MAX_NAME_LENGTH:

@@ -150,7 +150,7 @@ _ENVIRONMENT = r"""skyward_is_complete() {
 }
 skyward_find() {
   skyward_environment="$SKYWARD_HOME/envs/$1"
-  if skyward_is_complete; then
+  if skyward_is_complete && skyward_use "$1"; then
     skyward_complete=yes
   else
     skyward_complete=
@@ -158,12 +158,38 @@ skyward_find() {
     skyward_find_uv
   fi
 }
+skyward_use() { # name: sets the time of the environment, so that it is not pruned; fails if it just was
+  exec 9>"$SKYWARD_HOME/envs/$1.lock"
+  flock --timeout 60 9 || : # a file system without locks
+  skyward_is_complete && touch -c -- "$skyward_environment/.skyward-complete"
+  local code=$?
+  exec 9>&-
+  return "$code"
+}
+skyward_prune() { # removes what no pool has used for 30 days, and no process names
+  local entry mark
+  for entry in "$SKYWARD_HOME"/envs/* "$SKYWARD_HOME"/files/*; do
+    [ -d "$entry" ] && [ ! -L "$entry" ] || continue
+    mark="$entry/.skyward-complete"
+    [ -e "$mark" ] || mark=$entry
+    [ -n "$(find "$mark" -maxdepth 0 -mtime +29 2>/dev/null)" ] || continue
+    (
+      exec 8>"$entry.lock"
+      flock -n 8 || exit 0
+      [ -n "$(find "$mark" -maxdepth 0 -mtime +29)" ] || exit 0 # again, with the lock
+      ! grep -qsaF -- "$entry" /proc/[0-9]*/environ || exit 0
+      rm -f -- "$entry/.skyward-complete"
+      rm -rf -- "$entry"
+    ) || :
+  done
+}
 skyward_pip() { # arguments of uv pip install
   skyward_run skyward_uv pip install --no-progress --python "$skyward_environment/bin/python" "$@"
 }
 skyward_build() { # name, version of Python; skyward_packages installs the rest
   local name=$1 version=$2
   skyward_phase deps
+  skyward_prune
   skyward_lock "$SKYWARD_HOME/envs/$name.lock"
   if ! skyward_is_complete; then
     skyward_run rm -rf -- "$skyward_environment"

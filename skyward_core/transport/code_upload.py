@@ -29,6 +29,7 @@ from skyward_core.errors import BadRequest
 from skyward_core.image.local_files import IncludedFiles, LocalFile, NodeFile, sha256_of
 from skyward_core.image.shell import VERSION, WHEELS, Wheel
 from skyward_core.paths import cache_places, first_private
+from skyward_core.transport.caches import note_use, prune_files
 from skyward_core.wire.private_folders import NotPrivate
 
 PIECE_BYTES = 1 << 20
@@ -99,8 +100,9 @@ def shipped_file(file: NodeFile) -> Path:
     """
     with _making:
         path = _folder() / file.place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        note_use(path.parent)  # before the look: from now on no other process removes it
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
             try:
                 if (
@@ -112,6 +114,7 @@ def shipped_file(file: NodeFile) -> Path:
                 partial.replace(path)
             finally:
                 partial.unlink(missing_ok=True)
+            prune_files(path.parent.parent)
         return path
 
 
@@ -233,6 +236,7 @@ def _package() -> Path:
             os.rename(partial, target)
         except OSError:  # another process was faster
             shutil.rmtree(partial, ignore_errors=True)
+    os.utime(target)  # its last use, for `caches.py`
     return target
 
 

@@ -118,7 +118,7 @@ mkdir -p "$home/ship" && chmod go= "$home/ship" # code of the user; $home itself
 echo "guard $(cat "$1/guard")"
 echo "system $(uname -s) $(uname -m)"
 for loader in /lib/ld-musl-*; do [ ! -e "$loader" ] || [ -e /lib64/ld-linux-x86-64.so.2 ] || [ -e /lib/ld-linux-aarch64.so.1 ] || echo musl; done
-if [ -d "$home/ship/$3" ]; then echo shipped; fi
+if [ -d "$home/ship/$3" ]; then touch -c "$home/ship/$3"; echo shipped; fi
 if "$home/uv/bin/uv" --version >/dev/null 2>&1 || uv --version >/dev/null 2>&1; then echo uv; fi
 if [ -n "$3" ] && [ ! -e "$1/memory" ] && memory=$(mktemp -d --suffix="-$4" /dev/shm/skyward-XXXXXXXXXX 2>/dev/null); then
   { echo "$memory" >"$1/memory.$$" && mv -f "$1/memory.$$" "$1/memory"; } || rmdir "$memory"
@@ -553,7 +553,7 @@ class SSHTransport:
 
     def _upload(self, file: NodeFile) -> None:
         path = f"{PurePosixPath(self._directory).parent.parent}/{file.place}"
-        if not self._command('if [ -f "$1" ]; then echo there; fi', [path]):
+        if not self._command('if [ -f "$1" ]; then touch -c "${1%/*}"; echo there; fi', [path]):
             self._connection.put(shipped_file(file), path)
 
     def _uv_for(self, found: set[str]) -> CompressedFile | None:

@@ -1,6 +1,7 @@
 """The `skyward` command as a user types it: its output, its effects, and its exit codes."""
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -61,6 +62,10 @@ def test_json_has_the_fields_of_the_page(skyward: Skyward, monkeypatch: pytest.M
     (tmp_path / "skyward.toml").write_text("[profiles.large]\nnodes = 2\n[pools.nightly]\n")
     monkeypatch.setattr(diagnosis, "entry_points", lambda group: ())
     record_pools(skyward)
+    monkeypatch.setenv("SKYWARD_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (old := tmp_path / "home" / "envs" / "old").mkdir(parents=True)
+    os.utime(old, (0, 0))
     tasks = (
         sky.PlannedTask("w", "t", sky.PoolSpec.of(provider=folders)),
         sky.PlannedTask("w", "u", None, "a template", timeout_seconds=60),
@@ -83,6 +88,8 @@ def test_json_has_the_fields_of_the_page(skyward: Skyward, monkeypatch: pytest.M
         "config show": ["config show --json", "config show --json --profile large"],
         "doctor": ["doctor --json"],
         "ledger prune": ["ledger prune --older-than 90d --json"],
+        "cache": ["cache --json"],
+        "cache prune": ["cache prune --json"],
     }
     for command, typed in lines.items():
         fields, seen = documented(command), set[str]()
