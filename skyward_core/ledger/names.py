@@ -294,8 +294,10 @@ class Names:
                 self._end_lease(connection, row.pool_id, until - facts.now)
                 begin_warm_time(connection, row.pool_id, stamp(facts.now))
                 return NameState.WARM
-            # the client stays until the pool has ended: its life shows that the pool is being closed
-            self._set(connection, name, state=NameState.CLOSING.value, steward=client_id)
+            # the client stays until the pool has ended: its life shows that the pool is being closed. In place of a
+            # steward that is silent it has the next term, so that the silent one rents nothing more when it goes on
+            epoch = row.epoch + (row.steward != client_id)
+            self._set(connection, name, state=NameState.CLOSING.value, steward=client_id, epoch=epoch)
             spent = update(CLIENTS).where(CLIENTS.c.id == client_id)
             connection.execute(spent.values(self._used(used)))
             return NameState.CLOSING

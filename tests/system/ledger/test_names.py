@@ -99,7 +99,23 @@ def test_the_last_client_that_leaves_closes(ledger: Ledger) -> None:
     assert isinstance(claim(ledger, "d"), Wait)
     ledger.end_pool("sky-a")
     ledger.names.closed("b")
-    assert claim(ledger, "d") == Rent(2)
+    assert claim(ledger, "d") == Rent(3)
+
+
+def test_who_closes_a_pool_in_place_of_a_silent_steward_is_the_next_steward(ledger: Ledger, clock: Clock) -> None:
+    """A steward that was stopped and goes on rents nothing for a pool that another process ends. Its own end is no new
+    term.
+    """
+    opened(ledger)
+    clock.go(LEASE_SECONDS - 1)
+    claim(ledger, "b")
+    clock.go(2)
+    ledger.renew("sky-a", clock.time + timedelta(seconds=60))
+    assert ledger.names.leave("nightly", "b") is NameState.CLOSING
+    with pytest.raises(NotSteward):
+        ledger.intend_all("sky-a", [resource_request("late")], epoch=1)
+    assert ledger.names.leave("nightly", "b") is NameState.CLOSING
+    assert row_of(ledger).epoch == 2
 
 
 def test_a_warm_pool_is_found_in_time(ledger: Ledger, clock: Clock) -> None:
