@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -255,8 +256,14 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
 
         A closed pool may be opened again: new machines, a new bill. Raises NoCapacity, BootstrapFailed,
         ProvisioningTimeout or an error of the provider; then no machine is left running. Raises PoolClosed if the pool
-        has ended itself: close it first. Raises BadRequest in a process that gevent or eventlet has patched.
+        has ended itself: close it first. Raises BadRequest in a process that gevent or eventlet has patched, and in a
+        thread that goes on after the main thread has ended.
         """
+        if not threading.main_thread().is_alive():  # Python starts no executor's thread any more: nothing is rented
+            raise BadRequest(
+                "the main thread of this program has ended, and no pool can be opened after that: let the main thread"
+                " wait for the thread that opens it (thread.join()), or open it before"
+            )
         self._session.open(self._prepared)
         return self
 

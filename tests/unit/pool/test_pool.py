@@ -52,6 +52,15 @@ def test_a_pool_that_is_not_open_raises_pool_closed(use: Callable[[sky.ComputePo
     pool.close()
 
 
+def test_no_pool_opens_after_the_end_of_the_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines were rented, and then Python said that it "cannot schedule new futures after interpreter shutdown"."""
+    monkeypatch.setattr(threading, "main_thread", lambda: SimpleNamespace(is_alive=lambda: False))
+    pool = sky.ComputePool.from_spec(SPEC)
+    with pytest.raises(sky.BadRequest, match=r"the main thread of this program has ended.*thread\.join\(\)"):
+        pool.open()
+    assert not pool.is_active
+
+
 def test_a_second_ctrl_c_waits_for_nothing_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
