@@ -304,8 +304,8 @@ class UseBook:
         while self._cluster.slots_held().get(use_id) and time.monotonic() < until:
             time.sleep(LOOK_SECONDS)
         self._take_sample([use_id])
-        self._end([use_id])
-        return self._final[use_id]
+        ended = self._end([use_id])
+        return ended[use_id] if use_id in ended else self.count(use_id)
 
     def note(self) -> None:
         """Write now what the uses have had so far. Returns when it is in the ledger, or the ledger does not answer."""
@@ -343,16 +343,19 @@ class UseBook:
         if self._cluster.slots_held().keys() & set(use_ids):
             self._cluster.take_sample()
 
-    def _end(self, use_ids: Iterable[str]) -> None:
+    def _end(self, use_ids: Iterable[str]) -> dict[str, UseCount]:
+        """End those of these uses that are open, and return what they have had: the thread may forget them soon."""
+        ended: dict[str, UseCount] = {}
         self._learn_prices()
         with self._turn:
             for use_id in use_ids:
                 if self._since.pop(use_id, None) is not None:
-                    self._ends[use_id] = self._final[use_id] = self._count(use_id, 0)
+                    ended[use_id] = self._ends[use_id] = self._final[use_id] = self._count(use_id, 0)
                     self._ended_at[use_id] = time.monotonic()
                     self._noted.pop(use_id, None)
             written = self._next_write()
         written.result()
+        return ended
 
     def _next_write(self) -> Future[None]:
         """Return the future of the next write, whether it succeeds or not. With the lock held."""

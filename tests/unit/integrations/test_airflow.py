@@ -648,10 +648,8 @@ def test_the_scheduler_ends_the_pools_of_a_task_that_it_fails_for_good(
     instance = type(
         "Instance", (SimpleNamespace,), {"__module__": "airflow.models.taskinstance" if of_scheduler else "x"}
     )
-    thread = type("InThisThread", (), {"__init__": lambda self, **keywords: self.__dict__.update(keywords)})
-    thread.start = lambda self: self.target(*self.args)  # type: ignore[attr-defined]
     ended: list[str] = []
-    monkeypatch.setattr(marks.threading, "Thread", thread)
+    monkeypatch.setattr(sky, "in_thread", lambda _, work: work())
     monkeypatch.setattr(sky, "receipts_of", lambda _: [{"pool_id": "sky-new", "ended_at": None}])
     monkeypatch.setattr(stop_order, "order_stop", ended.append)
     marks.on_task_instance_failed("running", instance(operator="SkywardOperator", state=state, **INSTANCE))
