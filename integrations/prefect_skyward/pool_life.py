@@ -94,7 +94,8 @@ class PoolLife:
     def start(self, spent_usd: float) -> None:
         """Open the pool, in a thread. `spent_usd` was spent by earlier pools of this spec, under the same limit."""
         self.opened.set_running_or_notify_cancel()  # so that a task which stops waiting cannot cancel it
-        thread = sky.LoopThread("skyward-open", partial(copy_context().run, self._open, spent_usd))
+        context = copy_context()
+        thread = sky.LoopThread("skyward-open", lambda: context.run(self._open, spent_usd))
         try:
             thread.start()
         except BaseException as error:  # else `end` would wait for ever for an opening that does not begin
@@ -267,7 +268,7 @@ def end_all(lives: Sequence[PoolLife]) -> None:
     threads = sky.Threads(is_daemon=False)
     try:
         for life in lives[1:]:
-            threads.run("skyward-end", partial(copy_context().run, end, life))
+            threads.run("skyward-end", partial(copy_context().run, partial(end, life)))
         for life in lives[:1]:
             end(life)
     finally:

@@ -159,18 +159,16 @@ def test_a_file_that_cannot_be_removed_holds_up_no_later_result(monkeypatch: pyt
     assert len(refused) == 1
 
 
+NAMES = ("engine", "recovery", "clock", "lease", "events")
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("name", "turn"),
     [
-        "skyward-engine",
-        "skyward-results",
-        "skyward-recovery",
-        "skyward-clock",
-        "skyward-lease",
-        "skyward-events",
+        *((f"skyward-{name}", 1) for name in (*NAMES, "results")),  # small results need few turns of their thread
+        *(pytest.param(f"skyward-{name}", 10, marks=pytest.mark.nightly) for name in NAMES),
     ],
 )
-@pytest.mark.parametrize("turn", [1, pytest.param(10, marks=pytest.mark.nightly)])
 def test_a_thread_that_fails_goes_on(name: str, turn: int) -> None:
     """What it was asked for then may fail with its error, the opening too; nothing hangs."""
     with Killer(name, turn) as killer:
