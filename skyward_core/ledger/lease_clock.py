@@ -65,6 +65,14 @@ def read_clock(wall: Callable[[], datetime], awake: Callable[[], float] | None) 
     return NO_CLOCK
 
 
+def boot_seconds() -> float:
+    """Return for how many seconds this computer runs since its boot, also those in which it slept: machines that are
+    rented elsewhere cost money meanwhile.
+    """
+    # without CLOCK_BOOTTIME (macOS) the clock of that name goes on during a sleep
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
 def awake_seconds() -> float:
     """Return for how many seconds this computer was awake since its boot."""
     return time.monotonic()

@@ -8,7 +8,6 @@ The ledger gets what `buckets` returns, so the bill is the sum of the ledger's r
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from skyward_core.errors import ZERO_USD
 from skyward_core.events.events import CostFinal, CostUpdate, PoolLeft
+from skyward_core.ledger.lease_clock import boot_seconds
 from skyward_core.ledger.rows import (
     BILLING_ROUNDING,
     MICRO_USD,
@@ -87,14 +87,15 @@ class MeteredInstance:
 
 
 class Meter:
-    """Counts what a pool costs. Safe to use from several threads; `clock` counts seconds.
+    """Counts what a pool costs. Safe to use from several threads; `clock` counts seconds, also while this computer
+    sleeps.
 
     `increment_seconds` and `minimum_seconds` are the provider's billing rules. Calls with an unknown machine change
     nothing.
     """
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, increment_seconds: int = 1, minimum_seconds: int = 0
+        self, clock: Callable[[], float] = boot_seconds, increment_seconds: int = 1, minimum_seconds: int = 0
     ) -> None:
         self._clock = clock
         self._increment_seconds = increment_seconds

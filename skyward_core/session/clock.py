@@ -35,6 +35,7 @@ from skyward_core.errors import BudgetExceeded, LeaseLost, SkywardError
 from skyward_core.events.events import BudgetWarning, SkywardEvent
 from skyward_core.ledger.budgets import LONGEST_SECONDS, RENEW_LEASES, Fill, SpendingLimit, last_covered
 from skyward_core.ledger.journal import Journal
+from skyward_core.ledger.lease_clock import boot_seconds
 from skyward_core.ledger.metering import Meter, Projection, projection_of
 from skyward_core.ledger.rows import PoolEntry
 from skyward_core.spec import PoolSpec
@@ -219,7 +220,10 @@ class OpeningLimits:
 
 
 class Limits:
-    """Warns, drains or stops an open pool. Times are of `time.monotonic`, in seconds."""
+    """Warns, drains or stops an open pool. Times are of `time.monotonic`, in seconds.
+
+    `began`, when it began to live, is of `boot_seconds`: the machines live on while this computer sleeps.
+    """
 
     def __init__(
         self,
@@ -282,7 +286,7 @@ class Limits:
         if now - self._sent_at >= ASK_SECONDS or self._cluster.is_idle == self._is_busy:
             self._sent_at, self._is_busy = now, self._cluster.has_work()
             self._transports.is_busy = self._is_busy
-        if max_lifetime is not None and now - self._began > max_lifetime:
+        if max_lifetime is not None and boot_seconds() - self._began > max_lifetime:
             self._log(logging.WARNING, "the pool has lived for %.0f s (max_lifetime) and ends itself", max_lifetime)
             self._stop(
                 f"the pool has lived for {max_lifetime:.0f} s (ComputePool(max_lifetime=...)) and has ended itself",
@@ -304,16 +308,16 @@ class LeasePayments:
         lease_seconds: float,
         emit: Callable[[SkywardEvent], object],
         open_ledger: Callable[[], Ledger] | None = None,
-        monotonic: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = boot_seconds,
     ) -> None:
         self._pool_id = pool_id
         self._lease_seconds = lease_seconds
         self._emit = emit
         self._open_ledger = open_ledger or _open
-        self._monotonic = monotonic
+        self._clock = clock
         self._ledger: Ledger | None = None
         self._paid_until: float | None = None
-        """On the monotonic clock; None for no limit, or if that is not known yet."""
+        """On the clock; None for no limit, or if that is not known yet."""
         self._refusal: BudgetExceeded | None = None
         self._has_warned = False
         self.beat_seconds = min(LAST_SECONDS / 6, lease_seconds / 6)
@@ -321,11 +325,11 @@ class LeasePayments:
     def paid_seconds(self) -> float | None:
         """Return for how many seconds from now the nodes are paid; None for no end. Waits for nothing."""
         until = self._paid_until
-        return None if until is None else max(0.0, until - self._monotonic())
+        return None if until is None else max(0.0, until - self._clock())
 
     def renew(self) -> None:
         """Reserve for the next time if little is left. Raises LedgerError; what is reserved then is still valid."""
-        ledger, since = self._opened(), self._monotonic()
+        ledger, since = self._opened(), self._clock()
         entry = ledger.pool(self._pool_id)
         if entry is None or entry.ended_at is not None or entry.condemned_at is not None:
             return

@@ -50,6 +50,7 @@ from skyward_core.events.events import (
 )
 from skyward_core.ledger.budgets import SpendingLimit
 from skyward_core.ledger.journal import Journal
+from skyward_core.ledger.lease_clock import boot_seconds
 from skyward_core.machines.instances import Lease, new_pool_id
 from skyward_core.providers.base import Provider
 from skyward_core.provisioning import lifecycle
@@ -199,7 +200,7 @@ class Session:
 
     def start(self) -> None:
         """Open; on any error everything is undone, and the bill is emitted before the error is raised."""
-        started = time.monotonic()
+        started, began = time.monotonic(), boot_seconds()
         try:
             with _Undo() as undo:
                 undo.callback(self._emit_bill)
@@ -213,7 +214,7 @@ class Session:
                 opening = self._keep_while_opening(undo, machines, journal, spending_limit)
                 lease = machines.acquire(undo)
                 cluster = self._engine.connect(undo, machines, lease, started + self.spec.provision_timeout)
-                self._limits = limits = self._new_limits(cluster, machines, spending_limit, started)
+                self._limits = limits = self._new_limits(cluster, machines, spending_limit, began)
                 opening.end()
                 self._raise_if_given_up()
                 # before the undo is dropped: an asynchronous exception may come between any two lines, and then `stop`

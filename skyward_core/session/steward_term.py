@@ -20,11 +20,11 @@ the last one.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from skyward_core.ledger.lease_clock import boot_seconds
 from skyward_core.ledger.names_policy import NotSteward
 
 
@@ -37,16 +37,11 @@ class StewardUse(Protocol):
     def release_stewardship(self) -> None: ...
 
 
-def boot_clock() -> float:
-    """Return the seconds since this machine was started, also those in which it slept."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
 class StewardTerm:
     """A term in which this process is the steward, as far as it is known."""
 
     def __init__(
-        self, lease_seconds: float, renew: Callable[[], object], clock: Callable[[], float] = boot_clock
+        self, lease_seconds: float, renew: Callable[[], object], clock: Callable[[], float] = boot_seconds
     ) -> None:
         """`renew` renews the row of this process, and calls `confirm` or `lose`; it raises LedgerError, LeaseLost."""
         self._lease_seconds = lease_seconds

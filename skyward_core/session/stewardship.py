@@ -32,6 +32,7 @@ from skyward_core.config.own_providers import same_as
 from skyward_core.engine.recovery import Recovery
 from skyward_core.errors import CredentialsError, InstancesLeft, LeaseTampered, NodeLost, SkywardError
 from skyward_core.events.events import InstancesUnconfirmed, PoolStopping
+from skyward_core.ledger.lease_clock import boot_seconds
 from skyward_core.ledger.rows import Intent, PoolEntry
 from skyward_core.ledger.shared_limits import StewardLimit
 from skyward_core.machines.instances import Lease
@@ -141,7 +142,7 @@ class Stewardship:
         machines.adopt(lease, listed, is_launch_unsure=unanswered)
         self._shared.adopt(lease)
         # the last thing that may fail: from here on this process acts as the steward
-        began = time.monotonic() - (self._ledger.names.now() - entry.created_at).total_seconds()
+        began = boot_seconds() - (self._ledger.names.now() - entry.created_at).total_seconds()
         cluster = self._cluster
         ranks = ranks_of(self._spec, lease)
         policy = policy_of(self._spec, len(ranks))

@@ -1,6 +1,7 @@
 """The bill is price times time, by a clock that the test sets; and each second has one bucket."""
 
 import pickle
+import time
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 from decimal import Decimal
@@ -10,6 +11,7 @@ from math import ceil
 import pytest
 
 from skyward_core import CostFinal
+from skyward_core.ledger.budgets import SpendingLimit
 from skyward_core.ledger.metering import PHASES, Meter, metered_of
 from skyward_core.ledger.rows import Bucket, Intent, Price, ResourceKind
 from skyward_core.machines.offers import by_month
@@ -45,6 +47,28 @@ def test_a_machine_costs_its_price_for_each_hour_from_its_request(clock: MeterCl
     update = meter.update()
     assert (update.accumulated_cost, update.hourly_rate, update.elapsed_seconds) == (3.15, 2.1, 5400.0)
     assert (update.spot_count, update.ondemand_count) == (0, 1)
+
+
+def test_machines_cost_money_and_use_up_their_time_while_this_computer_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The monotonic clock stands still then (Linux): a sleep of 20 s was missing in the bill, and in `max_cost`."""
+    real, slept_seconds = time.clock_gettime, 0.0
+
+    def clock_gettime(clock: int) -> float:
+        return real(clock) + (slept_seconds if clock == time.CLOCK_BOOTTIME else 0.0)
+
+    monkeypatch.setattr(time, "clock_gettime", clock_gettime)
+    meter = Meter()
+    limit = SpendingLimit("sky-1", meter, max_cost=100.0)
+    commitment = limit.commit(1, Price(Decimal(3600)))
+    meter.start(machine("a", 3600.0), meter.now())
+    limit.launched(["a"], commitment)
+    before = limit.paid_seconds()
+    slept_seconds = 20.0
+    assert 20 <= meter.total() < 21
+    after = limit.paid_seconds()
+    assert before is not None
+    assert after is not None
+    assert 20 <= before - after < 21
 
 
 def test_a_machine_that_is_gone_costs_nothing_more(clock: MeterClock, meter: Meter) -> None:
