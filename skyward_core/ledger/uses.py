@@ -134,6 +134,7 @@ class Uses:
         with self._database.write() as connection:
             now = stamp(self._database.now(connection))
             begin_uses(connection, begun, now)
+            _lock_uses(connection, USES.c.id.in_(sorted({*(counts or {}), *(ended or {})})))
             note_uses(connection, counts or {}, now, is_final=False)
             note_uses(connection, ended or {}, now, is_final=True)
             cover_held_by(connection, [*(counts or {}), *(ended or {})], now)
@@ -214,6 +215,7 @@ def note_uses(connection: Connection, counts: Mapping[str, UseCount], now: int, 
     """
     if not counts:
         return
+    _lock_uses(connection, USES.c.id.in_(sorted(counts)))
     u = USES.c
     milliseconds, cost = bindparam("new_milliseconds", type_=BigInteger), bindparam("new_micro_usd", type_=BigInteger)
     values: dict[str, Any] = {
@@ -254,7 +256,14 @@ def settle_uses(connection: Connection, which: ColumnElement[bool], until: int) 
     """End the open uses for which a condition holds. What they held at their last note they have held until then, as an
     estimate.
     """
+    _lock_uses(connection, which & _IS_OPEN_USE)
     connection.execute(update(USES).where(which, _IS_OPEN_USE).values(ended_microseconds=until))
+
+
+def _lock_uses(connection: Connection, which: ColumnElement[bool]) -> None:
+    """Lock rows of uses in the order of their ids: two processes that lock them in other orders wait for each other."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(select(USES.c.id).where(which).order_by(USES.c.id).with_for_update()).all()
 
 
 def _micro(usd: float) -> int:

@@ -510,13 +510,16 @@ def test_a_real_environment_is_built_once(real: dict[str, str], tmp_path: Path) 
 
     def files() -> dict[Path, tuple[int, int]]:
         paths = [path for path in environment.rglob("*") if "__pycache__" not in path.parts]
-        return {path: (path.lstat().st_ino, path.lstat().st_mtime_ns) for path in paths}
+        return {path: (path.lstat().st_ino, path.lstat().st_mtime_ns) for path in paths if path != last_use}
 
+    last_use = environment / ".skyward-complete"
     before, cache = files(), tmp_path / "empty cache"
+    os.utime(last_use, (0, 0))
     second = run_bash(script, real | {"UV_OFFLINE": "1", "UV_CACHE_DIR": str(cache)})
     assert (second.returncode, reported(second.stdout)) == (0, ["done phase=deps"])
     assert second.stdout.splitlines()[-1] == first.stdout.splitlines()[-1]
     assert files() == before
+    assert last_use.stat().st_mtime > 0, "it is pruned by its age"
     assert not cache.exists()
 
 

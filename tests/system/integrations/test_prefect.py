@@ -253,7 +253,7 @@ def test_machines_are_terminated_before_a_flow_is_tried_again(events: list[Any],
         if isinstance(event, sky.CostFinal):
             finals.append(time.monotonic())
 
-    @flow(task_runner=runner(events, on_event=keep), retries=1, retry_delay_seconds=4)
+    @flow(task_runner=runner(events, on_event=keep), retries=1, retry_delay_seconds=10)
     def second_time_lucky() -> int:
         from prefect.runtime import flow_run
 

@@ -107,7 +107,7 @@ def test_a_sweep_removes_the_folders_of_a_launch_that_was_killed(
     line = f"local: folders of ended nodes in {folder.parent}: 1"
     assert line in sky.sweep([sky.Local()], is_dry_run=True).pruned
     assert folder.is_dir()
-    assert line in sky.sweep([sky.Local()], is_dry_run=False, min_age_seconds=1e9).pruned
+    assert line in sky.sweep([sky.Local()], is_dry_run=False, min_age_seconds=3e8).pruned
     assert (folder.exists(), memory.exists()) == (False, False)
 
 
