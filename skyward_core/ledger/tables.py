@@ -702,28 +702,39 @@ ON_DEMAND = _billed_micro_usd(RESOURCES.c.on_demand_micro_usd_per_hour)
 
 # ── machines that can be billed ───────────────────────────────────────────────────────────────────────────────────────
 
-# Whoever may write to the ledger writes any number. These bounds keep the products above within 64 bits.
-_MOST_MICRO_USD_PER_HOUR = 9_000_000_000
-_MOST_SECONDS = 100_000_000
-"""Three years: of an increment and a minimum, and of a bucket in milliseconds."""
+# Whoever may write to the ledger writes any number. The bounds keep sums within 64 bits, and are far above each machine
+# that a pool may rent (`machines/offers.py` MOST_USD_PER_HOUR).
+_MOST_MICRO_USD_PER_HOUR = 10**12
+_MOST_SECONDS = 10**9
+"""Thirty years: of an increment and a minimum, and of a bucket in milliseconds."""
+_MOST_MICRO_USD = 10**15
 _BOUNDS: Mapping[str, tuple[int, int]] = {
     "price_micro_usd_per_hour": (0, _MOST_MICRO_USD_PER_HOUR),
     "on_demand_micro_usd_per_hour": (0, _MOST_MICRO_USD_PER_HOUR),
     "increment_seconds": (1, _MOST_SECONDS),
     "minimum_seconds": (0, _MOST_SECONDS),
-    "minimum_micro_usd": (0, _MOST_MICRO_USD_PER_HOUR * _MOST_SECONDS // SECONDS_PER_HOUR),
+    "minimum_micro_usd": (0, _MOST_MICRO_USD),
     **{milliseconds_of(bucket): (0, _MOST_SECONDS * 1000) for bucket in Bucket},
 }
+_MOST_PRODUCT = 2**63 - 1 - SECONDS_PER_HOUR
+"""Of a price and the seconds that it is billed for."""
 NOT_BILLABLE = "a price or a time is no number, or none that a bill can have"
 
 
 def is_billable(connection: Connection) -> ColumnElement[bool]:
     """Return the condition of the rows of RESOURCES from which a cost can be computed."""
-    bounds = [RESOURCES.c[name].between(least, most) for name, (least, most) in _BOUNDS.items()]
+    r = RESOURCES.c
+    is_bounded = [r[name].between(least, most) for name, (least, most) in _BOUNDS.items()]
     if connection.dialect.name == "sqlite":  # it stores any value in any column
         names = (*_BOUNDS, "intended_microseconds")
-        bounds += [func.typeof(RESOURCES.c[name]) == "integer" for name in names]
-    return and_(*bounds)
+        is_bounded += [func.typeof(r[name]) == "integer" for name in names]
+    most_seconds = MILLISECONDS // 1000 + 1 + r.increment_seconds + r.minimum_seconds
+    fits = [
+        most_seconds <= literal(_MOST_PRODUCT, BigInteger) // case((price > 0, price), else_=1)
+        for price in (r.price_micro_usd_per_hour, r.on_demand_micro_usd_per_hour)
+    ]
+    # a database computes the terms of AND in any order, and the sum of numbers without bounds is an error
+    return case((and_(*is_bounded), and_(*fits)), else_=false())
 
 
 def whole_number(number: object) -> int:
