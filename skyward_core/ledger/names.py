@@ -71,7 +71,15 @@ from skyward_core.ledger.tables import (
     stamp,
     work_values,
 )
-from skyward_core.ledger.uses import UseCount, begin_warm_time, cover_held_by, end_warm_time, note_uses, settle_uses
+from skyward_core.ledger.uses import (
+    UseCount,
+    begin_warm_time,
+    cover_held_by,
+    end_warm_time,
+    lock_uses,
+    note_uses,
+    settle_uses,
+)
 from skyward_core.machines.owner import Owner
 from skyward_core.work import NO_WORK, Work
 
@@ -233,6 +241,7 @@ class Names:
         with self._database.write() as connection:
             now = stamp(self._database.now(connection))
             self._end_client(connection, client_id, None)
+            lock_uses(connection, USES.c.client_id == client_id)
             note_uses(connection, counts, now, is_final=True)
             settle_uses(connection, USES.c.client_id == client_id, now)
             cover_held_by(connection, counts.keys(), now)

@@ -134,7 +134,9 @@ class Uses:
         with self._database.write() as connection:
             now = stamp(self._database.now(connection))
             begin_uses(connection, begun, now)
-            _lock_uses(connection, USES.c.id.in_(sorted({*(counts or {}), *(ended or {})})))
+            noted = sorted({*(counts or {}), *(ended or {})})
+            for start in range(0, len(noted), NUMBERS_PER_STATEMENT):
+                lock_uses(connection, USES.c.id.in_(noted[start : start + NUMBERS_PER_STATEMENT]))
             note_uses(connection, counts or {}, now, is_final=False)
             note_uses(connection, ended or {}, now, is_final=True)
             cover_held_by(connection, [*(counts or {}), *(ended or {})], now)
@@ -211,11 +213,10 @@ def begin_uses(connection: Connection, begun: Sequence[NewUse], now: int) -> Non
 
 def note_uses(connection: Connection, counts: Mapping[str, UseCount], now: int, *, is_final: bool) -> None:
     """Record what uses have had so far, by id. Of a use that has ended, what is measured replaces what was estimated;
-    it is never more than both were.
+    it is never more than both were. Whoever calls this has locked them (`lock_uses`).
     """
     if not counts:
         return
-    _lock_uses(connection, USES.c.id.in_(sorted(counts)))
     u = USES.c
     milliseconds, cost = bindparam("new_milliseconds", type_=BigInteger), bindparam("new_micro_usd", type_=BigInteger)
     values: dict[str, Any] = {
@@ -256,11 +257,11 @@ def settle_uses(connection: Connection, which: ColumnElement[bool], until: int) 
     """End the open uses for which a condition holds. What they held at their last note they have held until then, as an
     estimate.
     """
-    _lock_uses(connection, which & _IS_OPEN_USE)
+    lock_uses(connection, which & _IS_OPEN_USE)
     connection.execute(update(USES).where(which, _IS_OPEN_USE).values(ended_microseconds=until))
 
 
-def _lock_uses(connection: Connection, which: ColumnElement[bool]) -> None:
+def lock_uses(connection: Connection, which: ColumnElement[bool]) -> None:
     """Lock rows of uses in the order of their ids: two processes that lock them in other orders wait for each other."""
     if connection.dialect.name == "postgresql":
         connection.execute(select(USES.c.id).where(which).order_by(USES.c.id).with_for_update()).all()

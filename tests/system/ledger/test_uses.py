@@ -22,6 +22,7 @@ from skyward_core.ledger.uses import (
     end_warm_time,
     note_uses,
 )
+from skyward_core.machines.offers import MOST_USD_PER_HOUR
 from skyward_core.work import NO_WORK, Work
 from tests.ledger.fixtures import USD, Clock, open_pool, url_of
 from tests.system.ledger.test_shared_costs import rented
@@ -225,6 +226,7 @@ DAMAGES = {
     "an increment of zero": "increment_seconds = 0",
     "a negative price": "price_micro_usd_per_hour = -1",
     "more than 64 bits": "price_micro_usd_per_hour = 4611686018427387904, idle_milliseconds = 4611686018427387904",
+    "a sum of more than 64 bits": "idle_milliseconds = 9000000000000000000, warm_milliseconds = 9000000000000000000",
 }
 
 
@@ -256,6 +258,18 @@ def test_a_damaged_machine_of_a_pool_stops_neither_bills_nor_who_joins_and_leave
         ledger.cost_rows()
 
 
+@pytest.mark.parametrize(("usd_per_hour", "years"), [(MOST_USD_PER_HOUR, 1), (9001, 4), (36, 10)])
+def test_a_machine_of_any_price_and_life_that_a_pool_may_have_is_billed(
+    usd_per_hour: float, years: int, ledger: Ledger
+) -> None:
+    open_pool(ledger, "sky-a", work=RUN)
+    machine = rented(ledger, str(usd_per_hour))
+    hours = years * 365 * 24
+    ledger.note_all({machine: {Bucket.IDLE: hours * 3600}})
+    assert ledger.pool_cost_usd("sky-a") == USD(str(usd_per_hour)) * hours
+    assert [row.cost_usd for row in ledger.cost_rows()] == [USD(str(usd_per_hour)) * hours]
+
+
 def test_of_two_processes_that_note_at_once_one_adds_the_time_of_their_calls(postgresql_url: str, clock: Clock) -> None:
     """The second one waits for the lock of the first one, and then looks again at what is missing."""
     with Ledger(postgresql_url, clock=clock) as ledger, ThreadPoolExecutor(1) as other:
@@ -271,6 +285,20 @@ def test_of_two_processes_that_note_at_once_one_adds_the_time_of_their_calls(pos
         second.result(30)
         (intent,) = (intent for intent in ledger.intents() if intent.id == machine)
         assert intent.seconds[Bucket.RUNNING_CALLS] == 5.0
+
+
+def test_uses_are_locked_in_the_order_of_their_ids(postgresql_url: str, clock: Clock) -> None:
+    """Two processes that note the same uses in other orders would wait for each other."""
+    with Ledger(postgresql_url, clock=clock) as ledger, ThreadPoolExecutor(1) as other:
+        begun(ledger)
+        counts = {"2": UseCount(1.0, 0.001), "1": UseCount(1.0, 0.001)}
+        with written(postgresql_url) as connection:
+            connection.execute(text("SELECT id FROM skyward_uses WHERE id = '1' FOR UPDATE"))
+            noting = other.submit(ledger.uses.write, counts=counts)
+            wait_until(lambda: waits_for_a_lock(postgresql_url), "the other one to wait for the first use")
+            connection.execute(text("SELECT id FROM skyward_uses WHERE id = '2' FOR UPDATE NOWAIT"))
+        noting.result(30)
+        assert [entry.slot_seconds for entry in ledger.uses.of_pool("sky-a")] == [1.0, 1.0]
 
 
 @contextmanager
