@@ -11,7 +11,7 @@ import typer
 
 from skyward_core.cli import values
 from skyward_core.cli.options import AsJson
-from skyward_core.cli.printing import TO_DO, iso, number_of, print_json, print_table, say
+from skyward_core.cli.printing import TO_DO, iso, print_json, print_table, say
 
 if TYPE_CHECKING:
     from skyward_core.transport.caches import Entry
@@ -23,9 +23,9 @@ def show(context: typer.Context, *, as_json: AsJson = False) -> int:
     """List what pools have left on this computer for later ones: environments, included files, our package."""
     if context.invoked_subcommand is not None:
         return 0
-    found = _entries()
-    kinds = list(dict.fromkeys(entry.kind for entry in found))
-    rows = [_summary(kind, [entry for entry in found if entry.kind == kind]) for kind in sorted(kinds)]
+    cached = _entries()
+    kinds = list(dict.fromkeys(entry.kind for entry in cached))
+    rows = [_summary(kind, [entry for entry in cached if entry.kind == kind]) for kind in sorted(kinds)]
     if as_json:
         print_json(rows)
     else:
@@ -65,8 +65,8 @@ def prune(
     is_default = older_than is None and keep_gb is None
     unused_seconds = UNUSED_SECONDS if is_default else None if older_than is None else older_than.total_seconds()
     keep_bytes = None if keep_gb is None else keep_gb * GB
-    found = _entries()
-    chosen = superfluous(found, unused_seconds=unused_seconds, keep_bytes=keep_bytes, now=time.time())
+    cached = _entries()
+    chosen = superfluous(cached, unused_seconds=unused_seconds, keep_bytes=keep_bytes, now=time.time())
     if yes:
         chosen = [entry for entry in chosen if remove(entry)]
     size = sum(entry.bytes for entry in chosen)
@@ -76,7 +76,7 @@ def prune(
     elif not chosen:
         say("nothing can go: all that is there was used lately, or is in use")
     else:
-        what = f"{len(chosen)} of {number_of(found, 'thing')} with {size / GB:.3f} GB"
+        what = f"{len(chosen)} of {len(cached)} entries with {size / GB:.3f} GB"
         say(f"deleted: {what}" if yes else f"to be deleted: {what}\nnothing was touched; --yes does it")
     return TO_DO if chosen and not yes else 0
 
@@ -90,13 +90,13 @@ def _entries() -> list[Entry]:
     return [entry for home in unique.values() for entry in entries(home)]
 
 
-def _summary(kind: str, found: Sequence[Entry]) -> dict[str, Any]:
-    uses = [entry.used_at for entry in found]
+def _summary(kind: str, cached: Sequence[Entry]) -> dict[str, Any]:
+    uses = [entry.used_at for entry in cached]
     return {
         "kind": kind,
-        "entries": len(found),
-        "in_use": sum(entry.is_used for entry in found),
-        "bytes": sum(entry.bytes for entry in found),
+        "entries": len(cached),
+        "in_use": sum(entry.is_used for entry in cached),
+        "bytes": sum(entry.bytes for entry in cached),
         "oldest_use": iso(datetime.fromtimestamp(min(uses), UTC)),
         "newest_use": iso(datetime.fromtimestamp(max(uses), UTC)),
     }

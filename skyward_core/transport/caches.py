@@ -11,10 +11,11 @@ are in use while a process that has sent them to nodes lives (`note_use`): a nod
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,25 +58,25 @@ def cache_home() -> Path:
 def entries(home: Path, proc: Path = Path("/proc")) -> list[Entry]:
     """Return the entries of a cache folder, least recently used first."""
     named = _named_by_processes(proc)
-    found: list[Entry] = []
+    cached: list[Entry] = []
     for kind, place in KINDS.items():
         for path in _folders(home / place):
             with contextlib.suppress(OSError):  # another process removes it
                 places = {os.fsencode(path), os.fsencode(path.resolve())}
                 is_used = not named.isdisjoint(places) or _has_user(path)
-                found.append(Entry(kind, path, _bytes(path), _used_at(path), is_used))
-    return sorted(found, key=lambda entry: entry.used_at)
+                cached.append(Entry(kind, path, _bytes(path), _used_at(path), is_used))
+    return sorted(cached, key=lambda entry: entry.used_at)
 
 
 def superfluous(
-    found: Iterable[Entry], *, unused_seconds: float | None = None, keep_bytes: float | None = None, now: float
+    cached: Iterable[Entry], *, unused_seconds: float | None = None, keep_bytes: float | None = None, now: float
 ) -> list[Entry]:
     """Return the entries that are not in use and were not used for so long, or that exceed `keep_bytes` with all that
     were used later.
     """
     chosen: list[Entry] = []
     total = 0
-    for entry in sorted(found, key=lambda entry: entry.used_at, reverse=True):
+    for entry in sorted(cached, key=lambda entry: entry.used_at, reverse=True):
         total += entry.bytes
         is_old = unused_seconds is not None and now - entry.used_at > unused_seconds
         if not entry.is_used and (is_old or (keep_bytes is not None and total > keep_bytes)):
@@ -87,14 +88,31 @@ def remove(entry: Entry) -> bool:
     """Remove an entry; return False if it was used meanwhile. A killed removal leaves no entry that looks whole."""
     removed = entry.path.with_name(f".{entry.path.name}.{os.getpid()}.removed")
     try:
-        if _used_at(entry.path) != entry.used_at:
-            return False
-        entry.path.rename(removed)
-    except OSError:  # another process was faster
+        with _locked(entry.path):
+            if _used_at(entry.path) != entry.used_at:
+                return False
+            entry.path.rename(removed)
+            if _has_user(removed):  # who has noted its use before the rename, and sees the entry from now on
+                removed.rename(entry.path)
+                return False
+    except OSError:  # another process was faster, or makes this entry
         return False
     shutil.rmtree(removed, ignore_errors=True)
     entry.path.with_suffix(".tar.gz").unlink(missing_ok=True)  # of a package
     return True
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Generator[None]:
+    """Hold the lock under which a node makes or takes an environment (`image/shell.py`), if it has one.
+
+    Raises BlockingIOError if a node has it.
+    """
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(FileNotFoundError):
+            lock = held.enter_context(path.with_name(f"{path.name}.lock").open("rb"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
 
 
 def prune_files(folder: Path, clock: Callable[[], float] = time.time) -> None:

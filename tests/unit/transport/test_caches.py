@@ -1,8 +1,11 @@
 """A cache keeps what is used or was used lately, and is pruned by age and by size."""
 
+import fcntl
 import os
 from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from skyward_core.machines.owner import Owner
 from skyward_core.transport import caches
@@ -46,7 +49,7 @@ def test_what_a_living_process_uses_stays_however_old_it_is(tmp_path: Path) -> N
     young = entry(home, "files/young", 1)
     proc = process(tmp_path / "proc", SKYWARD_ENV_PYTHON=f"{used}/bin/python", PYTHONPATH=f"/other:{package}")
     found = entries(home, proc)
-    assert [(its.kind, its.path.name, its.is_used) for its in found] == [
+    assert [(item.kind, item.path.name, item.is_used) for item in found] == [
         ("environment", "used", True),
         ("package", "package", True),
         ("environment", "unused", False),
@@ -54,11 +57,11 @@ def test_what_a_living_process_uses_stays_however_old_it_is(tmp_path: Path) -> N
         ("files", "dead", False),
         ("uploaded files", "young", False),
     ]
-    assert all(its.bytes >= 100_000 for its in found)
+    assert all(item.bytes >= 100_000 for item in found)
     old = superfluous(found, unused_seconds=UNUSED_SECONDS, now=NOW)
-    assert [its.path for its in old] == [unused, dead]
-    assert all(remove(its) for its in old)
-    assert [its.path.name for its in entries(home, proc)] == ["used", "package", "sent", "young"]
+    assert [item.path for item in old] == [unused, dead]
+    assert all(remove(item) for item in old)
+    assert [item.path.name for item in entries(home, proc)] == ["used", "package", "sent", "young"]
     assert young.exists()
 
 
@@ -67,7 +70,7 @@ def test_a_cache_that_is_too_large_loses_what_was_used_longest_ago(tmp_path: Pat
         entry(tmp_path, f"envs/{name}", days)
     found = entries(tmp_path, tmp_path)
     size = found[0].bytes
-    names = [its.path.name for its in superfluous(found, keep_bytes=size * 1.5, now=NOW)]
+    names = [item.path.name for item in superfluous(found, keep_bytes=size * 1.5, now=NOW)]
     assert names == ["old", "middle"]
     assert superfluous(found, keep_bytes=size * 3, now=NOW) == []
 
@@ -79,6 +82,36 @@ def test_what_was_used_after_the_look_stays(tmp_path: Path) -> None:
     os.utime(folder)
     assert not remove(old)
     assert folder.exists()
+
+
+def test_an_environment_that_a_node_makes_or_takes_stays(tmp_path: Path) -> None:
+    """The node holds its lock meanwhile (`image/shell.py`)."""
+    folder = entry(tmp_path, "envs/used", 40)
+    lock = tmp_path / "envs" / "used.lock"
+    lock.touch()
+    (old,) = entries(tmp_path, tmp_path)
+    with lock.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert not remove(old)
+        assert folder.exists()
+    assert remove(old)
+    assert not folder.exists()
+
+
+def test_files_whose_use_is_noted_during_the_removal_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process notes its use between the look and the renaming."""
+    folder = entry(tmp_path, "ship/files/again", 40)
+    (old,) = entries(tmp_path, tmp_path)
+    rename = Path.rename
+
+    def rename_later(path: Path, target: Path) -> Path:
+        if path == folder:
+            note_use(folder)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_later)
+    assert not remove(old)
+    assert [path.name for path in folder.iterdir() if path.suffix != ".user"] == ["content"]
 
 
 def test_a_killed_removal_is_finished_by_the_next_look(tmp_path: Path) -> None:
