@@ -12,7 +12,8 @@ from decimal import Decimal
 
 from skyward_core.errors import BadRequest
 
-LONGEST_SECONDS = 10 * 365 * 86_400.0
+LONGEST_SECONDS = 10 * 365 * 86_400
+"""The longest time, and the longest life of a machine. Longer ones would overflow dates."""
 MOST_RETRIES = 1_000_000
 MOST_DIGITS = 9
 """Of a whole number that is read or shown."""

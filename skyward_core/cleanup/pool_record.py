@@ -147,7 +147,7 @@ class PoolRecord:
         self._try(lambda: self._ask_end_all(ids))
 
     def seen_gone(self, instance_ids: Iterable[str]) -> None:
-        """Do nothing: `gone` does not wait."""
+        """Do nothing: no time of machines is counted here, and `gone` does not wait."""
 
     def gone(self, instance_ids: Iterable[str], evidence: str) -> None:
         """Note that these machines are gone, with the evidence; `write_down` records it."""

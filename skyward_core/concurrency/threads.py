@@ -120,7 +120,7 @@ class Threads:
     def submit[**P, R](self, work: Callable[P, R], *args: P.args, **words: P.kwargs) -> Future[R]:
         """Start a function in a thread, or run it in this one if no thread can be started.
 
-        Its future cannot be cancelled.
+        Its future cannot be cancelled. After `close` its future has RuntimeError.
         """
         outcome: Future[R] = Future()
         # asyncio cancels futures that it waits for, and a cancelled one would take no result
@@ -132,7 +132,9 @@ class Threads:
             except BaseException as error:  # the caller of `result` gets it
                 outcome.set_exception(error)
 
-        self.run(f"{self._name}-{len(self._threads)}", run)
+        has_thread = self.run(f"{self._name}-{len(self._threads)}", run)
+        if not has_thread and not outcome.done():
+            outcome.set_exception(RuntimeError("nothing begins any more: its owner has ended"))
         return outcome
 
     def run(self, name: str, work: Callable[[], object]) -> bool:

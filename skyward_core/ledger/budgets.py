@@ -40,6 +40,7 @@ from typing import Protocol
 from skyward_core.errors import ZERO_USD, BudgetExceeded, LedgerError
 from skyward_core.events.narrator import digits
 from skyward_core.ledger.rows import SECONDS_PER_HOUR, Price, Reservation
+from skyward_core.written_numbers import LONGEST_SECONDS
 
 FIRST_MINUTE_SECONDS = 60.0
 WARNING_SHARE = Decimal("0.8")
@@ -55,9 +56,6 @@ from the request on.
 """
 ROUNDS = 3
 """How often machines receive an earlier end. A machine that does not confirm it is left out of the next round."""
-
-LONGEST_SECONDS = 10 * 365 * 86_400
-"""The longest life of a machine. Longer lives would overflow dates."""
 
 
 class Fill(IntEnum):

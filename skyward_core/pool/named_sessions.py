@@ -213,9 +213,12 @@ def _leave_attached(attached: Attached, use: NamedUse) -> None:
     pool_id, may_be_warm, is_extended, warm_seconds = attached.lease.pool_id, True, False, math.inf
     if attached.is_running:
         _mark(attached, use)
-    if attached.is_running and use.is_last() and use.keep_warm:
-        may_be_warm = _may_be_warm(attached, use)
-    if attached.is_running and may_be_warm and use.is_last() and (seconds := use.keep_warm):
+    if (
+        attached.is_running
+        and use.is_last()
+        and (seconds := use.keep_warm)
+        and (may_be_warm := _may_be_warm(attached, use))
+    ):
         try:
             use.longest_seconds = max(use.longest_seconds, seconds)
             paid_seconds = None if use.succession is None else use.succession.keep_warm(seconds)

@@ -329,7 +329,7 @@ def tear_down(
     while True:
         if not is_sure and (listed := _listed(provider, pool_id, progress, record)) is not None:
             progress.left |= listed
-        new = _new(progress, record)
+        new = _begin_to_end(progress, record)
         unconfirmed = _terminate(provider, progress)
         if provider.terminate_confirms and unconfirmed is not None:
             record.seen_gone((progress.left - unconfirmed) & record.rented())
@@ -377,7 +377,7 @@ def _listed(provider: Provider, pool_id: str, progress: _Progress, record: Machi
     return set(found)
 
 
-def _new(progress: _Progress, record: MachineRecord) -> list[str]:
+def _begin_to_end(progress: _Progress, record: MachineRecord) -> list[str]:
     """Record which machines are about to be terminated for the first time, and return them."""
     new = sorted(progress.left - progress.requested)
     progress.requested.update(new)

@@ -33,13 +33,14 @@ from skyward_core.concurrency.threads import LoopThread, PeriodicThread
 from skyward_core.config.own_providers import kind_of_pool
 from skyward_core.errors import BudgetExceeded, LeaseLost, SkywardError
 from skyward_core.events.events import BudgetWarning, SkywardEvent
-from skyward_core.ledger.budgets import LONGEST_SECONDS, RENEW_LEASES, Fill, SpendingLimit, last_covered
+from skyward_core.ledger.budgets import RENEW_LEASES, Fill, SpendingLimit, last_covered
 from skyward_core.ledger.journal import Journal
 from skyward_core.ledger.lease_clock import boot_seconds
 from skyward_core.ledger.metering import Meter, Projection, projection_of
 from skyward_core.ledger.rows import PoolEntry
 from skyward_core.spec import PoolSpec
 from skyward_core.transport.transport import Transports
+from skyward_core.written_numbers import LONGEST_SECONDS
 
 if TYPE_CHECKING:
     from skyward_core.engine.cluster import Cluster

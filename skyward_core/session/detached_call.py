@@ -206,8 +206,8 @@ class DetachedCall[R]:
         deadline = None if timeout is None else time.monotonic() + timeout
         pauses = Backoff(FIRST_POLL_SECONDS, POLL_SECONDS).pauses()
         ended_at: float | None = None
-        while not self._has_all(known := self._look()):
-            if known["state"] not in ENDED:
+        while not self._has_all(record := self._look()):
+            if record["state"] not in ENDED:
                 ended_at = None  # another head runs it again: the end that the first one has seen is over
             else:
                 ended_at = time.monotonic() if ended_at is None else ended_at
@@ -216,11 +216,11 @@ class DetachedCall[R]:
                         f"call {self.call_id} has ended, and the pool's head does not have its outcome any more"
                     )
             if deadline is not None and time.monotonic() > deadline:
-                raise TimeoutError(f"call {self.call_id} is {known['state']} after {timeout} s")
+                raise TimeoutError(f"call {self.call_id} is {record['state']} after {timeout} s")
             time.sleep(next(pauses))
-        self._refuse_forgotten(known)
-        if known["state"] == "lost":
-            raise _lost_call(self.call_id, known["reason"], known["dask_error"])
+        self._refuse_forgotten(record)
+        if record["state"] == "lost":
+            raise _lost_call(self.call_id, record["reason"], record["dask_error"])
         if self._outcome is None or self._is_cancelled:
             raise CancelledError(f"call {self.call_id} was cancelled")
         return cast(R, self._cluster().detached.value(self._outcome, self._node))

@@ -3,20 +3,18 @@
 Part of `ssh_connection.py`, which describes the states.
 """
 
+# ruff: noqa: ASYNC109  deadlines span several awaits
+# ruff: noqa: ASYNC240  small local files are read before the first packet
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import logging
 import os
-
-# ruff: noqa: ASYNC109  deadlines span several awaits
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-
-# ruff: noqa: ASYNC240  small local files are read before the first packet
 from functools import partial
 from pathlib import Path
 from types import TracebackType

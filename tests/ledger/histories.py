@@ -189,8 +189,8 @@ class Money:
 
     def settle(self) -> None:
         """Somebody settles uses without the nodes: nobody can ask them."""
-        chosen = [one for one in self.processes if self.chance.random() < 0.5]
-        self.write(self.ledger.uses.settle, [one.use_id for one in chosen])
+        chosen = [process for process in self.processes if self.chance.random() < 0.5]
+        self.write(self.ledger.uses.settle, [process.use_id for process in chosen])
 
     def ask_the_head(self) -> None:
         """A process is dead or replaced: its calls end, and its use has what the nodes have counted."""

@@ -34,6 +34,15 @@ def test_an_interrupt_begins_no_more_tasks_and_waits_for_the_others(monkeypatch:
     assert begun == ended == [1]
 
 
+def test_after_its_end_an_owner_of_threads_begins_nothing_and_says_so() -> None:
+    """A future without an outcome would be waited for for ever."""
+    threads, done = Threads("test"), list[int]()
+    threads.close()
+    with pytest.raises(RuntimeError, match="nothing begins any more"):
+        threads.submit(done.append, 1).result(30)
+    assert done == []
+
+
 def test_it_works_while_the_interpreter_ends() -> None:
     """An executor takes no tasks then."""
     code = (
