@@ -104,19 +104,13 @@ def test_two_interrupts_while_the_pool_opens(program: Program) -> None:
     assert "KeyboardInterrupt" in program.stderr
 
 
-@pytest.mark.parametrize("hanging", [1, 2])
-def test_interrupts_of_a_termination_that_hangs(program: Program, hanging: int) -> None:
-    faults = [f"{billed.TERMINATE_HANGS}-{number}" for number in range(hanging)]
-    program.lay(*faults).start(CALLS).come_to(program.is_running_a_call)
+def test_a_second_interrupt_leaves_a_termination_that_hangs_to_the_reaper(program: Program) -> None:
+    program.lay(billed.TERMINATE_HANGS).start(CALLS).come_to(program.is_running_a_call)
     os.kill(program.pid, signal.SIGINT)
-    for fault in faults:
-        program.wait_for(lambda fault=fault: program.has_met(fault), "a termination to hang")
-        os.kill(program.pid, signal.SIGINT)
+    program.wait_for(lambda: program.has_met(billed.TERMINATE_HANGS), "a termination to hang")
+    os.kill(program.pid, signal.SIGINT)
     program.status()
-    if hanging == 1:
-        tidied(program)
-    else:
-        reaped(program)
+    reaped(program)
     assert "KeyboardInterrupt" in program.stderr
 
 

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,7 +223,8 @@ def test_a_process_that_comes_while_the_pool_ends_at_a_limit_opens_another_one(
     """It waits for the end, and does not attach to a pool that is dying."""
     settings = {"max_lifetime": 3600, "keep_warm": 3600}
     later, may_end, waited = 0.0, threading.Event(), threading.Event()
-    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + later))
+    boot_seconds = clock.boot_seconds
+    monkeypatch.setattr(clock, "boot_seconds", lambda: boot_seconds() + later)
     release, claim = PoolMachines.release, Names.claim
 
     def release_late(machines: PoolMachines) -> None:

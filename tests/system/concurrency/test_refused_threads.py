@@ -7,10 +7,12 @@ import subprocess
 import sys
 import traceback
 from concurrent.futures import Future
+from functools import partial
 
 import pytest
 
 import skyward_core as sky
+from skyward_core.concurrency.threads import FinalWork
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.session.departure import SessionReaper
 from skyward_core.wire.messages import Parcel
@@ -97,7 +99,6 @@ def test_callbacks_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
         "skyward-recovery",
         "skyward-prepare",
         "skyward-reap",
-        "skyward-collected",
         "skyward-events",
         "IO loop",
     ],
@@ -113,6 +114,18 @@ def test_a_pool_opens_or_its_opening_fails_with_words(name: str, monkeypatch: py
     assert refusal.refused
     if pool.id:
         assert_is_settled(pool)
+
+
+def test_without_a_thread_a_finalizer_does_its_work_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = Refusal("skyward-collected", monkeypatch)
+    final_work, done = FinalWork(), list[str]()
+    final_work.begin()
+    final_work.hand_over(partial(done.append, "closed"))
+    assert (refusal.refused, done) == (["skyward-collected"], ["closed"])
+    final_work.begin()
+    final_work.hand_over(partial(done.append, "closed by the thread"))
+    final_work.finish()
+    assert done == ["closed", "closed by the thread"]
 
 
 def test_terminate_now_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +185,7 @@ NAMES = ("engine", "recovery", "clock", "lease", "events")
 def test_a_thread_that_fails_goes_on(name: str, turn: int) -> None:
     """What it was asked for then may fail with its error, the opening too; nothing hangs."""
     with Killer(name, turn) as killer:
-        pool = new_pool(lease_seconds=12)  # it is renewed after two seconds
+        pool = new_pool()
         with contextlib.suppress(ThreadKilled), pool:
             for number in range(20):
                 with contextlib.suppress(ThreadKilled):

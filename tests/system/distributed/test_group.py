@@ -185,6 +185,7 @@ def test_after_the_loss_of_a_node_the_training_goes_on_from_its_checkpoint(tmp_p
         ThreadPoolExecutor(1) as thread,
     ):
         running = thread.submit(lambda: count_to(4, str(tmp_path)) @ pool)
+        wait_until(lambda: len([*tmp_path.glob("rank-?-begins-at-0")]) == 2, "both to begin")
         for step in range(3):
             (tmp_path / f"go-{step}").touch()
         wait_until(lambda: sky.checkpoint(tmp_path / "checkpoints").load() == 3, "the third checkpoint")
