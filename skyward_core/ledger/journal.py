@@ -171,6 +171,10 @@ class Journal:
         """The machines of listings that no intent names."""
         self._launches = 0
         self._trouble: dict[str, LedgerError] = {}
+        self._late: list[tuple[str, Callable[[], object]]] = []
+        """Writes that the ledger has refused, in their order: they are made again with the next note. Without its id a
+        machine that outlives this process is not billed to its end.
+        """
 
     # ── before the request ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -333,8 +337,7 @@ class Journal:
             for instance in instances
             if self._provider.tells_what_is_paid and (number := launch.by_rank.get(instance.rank)) is not None
         }
-        with self._kept("the ids of launched machines"):
-            self._ledger.bind_all(ids, as_rented)
+        self._write("the ids of launched machines", lambda: self._ledger.bind_all(ids, as_rented))
         self._never_were(launch.by_rank.values() - ids.keys(), "fewer machines came than were requested")
         bound = set(ids.values())
         with self._kept("machines that were launched beyond the request"):
@@ -359,8 +362,7 @@ class Journal:
             for number in gone:
                 self._unbound.pop(number, None)
         if gone:
-            with self._kept("machines that were never created"):
-                self._ledger.close_all(gone, evidence)
+            self._write("machines that were never created", lambda: self._ledger.close_all(gone, evidence))
 
     def found(self, instances: Iterable[Instance]) -> None:
         """Record machines of the pool from a listing: the answer to their launch was lost.
@@ -394,7 +396,12 @@ class Journal:
         self._requested |= {(launch.tags[LAUNCH_TAG], rank): launch for rank in launch.by_rank}
 
     def _adopt(self, instance: Instance, launch: Launch) -> None:
-        if (number := self._taken(launch, instance)) is not None:
+        number = self._taken(launch, instance)
+        self._insist("machines that were found", lambda: self._enter(number, instance, launch))
+
+    def _enter(self, number: int | None, instance: Instance, launch: Launch) -> None:
+        """Record a machine, as that of an intent or in an entry of its own."""
+        if number is not None:
             with contextlib.suppress(LedgerConflict):  # a sweep has bound another machine before
                 self._ledger.bind(number, instance.id)
                 return
@@ -439,8 +446,8 @@ class Journal:
         ids = list(instance_ids)
         self.seen_gone(ids)
         self.note()
-        with self._kept("machines that are gone"):
-            self._ledger.close_all(self._numbers_of(ids), evidence)
+        numbers = self._numbers_of(ids)
+        self._write("machines that are gone", lambda: self._ledger.close_all(numbers, evidence))
 
     def _numbers_of(self, instance_ids: Iterable[str]) -> list[int]:
         with self._lock:
@@ -449,7 +456,8 @@ class Journal:
     # ── periodic ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def note(self) -> None:
-        """Record the seconds by bucket so far."""
+        """Record the seconds by bucket so far, and what the ledger has refused before."""
+        self._write_late()
         buckets = self._meter.buckets()
         with self._lock:
             seconds = {
@@ -474,6 +482,9 @@ class Journal:
 
         Raises LedgerError, and LeaseLost if it was condemned.
         """
+        self._write_late()
+        if self._late:
+            raise self._trouble[self._late[0][0]]
         self._ledger.live_by_lease(self._pool_id, self._now() + timedelta(seconds=seconds))
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -489,6 +500,7 @@ class Journal:
 
         After an error it may be called again.
         """
+        self._write_late()
         with self._kept("the end"):
             self._settle()  # before the end: after a crash in between, a sweep still handles the pool
             self._ledger.end_pool(self._pool_id)
@@ -503,6 +515,34 @@ class Journal:
     def _settle(self) -> None:
         if self._spec.budget is not None or self._run_limit_usd is not None:
             self._ledger.settle_pool(self._pool_id, self._ledger.pool_cost_usd(self._pool_id))
+
+    def _write(self, what: str, write: Callable[[], object]) -> None:
+        """As `_insist`; the error is kept."""
+        with self._kept(what):
+            self._insist(what, write)
+
+    def _insist(self, what: str, write: Callable[[], object]) -> None:
+        """Make a write that may be made twice. If the ledger refuses it, it is made again with the next note."""
+        try:
+            write()
+        except (LedgerConflict, LeaseLost):
+            raise
+        except LedgerError:
+            with self._lock:
+                self._late.append((what, write))
+            raise
+
+    def _write_late(self) -> None:
+        with self._lock:
+            late, self._late = self._late, []
+        while late:
+            what, write = late.pop(0)
+            self._trouble.pop(what, None)
+            self._write(what, write)
+            if self._late:  # the ledger is still out of reach, and each write may take half a minute
+                with self._lock:
+                    self._late += late
+                return
 
     @contextlib.contextmanager
     def _kept(self, what: str) -> Generator[None]:

@@ -599,6 +599,36 @@ def test_an_outage_that_is_over_is_not_raised(make: Make) -> None:
     assert sum(it.intents()[0].seconds.values()) == 20
 
 
+@pytest.mark.parametrize("next_step", ["note", "live_by_lease", "close"])
+def test_what_the_ledger_has_refused_once_is_written_with_the_next_note(make: Make, next_step: str) -> None:
+    """A machine without its id that outlives this process was billed to the last note only, not to its end."""
+    it = make()
+    launch, instances = it.launch(2)
+    it.outage.failing = {"bind_all", "close_all"}
+    it.journal.bind(launch, instances[:1])
+    it.journal.refused(it.launch(1, 2)[0], "none was free")
+    assert [(intent.cloud_id, intent.gone_at) for intent in it.intents()] == [(None, None)] * 3
+    it.outage.failing = set()
+    {"note": it.journal.note, "close": it.journal.close, "live_by_lease": lambda: it.journal.live_by_lease(60)}[
+        next_step
+    ]()
+    assert [(intent.cloud_id, intent.gone_at is None) for intent in it.intents()] == [
+        (instances[0].id, True),
+        (None, False),
+        (None, False),
+    ]
+    it.journal.close()  # it raises nothing
+
+
+def test_no_pool_is_left_to_its_lease_before_the_ledger_has_its_machines(make: Make) -> None:
+    it = make()
+    it.outage.failing = {"bind_all"}
+    it.rent(1)
+    with pytest.raises(LedgerError, match="the disk is full"):
+        it.journal.live_by_lease(60)
+    assert not it.entry.lives_by_lease
+
+
 def test_a_history_that_cannot_be_written_ends_no_pool_and_hides_no_error(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -643,7 +673,6 @@ def test_several_errors_are_raised_as_one(make: Make) -> None:
     for verb, words in (("ask_end_all", "the disk is full"), ("close_all", "the file is gone")):
         it.outage.failing, it.outage.error = {verb}, lambda words=words: LedgerError(words)
         (it.journal.end_requested if verb == "ask_end_all" else lambda ids: it.journal.gone(ids, "seen"))(["fake-0"])
-    it.outage.failing = set()
     with pytest.raises(LedgerError, match="the file is gone") as caught:
         it.journal.close()
     assert "the disk is full" in caught.value.__notes__
