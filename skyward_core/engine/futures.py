@@ -273,11 +273,22 @@ class Callbacks:
         with self._lock:
             if not self._is_closed:
                 self._queue.put(call)
-                if self._thread is None:
-                    thread = LoopThread("skyward-callbacks", self._run)
-                    self._thread = thread if thread.start_if_possible() else None
+                self._start()
                 return
         call()
+
+    def try_again(self) -> None:
+        """Start the thread if functions wait because none could be started. For those who come every second: a program
+        may wait for a callback, and make no other call.
+        """
+        with self._lock:
+            if not self._is_closed and not self._queue.empty():
+                self._start()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            thread = LoopThread("skyward-callbacks", self._run)
+            self._thread = thread if thread.start_if_possible() else None
 
     def close(self) -> None:
         """End the thread after all callbacks. Does not wait for it: a callback may block.

@@ -323,6 +323,7 @@ class EngineThread:
         self._uploading_to = self.dispatcher.uploading_to()
         self._report_load(self.dispatcher.queue.waiting)
         self._look_for_waits()
+        self.callbacks.try_again()
 
     def _look_for_waits(self) -> None:
         followed = dict(self._followed)  # callers change it

@@ -104,5 +104,6 @@ WORKER = (
     "distributed.worker:Worker.stream_handlers",
     "distributed.worker:Worker.metrics",
     "distributed.worker:Worker.status",
+    "distributed.threadpoolexecutor:ThreadPoolExecutor._adjust_thread_count()",
     "dask.task_spec:Task",
 )

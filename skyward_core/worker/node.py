@@ -23,7 +23,7 @@ from skyward_core.wire.protocol import POOL_TOPIC, STALLED_SECONDS
 from skyward_core.wire.settings import NodeSettings, write_atomically
 from skyward_core.worker.calls import CallMemory
 from skyward_core.worker.dask_pages import DaskPages
-from skyward_core.worker.pool_worker import PoolWorker, Slots
+from skyward_core.worker.pool_worker import PoolWorker, Slots, SlotThreadPoolExecutor
 from skyward_core.worker.scheduler import (
     SILENT_SECONDS,
     CallLists,
@@ -175,6 +175,7 @@ async def _be_member(directory: Path, slots: Slots) -> None:
         dashboard=False,
         dashboard_address="127.0.0.1:0",
         plugins=(slots,),
+        executor=SlotThreadPoolExecutor(settings.slots, thread_name_prefix="skyward-slot"),
         extensions={},  # Dask's only one is for spans: see NoSpans
     )
     worker.epoch = slots.retained.epoch

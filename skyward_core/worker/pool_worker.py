@@ -12,11 +12,12 @@ import threading
 import time
 from collections.abc import Collection, Generator, Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, override
 
 from distributed import Worker, get_worker  # noqa: TID253 - this module is imported on nodes
 from distributed.core import Status  # noqa: TID253
 from distributed.diagnostics.plugin import WorkerPlugin  # noqa: TID253
+from distributed.threadpoolexecutor import ThreadPoolExecutor  # noqa: TID253
 
 from skyward_core.wire.masking import SecretValues
 from skyward_core.wire.messages import Batch, Outcome, Parcel, Sealed
@@ -46,6 +47,8 @@ from skyward_core.worker.stacks import stacks_of
 from skyward_core.worker.topic_seconds import WorkerTime, added_up
 
 PLUGIN = "skyward-slots"
+THREAD_AGAIN_SECONDS = 0.5
+"""After so long a thread that the system has refused is tried again."""
 
 
 class PoolWorker(Worker):
@@ -88,6 +91,22 @@ class PoolWorker(Worker):
         slots = getattr(self, "plugins", {}).get(PLUGIN)
         is_busy = value is Status.running and isinstance(slots, Slots) and slots.has_older_calls
         cast(Any, Worker.status).fset(self, Status.paused if is_busy else value)
+
+
+class SlotThreadPoolExecutor(ThreadPoolExecutor):
+    """The threads that wait for the slots of a worker. If the system refuses one it is started later: Dask would count
+    it as started, and its call would wait for ever. Dask knows an executor of threads by the name of its class.
+    """
+
+    @override
+    def _adjust_thread_count(self) -> None:
+        started = set(self._threads)
+        try:
+            super()._adjust_thread_count()
+        except RuntimeError as error:
+            self._threads.intersection_update(started)
+            print(f"skyward: a thread for a call is started later: {error}", flush=True)
+            asyncio.get_running_loop().call_later(THREAD_AGAIN_SECONDS, self._adjust_thread_count)
 
 
 class Slots(WorkerPlugin):

@@ -1,5 +1,6 @@
 """One thread cannot be started (`can't start new thread`): the pool works, or ends with words. Nothing is left."""
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -16,6 +17,7 @@ from skyward_core.concurrency.threads import FinalWork
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.session.departure import SessionReaper
 from skyward_core.wire.messages import Parcel
+from skyward_core.worker.pool_worker import SlotThreadPoolExecutor
 from tests.concurrency.thread_faults import Killer, Refusal, ThreadKilled
 from tests.waiting import wait_until
 
@@ -81,7 +83,9 @@ def test_callbacks_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
             call = pool.submit(double(number))
             call.add_done_callback(note)
             assert call.result(60) == 2 * number
-        wait_until(lambda: values == [2, 4], "the callbacks")
+            # a program may wait for the callback of its only call
+            wait_until(lambda number=number: values[-1:] == [2 * number], "the callback")
+    assert values == [2, 4]
     assert refusal.refused == ["skyward-callbacks"]
     assert_is_settled(pool)
 
@@ -126,6 +130,22 @@ def test_without_a_thread_a_finalizer_does_its_work_itself(monkeypatch: pytest.M
     final_work.hand_over(partial(done.append, "closed by the thread"))
     final_work.finish()
     assert done == ["closed", "closed by the thread"]
+
+
+def test_a_call_on_a_worker_without_a_thread_is_begun_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dask counts a thread before it has started, and a call would wait for ever for one that could not be started."""
+    refusal = Refusal("skyward-slot", monkeypatch)
+
+    async def calls() -> list[int]:
+        executor, loop = SlotThreadPoolExecutor(2, thread_name_prefix="skyward-slot"), asyncio.get_running_loop()
+        try:
+            begun = [loop.run_in_executor(executor, pow, number, 2) for number in (2, 3)]
+            return await asyncio.wait_for(asyncio.gather(*begun), 30)
+        finally:
+            executor.shutdown()
+
+    assert asyncio.run(calls()) == [4, 9]
+    assert len(refusal.refused) == 1
 
 
 def test_terminate_now_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
