@@ -14,7 +14,7 @@ TESTS = $(RUN) pytest $(PARALLEL)
 # Most of the 18,000 modules of the frameworks are never imported: Python compiles the others when it imports them first.
 IN_FRAMEWORKS := UV_PROJECT_ENVIRONMENT=.frameworks/venv UV_COMPILE_BYTECODE=0 $(UV) run --locked --no-default-groups --group frameworks
 
-.PHONY: help demo test unit system nightly long frameworks check lint format kill soak mutate live gpu bench versions constraints screenshots site stack stack-down release clean
+.PHONY: help demo test unit system nightly long frameworks check lint format kill refusals soak mutate live gpu bench versions constraints screenshots site stack stack-down release clean
 help: ## list these commands
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' Makefile
 
@@ -29,7 +29,7 @@ unit: .venv/ready ## run the tests that start no process and no thread, and do n
 system: .venv/ready ## run the other tests of the gate; those that fail run once more, alone
 	$(RUN) python -m tests.two_passes $(PARALLEL) -m "not nightly" --durations=25 tests/system
 
-nightly: .venv/ready ## run what is too long for the gate, one recipe after the other: long, kill, versions, frameworks, demo
+nightly: .venv/ready ## run what is too long for the gate, one recipe after the other: long, kill, refusals, versions, frameworks, demo
 	.ci/nightly
 
 # Servers of three orchestrators run at once: with five processes of tests they do not answer in time.
@@ -58,6 +58,9 @@ kill: .venv/ready ## test kill -9 at 5,000 generated points, and print a table o
 	$(RUN) python -m tests.kill --points 5000
 	$(RUN) python -m tests.engine.simulation --histories 100000 --from 0
 	EVERY=1 $(RUN) pytest -q -n 2 tests/nightly/kill/test_points.py -k boundary
+
+refusals: .venv/ready ## let each call to the system that real pools make (thread, fork, open, socket, write, COMMIT, ...) say no once, and print a table
+	$(RUN) python -m tests.refusals
 
 soak: .venv/ready ## make 1,000,000 calls on one pool, and print how much the memory of each process has grown
 	$(RUN) python -m tests.soak

@@ -1,0 +1,1 @@
+"""Single refusals: each call site of the system that a run reaches says no once."""
