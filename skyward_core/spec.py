@@ -56,6 +56,8 @@ OTHER_NAMES = {
 
 MOST_NODES = 1000
 """Machines of one pool. No more were ever tried: one scheduler serves them all (docs/performance.md)."""
+MOST_RATIO = 1_000_000.0
+"""Of two prices of machines; so much is no limit."""
 MOST_SLOTS = 1024
 """Calls at once on one worker: each has its own process."""
 MOST_CORES = 100_000
@@ -121,6 +123,7 @@ class PoolKeywords(TypedDict, total=False):
     retries: int
     max_cost: float | None
     max_hourly_cost: float | None
+    max_price_ratio: float
     budget: str | None
     env: Mapping[str, str] | None
     secrets: str | Sequence[str] | Mapping[str, Any] | None
@@ -213,6 +216,12 @@ class PoolSpec(BaseModel):
         gt=0,
         le=MOST_USD,
         description="The most that all machines of the pool together may cost, in USD per hour.",
+    )
+    max_price_ratio: float = Field(
+        default=4.0,
+        ge=1,
+        le=MOST_RATIO,
+        description="Without max_hourly_cost: how many times the price of the first candidate another one may cost.",
     )
     budget: str | None = Field(
         default=None,

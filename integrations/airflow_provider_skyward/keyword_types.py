@@ -101,6 +101,7 @@ class PoolKeywords(AirflowKeywords, total=False):
     call_retries: int | Later
     max_cost: float | Later | None
     max_hourly_cost: float | Later | None
+    max_price_ratio: float | Later
     budget: Later | None
     env: Mapping[str, str | Later] | Later | None
     secrets: str | Sequence[str] | Mapping[str, Any] | Later | None

@@ -32,7 +32,7 @@ from skyward_core.errors import (
 from skyward_core.events.narrator import usd
 from skyward_core.ledger.rows import Attempt
 from skyward_core.machines import spot
-from skyward_core.machines.offers import Offer, Requirements, describe, matches
+from skyward_core.machines.offers import Offer, Requirements, describe, matches, total_of
 from skyward_core.providers.base import Provider, Sale, why_none
 from skyward_core.spec import PoolSpec
 
@@ -51,6 +51,8 @@ WORTH_A_REST = 1.5
 """A candidate that rests is tried after candidates that cost at most so many times as much. A refused request costs a
 second; a more expensive machine costs money for as long as it runs.
 """
+TOO_DEAR = "max_price_ratio"
+"""The code of the refusal of a candidate that nobody was asked for, because it is too dear."""
 FIRST_REST_SECONDS, LONGEST_REST_SECONDS = 60.0, 1800.0
 MEMORY_SECONDS = 3600.0
 """The age of the oldest attempts that count."""
@@ -99,6 +101,8 @@ class Candidate:
     """The spec with the accelerator of this candidate alone."""
     place: int = 0
     """The place of that accelerator among the alternatives of the pool."""
+    too_dear: str = ""
+    """Why it is refused for its price when its turn comes (`max_price_ratio`); "" for all others."""
 
     @property
     def weight(self) -> tuple[float, float, float]:
@@ -109,6 +113,18 @@ class Candidate:
     def price_per_hour(self) -> float:
         """The price of all machines with all extras, in USD."""
         return sum(part.offer.total_per_hour * part.count for part in self.parts)
+
+    @property
+    def on_demand_price_per_hour(self) -> float:
+        """The price of all machines with spot machines rented on demand, in USD, or as spot where that is unknown."""
+        return sum(
+            max(
+                part.offer.total_per_hour,
+                (part.offer.on_demand_price_per_hour or 0.0) + total_of(part.offer.extras_per_hour),
+            )
+            * part.count
+            for part in self.parts
+        )
 
     @property
     def machines(self) -> str:
@@ -166,7 +182,8 @@ def query(provider: Provider, want: Requirements, clock: Callable[[], float] = t
 
 def candidates(spec: PoolSpec, sold: Iterable[ProviderOffers], place: int = 0) -> tuple[list[Candidate], list[Refusal]]:
     """Return the candidates for a spec, the cheapest first and then the smallest, and the reason of each provider that
-    has none. The spec has one accelerator, at this place among its alternatives.
+    has none. The spec has one accelerator, at this place among its alternatives. The last candidates may be too dear:
+    one of each provider that has such ones.
 
     Without a strategy, and with "if-available", a type that is sold on demand and as spot is two candidates. Raises
     BadRequest if the spec demands spot, all providers have answered, and none of them sells it at any time.
@@ -178,11 +195,11 @@ def candidates(spec: PoolSpec, sold: Iterable[ProviderOffers], place: int = 0) -
     for one in sold:
         may_be_sold |= bool(one.errors) or one.provider.may_sell_spot(want)
         refusals += refusals_of(one)
-        good = [offer for offer in one.offers if matches(offer, want) is None]
         if one.error is not None:
             continue
+        good = fitting(one.offers, want)
         if not good:
-            why = NoCapacity(f"nothing fits {describe(want)}: {why_none(one.offers, want)}{_elsewhere(one, want)}")
+            why = _nothing_fits(one, want)
             refusals.append(refusal(one.provider, None, why, one.seconds))
         else:
             has_offers = True
@@ -202,7 +219,57 @@ def candidates(spec: PoolSpec, sold: Iterable[ProviderOffers], place: int = 0) -
                 )
     if has_offers and not has_mixes and not may_be_sold:
         spot.split(spec.spot, spec.least_nodes, spot_sold=False)
-    return sorted(found, key=lambda candidate: candidate.weight)[:MOST_CANDIDATES], refusals
+    return _within_ratio(spec, sorted(found, key=lambda candidate: candidate.weight)), refusals
+
+
+def fitting(offers: Iterable[Offer], want: Requirements) -> list[Offer]:
+    """Return the offers of one provider that match. Machines with accelerators are no fallback for machines without:
+    if none is wanted they are left out, unless the type is named, they cost nothing, or the provider sells no others.
+    """
+    offers = list(offers)
+    good = [offer for offer in offers if matches(offer, want) is None]
+    if want.accelerator is not None or want.instance_type is not None or all(offer.accelerators for offer in offers):
+        return good
+    return [offer for offer in good if not (offer.accelerators and offer.total_per_hour)]
+
+
+def _nothing_fits(one: ProviderOffers, want: Requirements) -> NoCapacity:
+    with_chips = [offer for offer in one.offers if matches(offer, want) is None]
+    if not with_chips:
+        return NoCapacity(f"nothing fits {describe(want)}: {why_none(one.offers, want)}{_elsewhere(one, want)}")
+    cheapest = min(with_chips, key=lambda offer: offer.total_per_hour)
+    return NoCapacity(
+        f"nothing without an accelerator fits {describe(want)}. {cheapest.name} fits, with {cheapest.accelerators} x"
+        f" {cheapest.accelerator} at {usd(cheapest.total_per_hour)} an hour: to rent it all the same, write"
+        f" machine={cheapest.instance_type!r}"
+    )
+
+
+def _within_ratio(spec: PoolSpec, found: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates that cost at most `max_price_ratio` times the first one, then the cheapest dearer one of
+    each provider, which says why it is too dear. `max_hourly_cost` takes the place of the ratio. Of a spot machine the
+    price on demand counts: a large discount is no reason to refuse others.
+
+    A candidate that is refused makes the next one likelier. Without a limit that ends at eight MI355X.
+    """
+    first = next((candidate for candidate in found if candidate.price_per_hour), None)
+    if first is None or spec.max_hourly_cost is not None:
+        return list(found[:MOST_CANDIDATES])
+    most = spec.max_price_ratio * first.on_demand_price_per_hour * (1 + 1e-9)
+    good = [candidate for candidate in found if candidate.price_per_hour <= most]
+    dear: dict[int, Candidate] = {}
+    for candidate in found[len(good) :]:
+        dear.setdefault(id(candidate.provider), replace(candidate, too_dear=_above_ratio(spec, candidate, first)))
+    return [*good[:MOST_CANDIDATES], *dear.values()]
+
+
+def _above_ratio(spec: PoolSpec, candidate: Candidate, first: Candidate) -> str:
+    price = candidate.price_per_hour
+    return (
+        f"{candidate.machines} costs {usd(price)} per hour, more than {spec.max_price_ratio:g} times the"
+        f" {usd(first.on_demand_price_per_hour)} of {first.machines}: to allow it, write"
+        f" max_hourly_cost={_enough(price)}"
+    )
 
 
 def _too_dear(spec: PoolSpec, cheapest: Candidate) -> NoCapacity:
@@ -214,8 +281,12 @@ def _too_dear(spec: PoolSpec, cheapest: Candidate) -> NoCapacity:
 
 def above_hourly_limit(spec: PoolSpec, price_per_hour: float) -> str:
     """Return the words for a price of all machines that is above `max_hourly_cost`, with the number to write."""
-    enough = math.ceil(round(price_per_hour * 100, 6)) / 100
-    return f"max_hourly_cost={spec.max_hourly_cost:g} is less: write max_hourly_cost={enough:.10g}"
+    return f"max_hourly_cost={spec.max_hourly_cost:g} is less: write max_hourly_cost={_enough(price_per_hour)}"
+
+
+def _enough(price_per_hour: float) -> str:
+    """Return a limit that allows this price, in whole cents."""
+    return f"{math.ceil(round(price_per_hour * 100, 6)) / 100:.10g}"
 
 
 def _elsewhere(one: ProviderOffers, want: Requirements) -> str:
@@ -371,7 +442,8 @@ def may_come(
     if any(isinstance(error, (NoCapacity, ProviderFailed, OfferGone)) for error in errors):
         return True
     return any(
-        provider.may_sell_spot(want) and all(one.provider is not provider for one in found) for provider in providers
+        provider.may_sell_spot(want) and all(one.provider is not provider or one.too_dear for one in found)
+        for provider in providers
     )
 
 
@@ -419,7 +491,7 @@ def none_left(
     """Return the error to raise when all candidates have refused, with all reasons.
 
     It is the error itself if there was one candidate, else an error of the class that all have, else NoCapacity.
-    BudgetExceeded if only the money is missing.
+    BudgetExceeded if only the money is missing. Candidates that were too dear have no error of their own.
     """
     if len(refusals) == 1 and len(errors) == 1:
         error = errors[0]
@@ -430,7 +502,7 @@ def none_left(
             f"no provider rents out {nodes} x {', else '.join(map(describe, wanted))}:\n  "
             + "\n  ".join([*shown, *more]),
             errors,
-            len(refusals),
+            sum(one.code != TOO_DEAR for one in refusals),
         )
         error.code = errors[-1].code if errors else ""
     if isinstance(error, NoCapacity):
@@ -494,7 +566,7 @@ def offers_for_one_more(
     found, _ = candidates(spec.with_(spot=_only(kinds), max_hourly_cost=None), [ProviderOffers(provider, near)])
     types = {offer.instance_type for offer in present}
     return sorted(
-        (part.offer for candidate in found for part in candidate.parts),
+        (part.offer for candidate in found if not candidate.too_dear for part in candidate.parts),
         key=lambda offer: (kinds.index(offer.is_spot), offer.instance_type not in types, offer.total_per_hour),
     )
 

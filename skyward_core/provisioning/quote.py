@@ -180,7 +180,10 @@ class Quote:
         if not self.candidates:
             return "nothing to rent: " + ("; ".join(str(one) for one in self.refusals) or "no provider sells it")
         shown = ", ".join(f"{one.name} at {usd(one.price_per_hour)} per hour" for one in self.candidates[:SHOWN])
+        dearest = max(self.candidates, key=lambda one: one.price_per_hour)
         more = f" and {len(self.candidates) - SHOWN} more" if len(self.candidates) > SHOWN else ""
+        if more:
+            more += f", the dearest {dearest.name} at {usd(dearest.price_per_hour)} per hour"
         ceiling = "no limit of the cost" if self.ceiling_usd is None else f"at most {usd(self.ceiling_usd)}"
         payer = f", paid by account {self.account!r}" if self.account else ""
         return f"{shown}{more}; {ceiling}{payer}"
@@ -193,7 +196,9 @@ def quote(spec: PoolSpec, providers: Sequence[Provider]) -> Quote:
     """
     asked = questions(spec, providers)
     found, refusals = rank_all(asked, ask_each(asked))
-    candidates = tuple(QuotedCandidate(candidate.machines, candidate.price_per_hour) for candidate in found)
+    candidates = tuple(
+        QuotedCandidate(candidate.machines, candidate.price_per_hour) for candidate in found if not candidate.too_dear
+    )
     return Quote(candidates, ceiling_of(spec, candidates), spec.budget, tuple(refusals))
 
 

@@ -27,17 +27,20 @@ from skyward_core.errors import (
     SkywardError,
 )
 from skyward_core.events.events import CandidateRefused, InfraCreated
+from skyward_core.events.narrator import usd
 from skyward_core.ledger.journal import Journal
 from skyward_core.machines import spot
 from skyward_core.machines.instances import Instance
-from skyward_core.machines.offers import Offer, matches
+from skyward_core.machines.offers import Offer
 from skyward_core.providers.base import Provider
 from skyward_core.provisioning.candidates import (
     ENOUGH_SECONDS,
     MEMORY_SECONDS,
+    TOO_DEAR,
     Candidate,
     ProviderOffers,
     ask,
+    fitting,
     is_sold_as_spot,
     may_come,
     none_left,
@@ -112,8 +115,12 @@ class Selection:
             for candidate in found:
                 if excluded.has(candidate):
                     continue
+                if candidate.too_dear:
+                    error = NoCapacity(candidate.too_dear).coded(TOO_DEAR)
+                    refusals.append(self._note_refusal(candidate.provider, candidate.parts[0].offer, error, 0.0))
+                    continue
                 try:
-                    instances = self._rent_from(candidate, refusals, len(found))
+                    instances = self._rent_from(candidate, refusals, sum(not other.too_dear for other in found))
                     self._settle_for(candidate, found)
                     return instances
                 except ON_TO_THE_NEXT as error:
@@ -212,14 +219,21 @@ class Selection:
         near = [
             other
             for other in found
-            if (other.provider, other.region, other.place) == (candidate.provider, candidate.region, candidate.place)
+            if not other.too_dear
+            and (other.provider, other.region, other.place) == (candidate.provider, candidate.region, candidate.place)
         ]
         if len(self._spec.alternatives) > 1:
             _log.info("%s is rented, of %s", candidate.spec.accelerator_words, self._spec.accelerator_words)
         self.others = [part.offer for other in near for part in other.parts]
+        offer = candidate.parts[0].offer
+        want = candidate.spec.requirements
+        if offer.accelerators and offer.total_per_hour and want.accelerator is None and want.instance_type is None:
+            words = "%s sells no machine without an accelerator: %s is rented, with %d x %s, for %s per hour"
+            price = usd(candidate.price_per_hour)
+            _log.info(words, candidate.provider.name, candidate.machines, offer.accelerators, offer.accelerator, price)
         is_free = self._spec.spot is None or isinstance(self._spec.spot, spot.IfAvailable)
         if is_free and candidate.price_per_hour and not is_sold_as_spot(candidate, found):
-            _log.info("%s has no spot offer: it is rented on demand", candidate.parts[0].offer.name)
+            _log.info("%s has no spot offer: it is rented on demand", offer.name)
 
     # ── one more node ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -232,7 +246,7 @@ class Selection:
         self._find_offers([*self.adopted])
         provider, want = self._rental.provider, self._rental.spec.requirements
         (answer,) = ask([provider], want)
-        sold = [offer for offer in answer.offers if matches(offer, want) is None]
+        sold = fitting(answer.offers, want)
         with self._choice_lock:
             present = [offer for other, offer in sorted(self.offers.items()) if other != rank]
             offers = offers_for_one_more(self._rental.spec, provider, present, sold or [*present, *self.others])

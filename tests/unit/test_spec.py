@@ -81,6 +81,7 @@ FULL: dict[str, Any] = {
     "budget": "team-a",
     "max_cost": 12.5,
     "max_hourly_cost": 9.5,
+    "max_price_ratio": 2.5,
     "env": {"B": "2"},
     "secrets": {"C": sky.Secret.from_env("D")},
     "concurrency": 2,

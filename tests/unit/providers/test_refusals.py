@@ -161,10 +161,8 @@ def test_each_cloud_has_an_account_here() -> None:
 
 
 @pytest.fixture
-def refusals(
-    in_process: Install, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[dict[tuple[str, str], tuple[str, str, str]]]:
-    """Yield class, advice and whole message of each refusal, by cloud and situation."""
+def keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The credentials of all accounts."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("DIGITALOCEAN_TOKEN", fake_digitalocean.TOKEN)
     monkeypatch.setenv("RUNPOD_API_KEY", fake_runpod.KEY)
@@ -172,6 +170,31 @@ def refusals(
     monkeypatch.setenv("VERDA_CLIENT_ID", fake_verda.CLIENT_ID)
     monkeypatch.setenv("VERDA_CLIENT_SECRET", fake_verda.CLIENT_SECRET)
     as_us(FakeAWS.url, monkeypatch)
+
+
+@pytest.mark.usefixtures("keys")
+@pytest.mark.parametrize("kind", ACCOUNTS, ids=lambda kind: kind.__name__)
+def test_a_pool_without_an_accelerator_climbs_to_none_and_to_no_price(
+    kind: Callable[[], tuple[Account, Any]], in_process: Install
+) -> None:
+    """At DigitalOcean it went on from $0.036 to eight MI355X at $23.76, one refusal after the other."""
+    account, fake = kind()
+    in_process(fake)
+    spec = sky.PoolSpec.of(spot="never")
+    with account.within:
+        (answer,) = ask([account.make()], spec.requirements)
+    found, _ = candidates(spec, [answer])
+    taken = [candidate for candidate in found if not candidate.too_dear]
+    assert taken
+    sells_others = any(not offer.accelerators for offer in answer.offers)
+    assert sells_others == (account.name not in {"Vast.ai", "RunPod"})
+    assert {part.offer.accelerators > 0 for candidate in taken for part in candidate.parts} == {not sells_others}
+    assert taken[-1].price_per_hour <= 4 * taken[0].price_per_hour
+
+
+@pytest.fixture
+def refusals(in_process: Install, keys: None) -> Iterator[dict[tuple[str, str], tuple[str, str, str]]]:
+    """Yield class, advice and whole message of each refusal, by cloud and situation."""
     found: dict[tuple[str, str], tuple[str, str, str]] = {}
     for kind in ACCOUNTS:
         for situation in SITUATIONS:

@@ -225,7 +225,7 @@ FOUR_CHIPS = sky.Accelerator.NVIDIA.H100(count=4)
 @pytest.mark.parametrize(
     ("options", "types"),
     [
-        ({"accelerator": "H100"}, ["one", "two", "one", "only-eight", "only-eight"]),
+        ({"accelerator": "H100"}, ["one", "two", "one", "only-eight"]),  # the last one is too dear
         ({"accelerator": "H100", "spot": "always"}, ["one"]),
         ({"accelerator": "H100", "spot": 0.5, "nodes": 2}, ["one"]),
         ({"accelerator": FOUR_CHIPS}, ["eight", "only-eight", "only-eight", "eight"]),
@@ -252,6 +252,73 @@ def test_offers_with_more_chips_than_required(options: dict[str, Any], types: li
     assert types_of(candidates(sky.PoolSpec.of(**options), sold)[0]) == types
     free = [ProviderOffers(CHEAP, (gpus("one", 0.0, 1), gpus("eight", 0.0, 8)))]
     assert len(candidates(sky.PoolSpec.of(accelerator="H100"), free)[0]) == 2
+
+
+SMALL, LARGE, ONE_CHIP, EIGHT_CHIPS = (
+    offer("s", 0.036),
+    offer("l", 0.25, vcpus=16),
+    gpus("1x", 0.1, 1),
+    gpus("8x", 24, 8),
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "offers", "types"),
+    [
+        # machines with chips are no fallback for machines without
+        ({"max_price_ratio": 1000}, (SMALL, LARGE, ONE_CHIP, EIGHT_CHIPS), ["s", "l"]),
+        ({"cpu": 16}, (SMALL, ONE_CHIP.model_copy(update={"vcpus": 64.0})), []),
+        # unless the type is named, the provider sells nothing else, or they cost nothing
+        ({"machine": "8x"}, (SMALL, LARGE, ONE_CHIP, EIGHT_CHIPS), ["8x"]),
+        ({}, (ONE_CHIP, EIGHT_CHIPS), ["1x"]),
+        ({}, (SMALL, gpus("own", 0.0, 1)), ["own", "s"]),
+        # nothing costs more than four times the first one, unless the user has written a limit
+        ({}, (SMALL, LARGE), ["s"]),
+        ({"max_price_ratio": 7}, (SMALL, LARGE), ["s", "l"]),
+        ({"max_hourly_cost": 1}, (SMALL, LARGE), ["s", "l"]),
+        ({"accelerator": "H100"}, (ONE_CHIP, gpus("1x-dear", 0.41, 1), gpus("1x-other", 0.4, 1)), ["1x", "1x-other"]),
+        # a large discount of a spot machine is no reason to refuse others; what costs nothing is no measure
+        ({}, both("a", 1.0, 0.1), ["a", "a"]),
+        ({}, (offer("free", 0.0), SMALL, LARGE), ["free", "s"]),
+    ],
+    ids=str,
+)
+def test_no_candidate_is_of_another_kind_or_many_times_dearer(
+    options: dict[str, Any], offers: tuple[Offer, ...], types: list[str]
+) -> None:
+    found, _ = candidates(sky.PoolSpec.of(**options), [ProviderOffers(CHEAP, offers)])
+    assert types_of([one for one in found if not one.too_dear]) == types
+
+
+def test_the_cheapest_of_each_provider_that_is_too_dear_says_what_to_write() -> None:
+    dear = tuple(offer(f"dear-{price}", price) for price in (20.0, 5.001, 30.0))
+    spec = sky.PoolSpec.of(nodes=2)
+    found, refusals = candidates(
+        spec, [ProviderOffers(CHEAP, (offer("a", 1.0), *dear)), ProviderOffers(DEAR, (offer("b", 9.0),))]
+    )
+    assert refusals == []
+    assert [one.too_dear for one in found] == [
+        "",
+        (
+            "2 x local/r-1 dear-5.001 costs $10.00 per hour, more than 4 times the $2.00 of 2 x local/r-1 a: to allow it,"
+            " write max_hourly_cost=10.01"
+        ),
+        (
+            "2 x local/r-1 b costs $18.00 per hour, more than 4 times the $2.00 of 2 x local/r-1 a: to allow it, write"
+            " max_hourly_cost=18"
+        ),
+    ]
+    allowed, _ = candidates(spec.with_(max_hourly_cost=10.01), [ProviderOffers(CHEAP, dear)])
+    assert types_of(allowed) == ["dear-5.001"]
+
+
+def test_a_machine_with_an_accelerator_that_alone_fits_is_named() -> None:
+    large = EIGHT_CHIPS.model_copy(update={"vcpus": 96.0})
+    _, (refused,) = candidates(sky.PoolSpec.of(cpu=64), [ProviderOffers(CHEAP, (SMALL, large))])
+    assert refused.message == (
+        "nothing without an accelerator fits 64 CPUs. local/r-1 8x fits, with 8 x H100 at $24.00 an hour: to rent it"
+        " all the same, write machine='8x'"
+    )
 
 
 # ── earlier failures ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -23,7 +23,7 @@ from tests.unit.provisioning.test_lifecycle import Opened, Pool, opened  # noqa:
 HEAD, CHEAP, SPOT, OTHER = offer("a", 2.0), offer("b", 1.0), offer("a", 0.5, is_spot=True), offer("c", 1.5)
 ELSEWHERE = offer("a", 0.1, region="r-2")
 HALF = spot.Percent(0.5)
-LARGE = HEAD.model_copy(update={"instance_type": "l", "vcpus": 64, "price_per_hour": 9.0, "accelerators": 8})
+LARGE = HEAD.model_copy(update={"instance_type": "l", "vcpus": 64, "price_per_hour": 7.0})
 
 
 def chips(count: int, price: float, *, is_spot: bool = False) -> Offer:
@@ -252,12 +252,13 @@ def test_no_larger_machine_comes_when_those_of_the_pool_are_sold_out(make: Make)
 
 def test_a_new_node_keeps_the_offer_that_was_rented(make: Make) -> None:
     """Its replacement is of that kind; the head's may be what it was. A node that did not come leaves no offer."""
-    it = make(A, DEAR)
+    other = offer("other", 100.0)
+    it = make(A, other)
     it.sell(A, NEW, sold_out=["a"])
     it.add(1)
     it.selection.rent_one(1, None)
     assert it.rented == ["a", "new", "new"]
-    assert it.selection.others == [A, DEAR]
+    assert it.selection.others == [A, other]
     it.sell(A, sold_out=["a"])
     it.add(2)
     assert [*it.selection.offers] == [0, 1]

@@ -3,6 +3,8 @@
 import pytest
 
 import skyward_core as sky
+from skyward_core.machines.offers import Offer, Requirements
+from tests.offers import offer
 
 
 class NeverLaunched(sky.Local):
@@ -32,6 +34,22 @@ def test_the_hourly_limit_holds_in_quotes() -> None:
     assert (grows.price_per_hour, grows.ceiling_usd) == (pytest.approx(1.2), pytest.approx(3.0))
     fixed = sky.ComputePool(provider=local, max_hourly_cost=6, max_lifetime=1800).quote()
     assert fixed.ceiling_usd == pytest.approx(0.6)
+
+
+class Catalog(sky.Local):
+    """Sells seven types, the dearest at seven times the price of the cheapest."""
+
+    def offers(self, want: Requirements) -> list[Offer]:
+        return [offer(f"type-{price}", float(price)) for price in range(1, 8)]
+
+
+def test_a_quote_shows_the_dearest_candidate_that_could_be_taken() -> None:
+    """What costs more than four times the first one is none; what is not shown may be the dearest."""
+    quoted = sky.ComputePool(provider=Catalog(), max_lifetime=3600).quote()
+    assert [one.price_per_hour for one in quoted.candidates] == [1.0, 2.0, 3.0, 4.0]
+    assert quoted.ceiling_usd == 4.0
+    quoted = sky.ComputePool(provider=Catalog(), max_price_ratio=10).quote()
+    assert "and 2 more, the dearest 1 x local/r-1 type-7 at $7.00 per hour; no limit of the cost" in str(quoted)
 
 
 def test_a_quote_without_a_way_says_why() -> None:

@@ -107,10 +107,24 @@ def test_of_several_providers_only_the_one_that_refuses_is_left_out(
     error: SkywardError,
 ) -> None:
     bad = market("bad", *THIRTY, refuses=lambda _: error)
-    good = market("good", offer("dear", 100.0))
+    good = market("good", offer("dear", 3.0))
     it = opened(bad, others=[good], nodes=1)
     (machine,) = it.machines._selection.rent_all(float("inf"))
     assert (machine.instance_type, bad._asked, good._asked) == ("dear", ["type-0"], ["dear"])
+
+
+def test_what_is_too_dear_is_refused_when_all_others_have_refused(
+    opened: Opened, market: Callable[..., Market]
+) -> None:
+    """It is not asked for; the error is of the kind of the others, and says what to write."""
+    cloud = market(
+        "cloud", offer("a", 1.0), offer("b", 2.0), offer("c", 8.0), refuses=lambda _: QuotaExceeded("no right")
+    )
+    it = opened(cloud, nodes=1)
+    with pytest.raises(QuotaExceeded, match=r"more than 4 times the \$1.00 of .* write max_hourly_cost=8") as caught:
+        it.machines._selection.rent_all(float("inf"))
+    assert cloud._asked == ["a", "b"]
+    assert [one.code for one in caught.value.refusals] == ["", "", "max_price_ratio"]
 
 
 def test_a_provider_that_is_left_out_is_not_asked_again(
