@@ -270,6 +270,10 @@ class NoCapacity(SkywardError):
     """What the provider said, without the names of one offer, where it may be the request that is wrong: it has one
     status for both.
     """
+    if_all: SkywardError | None = None
+    """What it means if all candidates are refused in this way: a key without rights, or a cloud's pool that the account
+    may not use, have one status.
+    """
 
 
 class QuotaExceeded(NoCapacity):

@@ -261,6 +261,12 @@ class Api:
                 raise ProviderFailed(self._clean(f"{self._name} answered {method} {path} with no content"))
             return content
         failure = self._failure(method, path, answer)
+        if isinstance(failure, CredentialsError) and not (isinstance(content, dict) and content):
+            # an edge before the API refuses requests for reasons of its own: "error code: 1010" says nothing of a key
+            raise ProviderFailed(
+                f"{failure.without_advice}, which is no answer of {self._name}'s API: something between here and there"
+                " refuses the request, such as a proxy, a firewall, or the cloud's edge"
+            ).coded(failure.code)
         if missing_is_none and answer.status_code in (HTTPStatus.NOT_FOUND, HTTPStatus.GONE):
             if isinstance(content, dict) and self._says_missing(cast("dict[str, Any]", content)):
                 return None
@@ -282,6 +288,8 @@ class Api:
             str(status),
         )
         error = self._classify(status, body, message) or _meaning(status, message)
+        if isinstance(error, NoCapacity) and error.if_all is not None:
+            error.if_all.coded(self._quoted(code)).advised(self._advice.about(error.if_all, status))
         return error.coded(self._quoted(code)).advised(self._advice.about(error, status))
 
     def _quoted(self, content: object) -> str:

@@ -806,11 +806,16 @@ def meaning_of(status: int, _: Row, message: str) -> SkywardError | None:
 def refusal_of(offer: Offer) -> Classify:
     """Return the classifier for a creating call.
 
-    400 is a broken rule or a lack of stock, without a code that separates them. 403 is a valid key without the right
-    (docs.runpod.io, "Migrate from API v1"), and no lack of stock: every other offer would be refused with it.
+    400 is a broken rule or a lack of stock, without a code that separates them. 403 is a key without the right
+    (docs.runpod.io, "Create a pod": "a valid key lacks access to the requested resource or action"), or an account that
+    may not use this pool of machines, where the next candidate is to be tried (RunPod's OpenAPI, version 2).
     """
 
     def meaning(status: int, body: Row, message: str) -> SkywardError | None:
+        if status == HTTPStatus.FORBIDDEN:
+            forbidden = NoCapacity(message)
+            forbidden.if_all = CredentialsError(message)
+            return forbidden
         if status != HTTPStatus.BAD_REQUEST:
             return meaning_of(status, body, message)
         error = NoCapacity(message)

@@ -735,7 +735,7 @@ def _meaning(status: int, body: Row, message: str) -> SkywardError | None:
 
 
 def says_missing(body: Row) -> bool:
-    return bool(re.fullmatch("no_such_[a-z]+|[a-z]+_not_found", str(body.get("error"))))
+    return bool(re.fullmatch("no_such_[a-z]+|([a-z]+_)?not_found", str(body.get("error"))))
 
 
 def contract_of(answer: Any, unwanted: list[int]) -> int:

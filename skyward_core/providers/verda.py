@@ -96,7 +96,6 @@ class Verda(Provider):
     gone_deadline_seconds: ClassVar[float] = 300.0
     listing_lag_seconds: ClassVar[float] = 60.0
     """Some creating calls took longer than our time-out. Their machines appear late in the listing."""
-    billing_increment_seconds: ClassVar[int] = 600
 
     region: str | tuple[str, ...] | None = None
     client_id: SecretStr | None = Field(default=None, exclude=True, repr=False)

@@ -493,6 +493,8 @@ def none_left(
     It is the error itself if there was one candidate, else an error of the class that all have, else NoCapacity.
     BudgetExceeded if only the money is missing. Candidates that were too dear have no error of their own.
     """
+    if (alike := _if_all(errors)) is not None:
+        return alike
     if len(refusals) == 1 and len(errors) == 1:
         error = errors[0]
     else:
@@ -508,6 +510,12 @@ def none_left(
     if isinstance(error, NoCapacity):
         error.refusals = tuple(refusals)
     return error
+
+
+def _if_all(errors: Sequence[SkywardError]) -> SkywardError | None:
+    """Return what the refusals mean together (`NoCapacity.if_all`), if all of them are of that kind."""
+    meanings = [error.if_all if isinstance(error, NoCapacity) else None for error in errors]
+    return meanings[-1] if meanings and None not in meanings else None
 
 
 def own_mistake(errors: Sequence[SkywardError], least: int = SAME_TO_BE_OURS) -> BadRequest | None:

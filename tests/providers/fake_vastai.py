@@ -344,8 +344,8 @@ class FakeVast(FakeCloud):
         contract = int(request.words["id"])
         if contract in self.undying:
             return Reply(200, {"success": False, "msg": "try again later"})
-        if contract not in self.containers:
-            return Reply(404, {"success": False, "error": "no_such_instance", "msg": f"Instance {contract} not found."})
+        if contract not in self.containers:  # docs.vast.ai, "Destroy Instance": the schema of its 404
+            return Reply(404, {"success": False, "error": "not_found", "msg": f"Instance {contract} not found."})
         self._destroy(contract)
         return Reply(200, {"success": True, "msg": "Instance destroyed successfully"})
 

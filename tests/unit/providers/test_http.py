@@ -86,6 +86,19 @@ def test_a_status_determines_the_error(api: Api, cloud: FakeThings, status: int,
     assert str(error) == f'Acme answered POST /things with {status}: {{"code": "its_word", "message": "because"}}'
 
 
+@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize("page", ["error code: 1010", "<html>Access denied</html>", ""])
+def test_a_refusal_that_is_no_answer_of_the_cloud_says_nothing_of_the_key(
+    api: Api, cloud: FakeThings, status: int, page: str
+) -> None:
+    """An edge in front of the API refuses a request for reasons of its own. It is not asked again at once."""
+    cloud.fail("GET", "/things", Reply(status, page, is_text=True))
+    error = refused(api)
+    assert type(error) is ProviderFailed
+    assert "which is no answer of Acme's API" in str(error)
+    assert len(cloud.asked("GET")) == 1
+
+
 @pytest.mark.parametrize("fault", [Reply(500), Reply(503, "try later", is_text=True), Reply(408), None])
 @pytest.mark.parametrize(("method", "path"), [("GET", "/things"), ("DELETE", "/things/7")])
 def test_reads_and_deletions_are_repeated(

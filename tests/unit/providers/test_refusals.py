@@ -25,7 +25,7 @@ from skyward_core.providers.digitalocean import DigitalOcean
 from skyward_core.providers.runpod import RunPod
 from skyward_core.providers.vastai import VastAI
 from skyward_core.providers.verda import Verda
-from skyward_core.provisioning.candidates import ask, candidates
+from skyward_core.provisioning.candidates import ask, candidates, none_left, refusal
 from tests.providers import fake_digitalocean, fake_runpod, fake_vastai, fake_verda
 from tests.providers.aws import OFFER, SECRET, as_us
 from tests.providers.contract import POOL, STARTUP, tags
@@ -223,7 +223,7 @@ def refused(account: Account, situation: str) -> SkywardError:
             provider.instances(POOL)
         else:
             provider.launch(offer, 1, tags(), STARTUP)
-    return caught.value
+    return none_left([want], 1, [refusal(provider, offer, caught.value, 0.0)], [caught.value])
 
 
 def advice_of(error: SkywardError) -> str:

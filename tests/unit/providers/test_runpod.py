@@ -20,7 +20,7 @@ from skyward_core.providers import userdata
 from skyward_core.providers import userdata as ssh_keys
 from skyward_core.providers.base import LAUNCH_TAG, RANK_TAG, load
 from skyward_core.providers.runpod import STATES, RunPod
-from skyward_core.provisioning.candidates import ask, candidates
+from skyward_core.provisioning.candidates import ask, candidates, none_left
 from tests.providers.contract import POOL, STARTUP, Make, RestContract, tags
 from tests.providers.contract import cheapest as cheapest_of
 from tests.providers.fake_runpod import (
@@ -301,7 +301,7 @@ def test_the_stock_is_checked_before_the_creating_call(fake: FakeRunPod) -> None
     [
         (400, NoCapacity, "Bad Request"),
         (402, sky.QuotaExceeded, "Payment Required"),
-        (403, CredentialsError, "Forbidden"),
+        (403, NoCapacity, "Forbidden"),
         (401, CredentialsError, "Unauthorized"),
         (422, BadRequest, "Unprocessable Entity"),
     ],
@@ -473,11 +473,21 @@ def test_the_disk_is_counted_once(fake: FakeRunPod, is_in_cost: bool) -> None:
 
 
 def test_a_key_that_may_only_read_is_no_sold_out_market(fake: FakeRunPod) -> None:
-    """It lists offers and pods. Its first creation says what it lacks and where that is set; no other is tried."""
+    """It lists offers and pods. If all creations are refused so, the error says what it lacks and where that is set.
+
+    RunPod has one status for this and for a pool of machines that the account may not use ("Skip this candidate, keep
+    going"): then the next candidate is tried.
+    """
     fake.is_read_only = True
     assert RunPod().instances() == []
-    with pytest.raises(CredentialsError, match="the variable RUNPOD_API_KEY may not do this: give it read and write"):
+    with pytest.raises(NoCapacity, match="does not have access to this resource") as caught:
         RunPod().launch(cheapest(), 1, tags(), STARTUP)
+    others = [NoCapacity("sold out")]
+    assert type(none_left([Requirements()], 1, [], [caught.value, *others])) is NoCapacity
+    alike = none_left([Requirements()], 1, [], [caught.value, caught.value])
+    assert isinstance(alike, CredentialsError)
+    assert "the variable RUNPOD_API_KEY may not do this: give it read and write" in str(alike)
+    assert alike.code == "Forbidden"
 
 
 def test_data_centres_that_have_the_gpu_are_named(fake: FakeRunPod) -> None:

@@ -127,6 +127,29 @@ def test_what_is_too_dear_is_refused_when_all_others_have_refused(
     assert [one.code for one in caught.value.refusals] == ["", "", "max_price_ratio"]
 
 
+def forbidden(one: Offer) -> SkywardError:
+    error = NoCapacity(f"no {one.instance_type} for you").coded("403")
+    error.if_all = CredentialsError("the key may not create").coded("403")
+    return error
+
+
+BOTH_TYPES = offer("a", 1.0), offer("b", 2.0)
+
+
+def test_a_refusal_with_two_meanings_may_be_one_of_the_candidate(opened: Opened, market: Callable[..., Market]) -> None:
+    """A pool of machines that the account may not use, or a key without rights (RunPod's 403)."""
+    cloud = market("cloud", *BOTH_TYPES, refuses=lambda one: forbidden(one) if one.instance_type == "a" else None)
+    (machine,) = opened(cloud, nodes=1).machines._selection.rent_all(float("inf"))
+    assert (machine.instance_type, cloud._asked) == ("b", ["a", "b"])
+
+
+def test_if_all_are_refused_so_the_key_lacks_rights(opened: Opened, market: Callable[..., Market]) -> None:
+    cloud = market("cloud", *BOTH_TYPES, refuses=forbidden)
+    with pytest.raises(CredentialsError, match="the key may not create"):
+        opened(cloud, nodes=1).machines._selection.rent_all(float("inf"))
+    assert cloud._asked == ["a", "b"]
+
+
 def test_a_provider_that_is_left_out_is_not_asked_again(
     opened: Opened,
     market: Callable[..., Market],
