@@ -38,7 +38,7 @@ def test_airflow_lists_the_provider(airflow: Airflow) -> None:
 
 EVERY_KEYWORD = (
     'provider=LOCAL, image=sky.Image(pip=["torch"], env={"A": "b"}), nodes=(2, 4), machine="m", accelerator=[sky.Accelerator.NVIDIA.A100(count=2), sky.Alternative("T4", provider="local")], selection="cheapest", cpu=4, '
-    'memory="32GB", volume=[sky.S3Volume(mount_path="/data", bucket="my-bucket")], spot=sky.Spot.Percent(0.8), timeout=600, max_lifetime=7200, max_cost=10, max_hourly_cost=30, budget="team-a", lease_seconds=60, '
+    'memory="32GB", volume=[sky.S3Volume(mount_path="/data", bucket="my-bucket")], spot=sky.Spot.Percent(0.8), timeout=600, max_lifetime=7200, max_cost=10, max_hourly_cost=30, max_price_ratio=3, budget="team-a", lease_seconds=60, '
     'architecture="x86_64", env={"C": "d"}, secrets={"E": sky.Secret.from_env("F")}, concurrency=2, provision_timeout=300, display="quiet", collect_metrics=False, name="nightly", keep_warm=600, scale_up_after=20, scale_down_after=90'
 )
 OTHER_NAMES = 'call_retries=1, node_output="head"'
