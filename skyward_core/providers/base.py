@@ -160,6 +160,10 @@ class Provider(Frozen):
 
     listing_lag_seconds: ClassVar[float] = 0.0
     """How long `instances` may omit a machine that exists."""
+    ends_for_good_with: ClassVar[str] = ""
+    """What a user gives so that machines end for good, if they do not (`ends_for_good`): "node_token=..."."""
+    stopped_spot: ClassVar[str] = ""
+    """What is billed of a spot machine that the provider stops and keeps: it cannot end itself then. "": nothing."""
     billing_increment_seconds: ClassVar[int] = 1
     """Each begun interval of this length is billed in full."""
     tells_what_is_paid: ClassVar[bool] = False

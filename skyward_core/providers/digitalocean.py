@@ -95,6 +95,7 @@ class DigitalOcean(Provider):
     """An assumption: a droplet is created after its call was accepted, and tagged after that."""
     sells_by_wish: ClassVar[bool] = True
     """Without a memory requirement, `offers` leaves out machines with too little."""
+    ends_for_good_with: ClassVar[str] = "give node_token=, a token that may only delete droplets"
     billing_minimum_seconds: ClassVar[int] = 60
     billing_minimum_usd: ClassVar[float] = 0.01
     """The greater of both (price page, 2026-05; fact sheet, "added")."""

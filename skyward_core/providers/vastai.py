@@ -104,6 +104,9 @@ class VastAI(Provider):
     # whose computer it may be decides who reads what a pool sends there
     own_fields: ClassVar[frozenset[str]] = frozenset({"image", "verified_only", "min_reliability"})
     end_command: ClassVar[str] = userdata.END_COMMAND
+    stopped_spot: ClassVar[str] = (
+        "the disk of an interruptible container that Vast.ai stops, because it was outbid or the credit is used up"
+    )
     sells_by_wish: ClassVar[bool] = True
     """Without an accelerator in the requirements, `offers` returns the cheapest of all machines."""
     listing_lag_seconds: ClassVar[float] = 30.0

@@ -96,6 +96,7 @@ class Verda(Provider):
     gone_deadline_seconds: ClassVar[float] = 300.0
     listing_lag_seconds: ClassVar[float] = 60.0
     """Some creating calls took longer than our time-out. Their machines appear late in the listing."""
+    ends_for_good_with: ClassVar[str] = "give node_client_id= and node_client_secret="
 
     region: str | tuple[str, ...] | None = None
     client_id: SecretStr | None = Field(default=None, exclude=True, repr=False)

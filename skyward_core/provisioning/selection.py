@@ -63,6 +63,7 @@ ON_TO_THE_NEXT = (NoCapacity, CredentialsError, ProviderFailed, OfferGone, Budge
 Not InstancesLeft: no other provider is tried while machines may be there.
 """
 
+HOURS_PER_DAY = 24
 _log = logging.getLogger("skyward")
 
 
@@ -225,6 +226,14 @@ class Selection:
         if len(self._spec.alternatives) > 1:
             _log.info("%s is rented, of %s", candidate.spec.accelerator_words, self._spec.accelerator_words)
         self.others = [part.offer for other in near for part in other.parts]
+        if candidate.price_per_hour and not candidate.provider.ends_for_good():
+            _warn_of_no_end(candidate)
+        if candidate.provider.stopped_spot and any(part.offer.is_spot for part in candidate.parts):
+            _log.warning(
+                "without this computer and its reaper, %s is billed until `skyward sweep --yes` deletes it: run that"
+                " every few minutes on another computer",
+                candidate.provider.stopped_spot,
+            )
         offer = candidate.parts[0].offer
         want = candidate.spec.requirements
         if offer.accelerators and offer.total_per_hour and want.accelerator is None and want.instance_type is None:
@@ -438,6 +447,20 @@ def warn(spec: PoolSpec, providers: Sequence[Provider]) -> None:
         and any(provider.end_command for provider in providers)
     ):
         _log.warning("%s: %s", spec.first_accelerator, RESET_MAY_BE_REFUSED)
+
+
+def _warn_of_no_end(candidate: Candidate) -> None:
+    """Both guarantees of `docs/nothing-left-running.md` need a machine that ends for good by itself."""
+    provider = candidate.provider
+    cure = f"{provider.ends_for_good_with}, or run" if provider.ends_for_good_with else "run"
+    _log.warning(
+        "a machine of %s that ends itself may be billed until somebody deletes it: without this computer and its"
+        " reaper, max_cost and leases stop the work, and not the bill of %s a day. For an end of the bill too, %s"
+        " `skyward sweep --yes` every few minutes on another computer",
+        provider.name,
+        usd(candidate.price_per_hour * HOURS_PER_DAY),
+        cure,
+    )
 
 
 def _refused(one: Refusal) -> CandidateRefused:

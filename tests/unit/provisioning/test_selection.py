@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from pydantic import PrivateAttr
@@ -131,6 +131,59 @@ def forbidden(one: Offer) -> SkywardError:
     error = NoCapacity(f"no {one.instance_type} for you").coded("403")
     error.if_all = CredentialsError("the key may not create").coded("403")
     return error
+
+
+class Endless(Market):
+    """Its machines are billed when they are off, as DigitalOcean's."""
+
+    ends_for_good_with: ClassVar[str] = "give node_token="
+    is_cured: bool = False
+
+    def ends_for_good(self) -> bool:
+        return self.is_cured
+
+
+@pytest.mark.parametrize(
+    ("price", "is_cured", "is_warned"), [(2.0, False, True), (2.0, True, False), (0.0, False, False)]
+)
+def test_a_pool_whose_machines_do_not_end_for_good_says_so_with_the_price_and_the_cure(
+    opened: Opened,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    price: float,
+    is_cured: bool,
+    is_warned: bool,
+) -> None:
+    monkeypatch.setattr(threads.threading, "Thread", NoThread)
+    cloud = Endless(folder=str(tmp_path / "cloud"), is_cured=is_cured)
+    cloud._sold = [offer("a", price)]
+    opened(cloud, nodes=2).machines._selection.rent_all(float("inf"))
+    warned = [
+        record.getMessage() for record in caplog.records if "billed until somebody deletes it" in record.getMessage()
+    ]
+    assert len(warned) == is_warned
+    assert (
+        not warned or "$96.00 a day. For an end of the bill too, give node_token=, or run `skyward sweep" in warned[0]
+    )
+
+
+class Stopping(Market):
+    """It stops spot machines that are outbid, and bills their disks, as Vast.ai does."""
+
+    stopped_spot: ClassVar[str] = "the disk of a stopped container"
+
+
+@pytest.mark.parametrize("is_spot", [True, False])
+def test_a_pool_whose_spot_machines_are_stopped_and_kept_says_so(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_spot: bool
+) -> None:
+    monkeypatch.setattr(threads.threading, "Thread", NoThread)
+    cloud = Stopping(folder=str(tmp_path / "cloud"))
+    cloud._sold = [offer("a", 1.0, is_spot=is_spot)]
+    opened(cloud, nodes=1).machines._selection.rent_all(float("inf"))
+    words = "reaper, the disk of a stopped container is billed until `skyward sweep --yes` deletes it"
+    assert any(words in record.getMessage() for record in caplog.records) == is_spot
 
 
 BOTH_TYPES = offer("a", 1.0), offer("b", 2.0)
