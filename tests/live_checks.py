@@ -106,7 +106,9 @@ def _image(account: AwsAccount, region: str, parameter: str) -> str:
 
 def _dry_run(account: AwsAccount, region: str, image: str) -> str:
     """Ask whether a machine could be created: DryRun checks the rights, and neither quota nor capacity."""
-    tags = [{"ResourceType": "instance", "Tags": [{"Key": POOL_TAG, "Value": "dry-run"}]}]
+    # as a launch does: the policy of docs/clouds/aws.md allows nothing without the tag
+    kinds = ("instance", "volume", "network-interface")
+    tags = [{"ResourceType": kind, "Tags": [{"Key": POOL_TAG, "Value": "dry-run"}]} for kind in kinds]
     order = {"ImageId": image, "InstanceType": "t3.micro", "MinCount": 1, "MaxCount": 1, "TagSpecifications": tags}
     try:
         account.ask(region, "ec2", "run_instances", once=True, DryRun=True, **order)

@@ -36,6 +36,7 @@ from skyward_core.machines.offers import Requirements, matches
 from skyward_core.providers import aws, aws_account, aws_launch, aws_offers
 from skyward_core.providers.base import LAUNCH_TAG, RANK_TAG, Sale, load
 from skyward_core.providers.userdata import host_key, our_key
+from tests import live_checks
 from tests.providers.aws import KEY_ID, OFFER, SECRET, SPOT, T4, cloud, make_aws, of_type  # noqa: F401 - a fixture
 from tests.providers.contract import POOL, STARTUP, Cloud, Make, ProviderContract, tags
 from tests.providers.fake_aws import ACCOUNT, IMAGES, OUR_ADDRESS, FakeAWS, every_type
@@ -736,6 +737,8 @@ NOT_CALLED = {
     "ssm:ResumeSession": "AWS's plugin calls it",
     "ssmmessages:OpenDataChannel": "AWS's plugin calls it",
 }
+IAM_PREFIXES = {"service-quotas": "servicequotas"}
+"""Of services whose rights have another name than their API."""
 ALWAYS_ALLOWED = {"sts:GetCallerIdentity"}
 """AWS: "No permissions are required to perform this operation"."""
 
@@ -754,7 +757,7 @@ def called() -> set[str]:
     """Return the actions that the code of the provider calls, as IAM names them."""
     session = botocore.session.get_session()
     found: set[str] = set()
-    for file in Path(aws.__file__).parent.glob("aws*.py"):
+    for file in (*Path(aws.__file__).parent.glob("aws*.py"), Path(live_checks.__file__)):
         for node in ast.walk(ast.parse(file.read_text())):
             name = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
             if name not in ("ask", "pages") or not isinstance(node, ast.Call):
@@ -764,7 +767,7 @@ def called() -> set[str]:
             service, operation = map(str, words)
             names = session.get_service_model(service).operation_names
             (action,) = (one for one in names if xform_name(one) == operation)
-            found.add(f"{service}:{action}")
+            found.add(f"{IAM_PREFIXES.get(service, service)}:{action}")
     return found
 
 

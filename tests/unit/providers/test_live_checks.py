@@ -19,6 +19,7 @@ from tests.providers.aws import SECRET, as_us
 from tests.providers.fake_aws import ACCOUNT, FakeAWS
 from tests.providers.http_fake import FakeCloud, Reply, Request, route
 from tests.providers.in_process import Install
+from tests.unit.providers.test_aws import allows
 
 
 class Hub(FakeCloud):
@@ -76,7 +77,14 @@ def test_an_account_of_aws(in_process: Install, monkeypatch: pytest.MonkeyPatch)
         assert left["right to rent in us-east-1"][0] == "NO"
         assert left["L-1216C47A in us-east-1"][0] == "?"
         assert fake.alive() == set()
-        assert all(call["DryRun"] for call in fake.parameters("RunInstances"))
+        for call in fake.parameters("RunInstances"):
+            assert call["DryRun"]
+            tags = {
+                spec["ResourceType"]: {tag["Key"]: tag["Value"] for tag in spec["Tags"]}
+                for spec in call["TagSpecifications"]
+            }
+            kinds = ("instance", "volume", "network-interface")
+            assert [kind for kind in kinds if not allows("ec2:RunInstances", kind, tags.get(kind, {}), {})] == []
         assert not any(SECRET in text for _, text in left.values())
 
 
