@@ -279,6 +279,16 @@ class NoCapacity(SkywardError):
 class QuotaExceeded(NoCapacity):
     """The account may not rent that much."""
 
+    is_about_money = False
+    """Whether the account lacks the money: then a dearer machine would be refused too."""
+
+    @classmethod
+    def of_money(cls, message: str) -> Self:
+        """Return the error of an account without enough money."""
+        error = cls(message)
+        error.is_about_money = True
+        return error
+
 
 class OfferGone(SkywardError):
     """The offer was withdrawn between asking and launching."""

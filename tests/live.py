@@ -17,8 +17,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import psutil
+
 import skyward_core as sky
-from skyward_core.cleanup.reaper_process import NAME as REAPER
 from skyward_core.machines.instances import InstanceState
 from skyward_core.machines.offers import Requirements
 from skyward_core.providers.base import load
@@ -113,13 +114,7 @@ COMING = (InstanceState.PENDING, InstanceState.RUNNING)
 
 def reapers_of(client: int) -> list[int]:
     """Return the reapers of a client's pools."""
-    found: list[int] = []
-    for file in Path("/proc").glob("[0-9]*/status"):
-        with contextlib.suppress(OSError):
-            fields = dict(line.split(":\t", 1) for line in file.read_text().splitlines() if ":\t" in line)
-            if fields["Name"].startswith(REAPER) and int(fields["PPid"]) == client:
-                found.append(int(file.parent.name))
-    return found
+    return [child.pid for child in psutil.Process(client).children() if "reaper_process" in " ".join(child.cmdline())]
 
 
 def main() -> int:

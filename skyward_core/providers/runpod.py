@@ -800,7 +800,7 @@ def says_missing(body: Row) -> bool:
 
 def meaning_of(status: int, _: Row, message: str) -> SkywardError | None:
     """Return the meaning of a refusal beside the usual one. 402 is a lack of money, or the account's spending limit."""
-    return QuotaExceeded(message) if status == HTTPStatus.PAYMENT_REQUIRED else None
+    return QuotaExceeded.of_money(message) if status == HTTPStatus.PAYMENT_REQUIRED else None
 
 
 def refusal_of(offer: Offer) -> Classify:

@@ -727,11 +727,11 @@ def _meaning(status: int, body: Row, message: str) -> SkywardError | None:
     if code == SEARCH_QUOTA:
         return SearchedTooMuch(f"{message}; searches are free again at midnight UTC")
     if code in QUOTA_CODES:
-        return QuotaExceeded(message)
+        return QuotaExceeded.of_money(message)
     if status in (401, 429) or status >= 500:
         return None
     if status == 402 or any(part in text for part in QUOTA_TEXTS):
-        return QuotaExceeded(message)
+        return QuotaExceeded.of_money(message)
     if status in (404, 410) or code in GONE_CODES or any(part in text for part in GONE_TEXTS):
         return NoCapacity(message)
     return None

@@ -547,7 +547,16 @@ STATES: Mapping[str, InstanceState] = {
     **dict.fromkeys(("ordered", "new", "provisioning", "validating", "pending", "restoring"), InstanceState.PENDING),
     "running": InstanceState.RUNNING,
     **dict.fromkeys(
-        ("offline", "starting_hibernation", "hibernating", "error", "no_capacity", "deleting", "notfound"),
+        (
+            "offline",
+            "starting_hibernation",
+            "hibernating",
+            "error",
+            "no_capacity",
+            "deleting",
+            "notfound",
+            "installation_failed",
+        ),
         InstanceState.STOPPING,
     ),
     "discontinued": InstanceState.GONE,

@@ -152,7 +152,7 @@ def _says_missing(body: Mapping[str, Any]) -> bool:
 def _meaning(status: int, body: Mapping[str, Any], message: str) -> SkywardError | None:
     text = str(body.get("message", ""))
     if body.get("code") == "insufficient_funds":
-        return QuotaExceeded(message)
+        return QuotaExceeded.of_money(message)
     if status == HTTPStatus.UNAUTHORIZED:
         return _TokenRefused(message)
     if status in (HTTPStatus.BAD_REQUEST, HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY):

@@ -23,6 +23,7 @@ from skyward_core.errors import (
     OfferGone,
     PoolClosed,
     ProviderFailed,
+    QuotaExceeded,
     Refusal,
     SkywardError,
 )
@@ -379,7 +380,7 @@ class Selection:
 
 class Excluded:
     """Providers that an opening does not try again, because their other offers would be refused for the same reason:
-    the request, a setting or the credentials are wrong.
+    the request, a setting or the credentials are wrong, or the account has no money for the cheapest.
 
     A provider that only lacks the right to rent spot machines is tried with on-demand ones. A wrong request for one
     alternative may be right for another one; credentials are refused for all.
@@ -394,7 +395,9 @@ class Excluded:
         """Exclude the provider, or its spot machines, if the error concerns its other offers too."""
         if isinstance(error, CredentialsError) and error.is_about_spot:
             self._without_spot.append(provider)
-        elif isinstance(error, BadRequest | CredentialsError):
+        elif isinstance(error, BadRequest | CredentialsError) or (
+            isinstance(error, QuotaExceeded) and error.is_about_money
+        ):
             self._errors.append((provider, None if isinstance(error, CredentialsError) else place, error))
 
     def error_of(self, provider: Provider, place: int) -> SkywardError | None:

@@ -113,6 +113,16 @@ def test_of_several_providers_only_the_one_that_refuses_is_left_out(
     assert (machine.instance_type, bad._asked, good._asked) == ("dear", ["type-0"], ["dear"])
 
 
+def test_an_account_without_money_is_not_asked_for_dearer_machines(
+    opened: Opened, market: Callable[..., Market]
+) -> None:
+    """Its cheapest machine is refused, and so would all others be."""
+    poor = market("poor", *THIRTY, refuses=lambda _: QuotaExceeded.of_money("add credit"))
+    with pytest.raises(QuotaExceeded, match="add credit"):
+        opened(poor, nodes=1).machines._selection.rent_all(float("inf"))
+    assert poor._asked == ["type-0"]
+
+
 def test_what_is_too_dear_is_refused_when_all_others_have_refused(
     opened: Opened, market: Callable[..., Market]
 ) -> None:
