@@ -540,7 +540,7 @@ class Local(Provider):
         )
         remove_abandoned()
         remove_abandoned_memory(lambda other: bool(members(other)))
-        with _in_memory(f"exec </dev/null\n{startup}") as script, (directory / "log").open("wb") as log:
+        with _in_memory(f"exec </dev/null\n{startup}") as script, (directory / "log").open("ab") as log:
             process = subprocess.Popen(
                 [*command, "bash", "/proc/self/fd/0"],
                 cwd=directory,

@@ -39,6 +39,7 @@ from skyward_core.transport.ssh_connection import SSHConnection
 from skyward_core.transport.ssh_link import Loop
 from skyward_core.transport.transport import refuse_elsewhere
 from skyward_core.wire.messages import Parcel
+from skyward_core.wire.node_log import LogPosition
 
 _log = logging.getLogger("skyward")
 AUTH_GRACE_SECONDS = 60.0  # cloud-init may install our key after sshd answers
@@ -204,9 +205,13 @@ Compares the environment of the process, because another process may have its pi
 
 
 FOLLOW = """\
-exec tail --pid="$2" -n "+$3" -s "$4" -F "$1/log" 2>/dev/null
+from=$3 first=
+{ IFS= read -r first <"$1/log"; } 2>/dev/null
+case $first in "::skyward cut "*) from=$(($3 - ${first##* } + 1)); [ "$from" -gt 0 ] || from=1 ;; esac
+exec tail --pid="$2" -n "+$from" -s "$4" -F "$1/log" 2>/dev/null
 """
-"""Prints the node's log from line $3 on while its guard lives, without messages of `tail` itself."""
+"""Prints the node's log from line $3 on while its guard lives, without messages of `tail` itself. A log that was cut
+(`wire/node_log.py`) is printed from its first line if line $3 is gone."""
 
 
 class SSHConnections:
@@ -273,7 +278,7 @@ class SSHTransport:
         """Until when (time.monotonic) the pool may open; 0 once the node has joined the pool."""
         self._guard = "1"
         self._lines: deque[str] = deque(maxlen=LINES_KEPT)
-        self._lines_read = 0
+        self._position = LogPosition()
         self._forwards: dict[tuple[str, int], int] = {}
         self._threads: list[LoopThread] = []
         self._beginning = threading.Lock()
@@ -533,14 +538,15 @@ class SSHTransport:
     def _follow(self) -> None:
         """The log thread: reads the node's log, from the last line that it has read before a loss."""
         while not self._closed.is_set():
-            words = [self._directory, self._guard, str(self._lines_read + 1), str(POLL_SECONDS)]
+            self._position.resume()
+            words = [self._directory, self._guard, str(self._position.lines_read + 1), str(POLL_SECONDS)]
             with contextlib.suppress(SkywardError):
                 self._connection.run(shlex.join(["sh", "-c", FOLLOW, "skyward", *words]), on_line=self._on_line)
             self._closed.wait(AGAIN_SECONDS)
 
     def _on_line(self, line: str) -> None:
-        self._lines_read += 1
-        self._lines.append(line)
+        if self._position.is_new(line):
+            self._lines.append(line)
 
     # ── commands ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -19,6 +19,7 @@ from skyward_core.events.events import SkywardEvent
 from skyward_core.image.local_files import NodeFile
 from skyward_core.machines.instances import Instance
 from skyward_core.wire.messages import Parcel
+from skyward_core.wire.node_log import LogPosition
 from skyward_core.wire.private_folders import is_private
 from skyward_core.wire.settings import memory_directory, write_atomically
 from skyward_core.worker.node_clocks import uptime, write_busy, write_lease, write_leaving, write_paid, write_warm
@@ -172,6 +173,10 @@ def refuse_elsewhere(parcel: Parcel, transport: Transport) -> None:
         raise NodeLost(f"{transport.instance.id} says that a value lies in {parcel.path!r}, where it keeps no values")
 
 
+FIRST_LINE_BYTES = 64
+"""So much of the first line of a log tells whether the log was cut."""
+
+
 class LocalTransport:
     """Transport to a node that is a set of processes of this machine."""
 
@@ -199,6 +204,9 @@ class LocalTransport:
         self._is_leaving = False
         self._read = 0
         self._partial = b""
+        self._first_line = b""
+        """Of the log, as far as its first line tells whether it was cut."""
+        self._position = LogPosition()
 
     def start(
         self,
@@ -235,13 +243,19 @@ class LocalTransport:
     def new_lines(self) -> list[str]:
         try:
             with (self._directory / "log").open("rb") as log:
+                first_line = log.readline(FIRST_LINE_BYTES)
+                if not first_line.startswith(self._first_line):  # it was cut
+                    self._read, self._partial = 0, b""
+                    self._position.restart()
+                self._first_line = first_line
                 log.seek(self._read)
                 chunk = log.read()
         except FileNotFoundError:  # the node has ended meanwhile
             return []
         self._read += len(chunk)
         *whole, self._partial = (self._partial + chunk).split(b"\n")
-        return [line.decode(errors="replace") for line in whole]
+        lines = [line.decode(errors="replace") for line in whole]
+        return [line for line in lines if self._position.is_new(line)]
 
     def address(self, address: str) -> str:
         return address

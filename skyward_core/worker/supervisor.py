@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from skyward_core.concurrency.backoff import Backoff
+from skyward_core.wire import node_log
 from skyward_core.wire.info import JOB_PLACE, InstanceInfo, to_env
 from skyward_core.wire.private_folders import make_private
 from skyward_core.wire.settings import NodeOwner, NodeSettings, with_partitions, write_atomically
@@ -200,6 +201,7 @@ class Supervisor:
                 self._look_at_settings()
                 self._look_for_missed()
                 self._look_at_clocks()
+                self._cut_log()
 
     # ── starting ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -210,6 +212,11 @@ class Supervisor:
         for index in range(len(self._settings.workers)):
             self._start_worker(index)
         self._listen_at = time.monotonic() if self._settings.notice_url and self._settings.workers else math.inf
+
+    def _cut_log(self) -> None:
+        """Keep the log of a node that lives for months small."""
+        with contextlib.suppress(OSError):
+            node_log.cut(str(self._directory / "log"))
 
     def _allow_files(self) -> None:
         """Raise the limit of open files as far as the system lets us: a worker has FILES_OF_A_SLOT for each slot."""

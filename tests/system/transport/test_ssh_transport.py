@@ -28,6 +28,7 @@ from skyward_core.transport.code_upload import shipped_archive
 from skyward_core.transport.ssh_transport import SSHConnections, SSHTransport
 from skyward_core.transport.transport import LocalTransport
 from skyward_core.wire.messages import Parcel
+from skyward_core.wire.node_log import cut
 from skyward_core.worker.node_clocks import uptime, write_lease
 from tests.conftest import RecordedEvents
 from tests.testbed import Fleet, Host
@@ -295,6 +296,26 @@ def test_each_line_of_the_log_is_delivered_once_however_often_the_connection_is_
     (way.directory / "log").write_text("line 60\n")
     wait_until(lambda: way.has_emitted("line 60"), "the line of another file")
     assert [line for line in way.lines if not line.startswith("line ")] == []
+
+
+def test_a_log_that_is_cut_is_read_on_also_over_a_lost_connection(way):
+    log = way.directory / "log"
+
+    def write(first: int, last: int) -> list[str]:
+        lines = [f"line {number:06}" for number in range(first, last)]
+        with log.open("a") as file:
+            file.write("".join(f"{line}\n" for line in lines))
+        return lines
+
+    written = write(0, 1000)
+    wait_until(lambda: way.has_emitted(written[-1]), "the first lines")
+    assert cut(str(log), most_bytes=1000, kept_bytes=100)
+    written += write(1000, 1010)
+    wait_until(lambda: way.has_emitted(written[-1]), "the lines after the cut")
+    way.hang_up()
+    written += write(1010, 1020)
+    wait_until(lambda: way.has_emitted(written[-1]), "the lines after the loss")
+    assert [line for line in way.lines if line.startswith("line ")] == written
 
 
 def test_requests_during_a_loss_are_served_after_it(way):
