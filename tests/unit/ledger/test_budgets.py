@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.metering import Meter
 from skyward_core.ledger.rows import Account, Period, Price, Reservation
 from skyward_core.machines.owner import Owner
+from tests.conftest import examples
 from tests.ledger.fixtures import LEASE_SECONDS, NOON, MeterClock, machine, open_pool
 from tests.ledger.fixtures import MeterClock as Clock  # noqa: F401 - tests/unit/provisioning takes it from here
 
@@ -348,6 +350,39 @@ def test_it_warns_drains_and_is_used_up_in_time(
     it.clock.seconds = seen[Fill.USED_UP][0] + 1.0 + 5.0  # the check was a second late; the teardown takes five
     assert it.meter.total() <= limit
     assert it.meter.total() > Decimal("0.85") * limit  # and not much too early
+
+
+@pytest.mark.generated
+@pytest.mark.parametrize("seed", range(examples(200)))
+def test_a_client_that_sleeps_pays_no_more(seed: int) -> None:
+    """A laptop sleeps at random, for seconds or hours. Its machines live on until their lease or their paid time is over, by
+    their own clocks (the hard end in their tags would end them too). What they really cost stays below `max_cost`, and
+    the bill is at least that.
+    """
+    chance = Random(seed)
+    machines, max_cost, lease_seconds = chance.randint(1, 4), chance.choice([2.0, 10.0, 40.0]), chance.choice([12, 120])
+    it = pool(max_cost)
+    price = usd(chance.choice(["1", "3.6", "8"]))
+    began = it.clock()
+    it.launch(machines, price)
+    ends_at = began + min(lease_seconds, it.paid)
+    for _ in range(20_000):
+        # most sleeps are shorter than the lease: machines outlive them, and each costs money that no process counts
+        (seconds,) = chance.choices([1.0, 5.0, 25.0, 7200.0], [90, 5, 5, 0.01])
+        it.clock.go(seconds)
+        now = it.clock()
+        if now >= ends_at:
+            break  # they have ended themselves
+        if it.limit.check()[0] is Fill.USED_UP:
+            ends_at = now + 5.0  # the teardown takes so long
+            break
+        ends_at = now + min(lease_seconds, it.paid)
+    real_seconds = ends_at - began
+    real_usd = Decimal(real_seconds) * price.per_hour * machines / 3600
+    assert real_usd <= Decimal(repr(max_cost))
+    it.clock.seconds = max(it.clock(), began + real_seconds)
+    end_all(it.meter)
+    assert it.meter.total() >= real_usd
 
 
 def test_an_hour_that_is_billed_is_used() -> None:
