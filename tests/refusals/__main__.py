@@ -89,6 +89,8 @@ class Home:
             "SKYWARD_LEDGER": self.ledger_url,
             "XDG_STATE_HOME": str(folder / "state"),
         }
+        if not site or "code_upload" in site:  # our package is copied once for each cache
+            self.environ["XDG_CACHE_HOME"] = str(folder / "cache")
         if hosts is not None:
             self.environ["HOSTS"] = self.environ["SKYWARD_PROVIDER"] = json.dumps(hosts.to_json())
         self._is_on_hosts = hosts is not None
