@@ -69,9 +69,14 @@ POLLS = Backoff(0.05, 1.0)
 """The pauses of a process that waits for another one to open or close the pool."""
 CLOCK_WAS_SET = "the clocks of the ledger's server and of this computer differ, and whether its users live is in doubt"
 EACH_ITS_OWN = frozenset(
-    {"name", "display", "output", "retries", "lease_seconds", "provision_timeout", "collect_metrics", "provider"}
+    {
+        *("name", "display", "output", "retries", "lease_seconds", "provision_timeout", "collect_metrics", "provider"),
+        "max_price_ratio",
+    }
 )
-"""Fields of the spec in which the clients of one pool may differ. The providers are compared as they were chosen."""
+"""Fields of the spec in which the clients of one pool may differ. The providers are compared as they were chosen. Who
+opens the pool chooses its machines by `max_price_ratio`; the others take what is there.
+"""
 
 
 def terms_of(spec: PoolSpec, providers: Sequence[Provider]) -> dict[str, Any]:

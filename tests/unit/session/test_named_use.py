@@ -316,7 +316,7 @@ def _no_answer(*_: object) -> None:
 
 SHARED_TERMS = """
     accelerator architecture budget concurrency cpu env image keep_warm machine max_cost max_hourly_cost max_lifetime
-    max_price_ratio memory nodes scale_down_after scale_up_after secrets selection spot timeout volume
+    memory nodes scale_down_after scale_up_after secrets selection spot timeout volume
 """
 
 
