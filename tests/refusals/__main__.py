@@ -29,9 +29,9 @@ from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import CostBy
 from skyward_core.worker.node_clocks import INSTANCE_TAG
 from tests.conftest import processes_by_tag
-from tests.real_hosts import owned_by
+from tests.real_hosts import owned_by, tagged
 from tests.refusals.programs import LEASE_SECONDS, USD_PER_HOUR
-from tests.testbed import Fleet, why_not
+from tests.testbed import Fleet, Host, why_not
 from tests.testbed.fixtures import requirements
 from tests.testbed.mirror import Mirror
 
@@ -44,6 +44,7 @@ LEAST_USD, MOST_SECONDS = 2.5, LEASE_SECONDS + 15.0
 """The bill may be so much less than what the watcher saw, and so many seconds of a machine more: until its end is known
 it is billed.
 """
+STOP_SECONDS = 15.0
 ALWAYS = ("thread", "fork", "COMMIT", "answer", "stop", "provider", "provider-answer")
 """Kinds that each scenario meets by itself; of the others those sites that no scenario before it had."""
 PASSING = ("skyward-callbacks", "skyward-opening", "skyward-prepare", "Thread", "IO loop", "Profile")
@@ -66,8 +67,7 @@ class Run:
 
     @property
     def kind(self) -> str:
-        side, kind = self.site.split(" ", 2)[:2]
-        return f"{side} {kind}"
+        return " ".join(self.site.split(" ", 2)[:2])
 
     @property
     def has_worked(self) -> bool:
@@ -75,12 +75,20 @@ class Run:
         return bool(self.said) and all(line.get("ok", True) and "ended" not in line for line in self.said)
 
 
+@dataclass(frozen=True)
+class Elsewhere:
+    """A host of the test bed, and the provider that has it."""
+
+    host: Host
+    provider: sky.Hosts
+
+
 class Home:
     """The folder, the ledger and the machines of one run."""
 
-    def __init__(self, folder: Path, site: str, hosts: sky.Hosts | None) -> None:
+    def __init__(self, folder: Path, site: str, elsewhere: Elsewhere | None) -> None:
         self.folder = folder
-        self.provider = ["--provider", "local"] if hosts is None else []
+        self.provider = ["--provider", "local"] if elsewhere is None else []
         self.sites = folder / "sites"
         self.ledger_url = f"sqlite:///{folder / 'ledger.db'}"
         self.environ = {name: value for name, value in os.environ.items() if not name.startswith(("REFUSALS_", "SKYW"))}
@@ -91,9 +99,10 @@ class Home:
         }
         if not site or "code_upload" in site:  # our package is copied once for each cache
             self.environ["XDG_CACHE_HOME"] = str(folder / "cache")
-        if hosts is not None:
-            self.environ["HOSTS"] = self.environ["SKYWARD_PROVIDER"] = json.dumps(hosts.to_json())
-        self._is_on_hosts = hosts is not None
+        if elsewhere is not None:
+            self.environ["HOSTS"] = self.environ["SKYWARD_PROVIDER"] = json.dumps(elsewhere.provider.to_json())
+        self._elsewhere = elsewhere
+        self.environ["REFUSALS_STOP_SECONDS"] = str(STOP_SECONDS)
         self.refusing = self.environ | {"REFUSALS_FILE": str(self.sites), "REFUSALS_SITE": site}
         self.lives: dict[str, tuple[float, float]] = {}
         """From when to when the watcher has seen each machine."""
@@ -122,8 +131,9 @@ class Home:
 
     def machines(self) -> set[str]:
         """The machines that have a living process. Only one run at once is on the hosts."""
-        if self._is_on_hosts:
-            return {value for _, value in processes_by_tag(INSTANCE_TAG) if value.startswith("host-")}
+        if self._elsewhere is not None:
+            there = {*tagged(self._elsewhere.host)}
+            return {value for pid, value in processes_by_tag(INSTANCE_TAG) if pid in there}
         return {value for _, value in self.pids(INSTANCE_TAG)}
 
     def end(self) -> None:
@@ -137,9 +147,9 @@ class Home:
                 self.lives[machine] = (self.lives.get(machine, (now, now))[0], now)
 
 
-def sites_of(scenario: str, hosts: sky.Hosts | None) -> tuple[list[str], list[str]]:
+def sites_of(scenario: str, elsewhere: Elsewhere | None) -> tuple[list[str], list[str]]:
     """Return the sites that a run without a refusal reaches, and its threads."""
-    run, sites = run_with(scenario, "", hosts=hosts)
+    run, sites = run_with(scenario, "", elsewhere=elsewhere)
     if run.wrong:
         sys.exit(f"{scenario} goes wrong without a refusal: {run.wrong}\n{run.stderr}")
     return sites, threads_of(run)
@@ -150,12 +160,12 @@ def threads_of(run: Run) -> list[str]:
 
 
 def run_with(
-    scenario: str, site: str, threads: Sequence[str] = (), hosts: sky.Hosts | None = None
+    scenario: str, site: str, threads: Sequence[str] = (), elsewhere: Elsewhere | None = None
 ) -> tuple[Run, list[str]]:
     """Run a scenario with this site refused once ("": none), and judge it. Return also the sites that it has noted."""
     run, began = Run(scenario, site), time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="refusals-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
-    home = Home(folder, site, hosts)
+    home = Home(folder, site, elsewhere)
     try:
         with contextlib.ExitStack() as others:
             if scenario == "joined":
@@ -245,14 +255,16 @@ def _judge_bill(home: Home, run: Run) -> None:
         )
     rate = USD_PER_HOUR / 3600
     seen = sum(until - since for since, until in home.lives.values()) * rate
-    most = seen + MOST_SECONDS * rate * max(1, len(home.lives))
+    # a machine is billed from its request on, and the process may have been stopped just before it
+    most_seconds = MOST_SECONDS + (STOP_SECONDS if run.kind.endswith(" stop") else 0.0)
+    most = seen + most_seconds * rate * max(1, len(home.lives))
     if not seen - LEAST_USD <= bill <= most:
         run.wrong.append(f"the bill is {bill:.2f} USD, the watcher has seen {seen:.2f} of {len(pools)} pools")
 
 
 @contextlib.contextmanager
-def hosts_of(scenario: str) -> Generator[sky.Hosts | None]:
-    """The provider of a host of the test bed, for the scenario that needs one."""
+def elsewhere_of(scenario: str) -> Generator[Elsewhere | None]:
+    """A host of the test bed, for the scenario that needs one."""
     if scenario != "ssh":
         yield None
         return
@@ -262,7 +274,8 @@ def hosts_of(scenario: str) -> Generator[sky.Hosts | None]:
         host = fleet.create()
         mirror.configure(host)
         with tempfile.TemporaryDirectory() as folder:
-            yield owned_by([host], Path(folder) / "known_hosts").model_copy(update={"price_per_hour": USD_PER_HOUR})
+            provider = owned_by([host], Path(folder) / "known_hosts")
+            yield Elsewhere(host, provider.model_copy(update={"price_per_hour": USD_PER_HOUR}))
         host.crash()
 
 
@@ -294,11 +307,11 @@ def main() -> int:
     options = parser.parse_args()
     runs, known, began = list[Run](), set[str](), time.monotonic()
     for scenario in options.scenarios:
-        with hosts_of(scenario) as hosts, ThreadPoolExecutor(1 if hosts else options.at_once) as pool:
-            sites, threads = sites_of(scenario, hosts)
+        with elsewhere_of(scenario) as elsewhere, ThreadPoolExecutor(1 if elsewhere else options.at_once) as pool:
+            sites, threads = sites_of(scenario, elsewhere)
             wanted = chosen_sites(scenario, sites, known, options.only, options.every)
             print(f"{scenario}: {len(sites)} sites, {len(wanted)} runs", flush=True)
-            started = [pool.submit(run_with, scenario, site, threads, hosts) for site in wanted]
+            started = [pool.submit(run_with, scenario, site, threads, elsewhere) for site in wanted]
             for future in as_completed(started):
                 run, _ = future.result()
                 runs.append(run)
