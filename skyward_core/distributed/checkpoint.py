@@ -65,11 +65,17 @@ class Checkpoint:
         Raises FileNotFoundError if that one was written with `writing`: read its files from `latest().path`. Only
         load what you trust: unpickling runs code.
         """
-        found = self.latest()
-        if found is None:
-            return default
-        with open(found.path / VALUE, "rb") as file:
-            return pickle.load(file)
+        newest = self.latest()
+        while newest is not None:
+            try:
+                with open(newest.path / VALUE, "rb") as file:
+                    return pickle.load(file)
+            except FileNotFoundError:
+                # the process that saves has removed it meanwhile, if there is a newer one
+                before, newest = newest, self.latest()
+                if newest == before:
+                    raise
+        return default
 
     @contextlib.contextmanager
     def writing(self, step: int) -> Generator[Path]:
@@ -104,8 +110,8 @@ class Checkpoint:
         found = list[tuple[int, int, Path]]()
         for mark in marks:
             directory = mark.with_name(mark.name.removesuffix(COMPLETE))
-            if (step := _step(directory)) is not None and _is_complete(directory, mark):
-                found.append((step, mark.stat().st_mtime_ns, directory))
+            if (step := _step(directory)) is not None and (completed_at := _completed_at(directory, mark)) is not None:
+                found.append((step, completed_at, directory))
         for step, _, directory in sorted(found, reverse=True):
             yield SavedCheckpoint(step, directory)
 
@@ -154,13 +160,16 @@ def _complete(directory: Path) -> None:
     _sync(mark.parent)
 
 
-def _is_complete(directory: Path, mark: Path) -> bool:
-    """Return whether all files of a checkpoint have the sizes that its mark names."""
+def _completed_at(directory: Path, mark: Path) -> int | None:
+    """Return the time of a mark, in nanoseconds; None if a file of the checkpoint has not the size that it names, or
+    the process that saves removes the checkpoint just now.
+    """
     try:
         sizes = dict[str, int](json.loads(mark.read_bytes()))
-        return all((directory / name).stat().st_size == size for name, size in sizes.items())
+        is_complete = all((directory / name).stat().st_size == size for name, size in sizes.items())
+        return mark.stat().st_mtime_ns if is_complete else None
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):  # another error is no absence
-        return False
+        return None
 
 
 def _entries(path: Path) -> list[Path]:

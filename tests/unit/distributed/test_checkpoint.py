@@ -1,5 +1,6 @@
 """Checkpoints: a process may be killed at any point, and the newest complete one is found."""
 
+import builtins
 import os
 import shutil
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from skyward_core.distributed.checkpoint import COMPLETE
+from skyward_core.distributed.checkpoint import COMPLETE, VALUE
 
 
 def names(path: Path) -> list[str]:
@@ -64,6 +65,26 @@ def test_an_incomplete_one_is_passed_over_and_removed_later(tmp_path: Path, dama
     assert (found.load(), names(tmp_path)) == ("three", ["step", "step", "step.complete", "step.complete"])
     assert not mark.exists()
     assert not second.path.exists()
+
+
+@pytest.mark.parametrize("at", ["stat", "open"])
+def test_what_is_removed_while_it_is_read_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str):
+    """Another process loads while the training saves: it gets the newer one."""
+    saving, real = sky.checkpoint(tmp_path, keep=1), {"stat": Path.stat, "open": builtins.open}[at]
+    saving.save(1, "old")
+    saved = list[int]()
+
+    def late(path: Any, *args: Any, **options: Any) -> Any:
+        name = str(path)
+        if not saved and "step-00000001" in name and name.endswith(COMPLETE if at == "stat" else VALUE):
+            saved.append(2)
+            saving.save(2, "new")
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(*((Path, "stat") if at == "stat" else (builtins, "open")), late)
+    assert sky.checkpoint(tmp_path).load(default="none") in {"new", "none"}
+    assert saved == [2]
+    assert sky.checkpoint(tmp_path).load() == "new"
 
 
 def test_two_for_one_step_do_not_disturb_each_other(tmp_path: Path):
