@@ -63,6 +63,9 @@ BY_KERNEL = "the kernel, which counts all that it has started too (control group
 """What has killed a call that was out of memory, if not its worker."""
 TOGETHER_SECONDS = 0.005  # news within this time is reported together
 TOPIC_PREFIX = "skyward-"  # of topics; ids of calls have none
+KILLED = frozenset({-signal.SIGKILL, -signal.SIGTERM})
+KILLED_SECONDS = 0.5
+"""How long the crash of a call that was killed from outside is kept back."""
 TERM_SECONDS = 2.0  # from SIGTERM, for a call that is cancelled or out of time, to SIGKILL
 CANCELLED_LIMIT = 10_000
 KNOWN_FUNCTIONS = 64  # a runner with more different ones forgets them all
@@ -560,6 +563,10 @@ class _BatchRun:
         kind, text = (
             (OutcomeKind.OUT_OF_MEMORY, BY_KERNEL) if is_by_kernel else (slot.killed_for or OutcomeKind.CRASH, "")
         )
+        if kind is OutcomeKind.CRASH and self._sent and end is not None and end.code in KILLED:
+            # Whoever ends a node kills its processes one after the other. If this one is next, the call was lost with
+            # its node, and runs again elsewhere; else it has crashed.
+            time.sleep(KILLED_SECONDS)
         # at most one: a runner takes the next call after it has reported the outcome of the last
         for call in self._sent:
             if kind is OutcomeKind.TIMED_OUT:

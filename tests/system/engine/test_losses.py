@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
+from skyward_core.worker.node_clocks import kill_instance
 from tests.conftest import RecordedEvents
 from tests.waiting import WAIT_SECONDS, wait_until
 
@@ -112,6 +113,34 @@ def await_replacement(recorded: RecordedEvents, count: int = 1) -> None:
 
     wait_until(lambda: len(recorded.of(sky.InstanceLost)) >= count, "the event of the loss")
     wait_until(replaced, "the replacement")
+
+
+@sky.compute
+def own_pid(folder: str) -> int:
+    """Write the pid of the call's process when it first runs, and wait; return the pid when it runs again."""
+    path = Path(folder, "pid")
+    if path.exists():
+        return os.getpid()
+    part = path.with_suffix(".part")
+    part.write_text(str(os.getpid()))
+    part.rename(path)
+    time.sleep(600)
+    return 0
+
+
+def test_a_call_whose_process_is_killed_first_is_lost_with_its_node(tmp_path: Path) -> None:
+    """Whoever ends a node kills its processes one after the other: that of the call did not crash."""
+    recorded = RecordedEvents()
+    with open_pool(recorded, nodes=1, retries=1) as pool:
+        running = pool.submit(own_pid(str(tmp_path)))
+        path = tmp_path / "pid"
+        wait_until(path.exists, "the call to run")
+        pid = int(path.read_text())
+        kill(pid)
+        wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the node to know it")
+        kill_instance(pool.lease.nodes[0].instance.id)
+        assert running.result(WAIT_SECONDS) not in {0, pid}
+    assert len(recorded.of(sky.InstanceLost)) == 1
 
 
 # ── without retries ──────────────────────────────────────────────────────────────────────────────────────────────────
