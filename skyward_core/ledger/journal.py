@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -171,10 +172,12 @@ class Journal:
         """The machines of listings that no intent names."""
         self._launches = 0
         self._trouble: dict[str, LedgerError] = {}
-        self._late: list[tuple[str, Callable[[], object]]] = []
-        """Writes that the ledger has refused, in their order: they are made again with the next note. Without its id a
-        machine that outlives this process is not billed to its end.
+        self._unwritten = deque[tuple[str, Callable[[], object]]]()
+        """Writes that are still to be made, in their order. Without its id a machine that outlives this process is not
+        billed to its end.
         """
+        self._in_order = threading.RLock()
+        """Held while they are made: two threads must not change their order."""
 
     # ── before the request ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -340,10 +343,9 @@ class Journal:
         self._write("the ids of launched machines", lambda: self._ledger.bind_all(ids, as_rented))
         self._never_were(launch.by_rank.values() - ids.keys(), "fewer machines came than were requested")
         bound = set(ids.values())
-        with self._kept("machines that were launched beyond the request"):
-            for instance in instances:
-                if instance.id not in bound:
-                    self._adopt(instance, launch)
+        for instance in instances:
+            if instance.id not in bound:
+                self._adopt(instance, launch)
 
     def _price_as_rented(self, instance: Instance, launch: Launch) -> Price:
         """Return the price of a machine: that of its intent, or a lower one that the provider reports."""
@@ -372,10 +374,8 @@ class Journal:
         with self._lock:
             new = [instance for instance in instances if instance.id not in self._numbers]
         answers = [(instance, launch) for instance in new if (launch := self._counted(instance)) is not None]
-        # the first error ends the loop: each may take half a minute, and the machines must still be terminated
-        with self._kept("machines of a listing"):
-            for instance, launch in answers:
-                self._adopt(instance, launch)
+        for instance, launch in answers:
+            self._adopt(instance, launch)
 
     def _counted(self, instance: Instance) -> Launch | None:
         """Return the launch that has created a listed machine, and count the machine; None if no intent names it."""
@@ -397,7 +397,7 @@ class Journal:
 
     def _adopt(self, instance: Instance, launch: Launch) -> None:
         number = self._taken(launch, instance)
-        self._insist("machines that were found", lambda: self._enter(number, instance, launch))
+        self._write("machines that were found", lambda: self._enter(number, instance, launch))
 
     def _enter(self, number: int | None, instance: Instance, launch: Launch) -> None:
         """Record a machine, as that of an intent or in an entry of its own."""
@@ -457,7 +457,7 @@ class Journal:
 
     def note(self) -> None:
         """Record the seconds by bucket so far, and what the ledger has refused before."""
-        self._write_late()
+        self._write_all()
         buckets = self._meter.buckets()
         with self._lock:
             seconds = {
@@ -482,9 +482,9 @@ class Journal:
 
         Raises LedgerError, and LeaseLost if it was condemned.
         """
-        self._write_late()
-        if self._late:
-            raise self._trouble[self._late[0][0]]
+        self._write_all()
+        if self._unwritten:
+            raise self._trouble[self._unwritten[0][0]]
         self._ledger.live_by_lease(self._pool_id, self._now() + timedelta(seconds=seconds))
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -500,7 +500,7 @@ class Journal:
 
         After an error it may be called again.
         """
-        self._write_late()
+        self._write_all()
         with self._kept("the end"):
             self._settle()  # before the end: after a crash in between, a sweep still handles the pool
             self._ledger.end_pool(self._pool_id)
@@ -517,32 +517,32 @@ class Journal:
             self._ledger.settle_pool(self._pool_id, self._ledger.pool_cost_usd(self._pool_id))
 
     def _write(self, what: str, write: Callable[[], object]) -> None:
-        """As `_insist`; the error is kept."""
-        with self._kept(what):
-            self._insist(what, write)
+        """Make a write that may be made twice, after those that the ledger has refused before. If it is refused, its
+        error is kept, and it is made again with the next note.
+        """
+        with self._in_order:
+            self._unwritten.append((what, write))
+            if len(self._unwritten) == 1:  # else the ledger was out of reach: an attempt may take half a minute
+                self._write_all()
 
-    def _insist(self, what: str, write: Callable[[], object]) -> None:
-        """Make a write that may be made twice. If the ledger refuses it, it is made again with the next note."""
-        try:
-            write()
-        except (LedgerConflict, LeaseLost):
-            raise
-        except LedgerError:
-            with self._lock:
-                self._late.append((what, write))
-            raise
-
-    def _write_late(self) -> None:
-        with self._lock:
-            late, self._late = self._late, []
-        while late:
-            what, write = late.pop(0)
-            self._trouble.pop(what, None)
-            self._write(what, write)
-            if self._late:  # the ledger is still out of reach, and each write may take half a minute
-                with self._lock:
-                    self._late += late
-                return
+    def _write_all(self) -> None:
+        """Make the writes that are left, in their order, until the ledger refuses one: an id that is written after the
+        end of its machine would open the entry again.
+        """
+        with self._in_order:
+            while self._unwritten:
+                what, write = self._unwritten[0]
+                self._trouble.pop(what, None)
+                try:
+                    write()
+                except LeaseLost:
+                    self._unwritten.popleft()
+                    raise
+                except LedgerError as error:
+                    self._keep(what, error)
+                    if not isinstance(error, LedgerConflict):
+                        return
+                self._unwritten.popleft()
 
     @contextlib.contextmanager
     def _kept(self, what: str) -> Generator[None]:
@@ -555,11 +555,14 @@ class Journal:
         except LeaseLost:
             raise
         except LedgerError as error:
-            error.add_note(
-                f"not recorded: {what}; the machines themselves are handled nevertheless, and `skyward sweep` completes"
-                " the ledger"
-            )
-            self._trouble[what] = error
+            self._keep(what, error)
         else:
             if what in (NOTES, RENEWALS):
                 self._trouble.pop(what, None)
+
+    def _keep(self, what: str, error: LedgerError) -> None:
+        error.add_note(
+            f"not recorded: {what}; the machines themselves are handled nevertheless, and `skyward sweep` completes"
+            " the ledger"
+        )
+        self._trouble[what] = error

@@ -620,6 +620,30 @@ def test_what_the_ledger_has_refused_once_is_written_with_the_next_note(make: Ma
     it.journal.close()  # it raises nothing
 
 
+def test_what_was_refused_is_written_before_what_came_later(make: Make) -> None:
+    """An id that is written after the end of its machine would open the entry again, and bill it on."""
+    it = make()
+    it.outage.failing = {"bind_all"}
+    (instance,) = it.rent(1)
+    it.journal.gone([instance.id], "it is not listed any more")
+    assert [(intent.cloud_id, intent.gone_at) for intent in it.intents()] == [(None, None)]
+    it.outage.failing = set()
+    it.journal.note()
+    assert [(intent.cloud_id, intent.gone_at is None) for intent in it.intents()] == [(instance.id, False)]
+
+
+def test_during_an_outage_a_step_waits_once_for_what_was_refused(make: Make) -> None:
+    """Each attempt may take half a minute."""
+    it = make()
+    it.outage.failing = {"bind_all", "close_all", "adopt", "bind"}
+    it.rent(1)
+    for number in range(5):
+        it.journal.refused(it.launch(1, 2 + number)[0], "none was free")
+    it.outage.calls.clear()
+    it.journal.note()
+    assert it.outage.calls == ["bind_all"]
+
+
 def test_no_pool_is_left_to_its_lease_before_the_ledger_has_its_machines(make: Make) -> None:
     it = make()
     it.outage.failing = {"bind_all"}
