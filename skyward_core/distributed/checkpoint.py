@@ -106,13 +106,18 @@ class Checkpoint:
 
     def _complete_ones(self) -> Iterator[SavedCheckpoint]:
         """Yield the complete checkpoints, newest first. Of two for one step, the one completed later is first."""
-        marks = [mark for mark in _entries(self.path) if mark.name.endswith(COMPLETE)]
-        found = list[tuple[int, int, Path]]()
-        for mark in marks:
-            directory = mark.with_name(mark.name.removesuffix(COMPLETE))
-            if (step := _step(directory)) is not None and (completed_at := _completed_at(directory, mark)) is not None:
-                found.append((step, completed_at, directory))
-        for step, _, directory in sorted(found, reverse=True):
+        while True:
+            marks = [mark for mark in _entries(self.path) if mark.name.endswith(COMPLETE)]
+            complete = list[tuple[int, int, Path]]()
+            for mark in marks:
+                directory = mark.with_name(mark.name.removesuffix(COMPLETE))
+                completed_at = _completed_at(directory, mark)
+                if (step := _step(directory)) is not None and completed_at is not None:
+                    complete.append((step, completed_at, directory))
+            # one that is removed during the look has made room for a newer one, which the list may lack
+            if all(map(os.path.exists, marks)):
+                break
+        for step, _, directory in sorted(complete, reverse=True):
             yield SavedCheckpoint(step, directory)
 
     def _clean(self, newest: str) -> None:
