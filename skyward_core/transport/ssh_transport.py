@@ -207,7 +207,10 @@ Compares the environment of the process, because another process may have its pi
 FOLLOW = """\
 from=$3 first=
 { IFS= read -r first <"$1/log"; } 2>/dev/null
-case $first in "::skyward cut "*) from=$(($3 - ${first##* } + 1)); [ "$from" -gt 0 ] || from=1 ;; esac
+missing=${first#"::skyward cut "}
+case $missing in "$first" | "" | *[!0-9]* | ????????????????*) ;;
+  *) from=$(($3 - missing + 1)); [ "$from" -gt 0 ] || from=1 ;;
+esac
 exec tail --pid="$2" -n "+$from" -s "$4" -F "$1/log" 2>/dev/null
 """
 """Prints the node's log from line $3 on while its guard lives, without messages of `tail` itself. A log that was cut

@@ -12,8 +12,11 @@ The node's supervisor cuts (`cut`); clients read (`LogPosition`).
 from __future__ import annotations
 
 import os
+import re
 
 CUT = "::skyward cut "
+CUT_LINE = re.compile(rf"{CUT}(\d{{1,15}})", re.ASCII)
+"""Calls may write to the log of their node: the number has a bound."""
 MOST_BYTES, KEPT_BYTES = 8 << 20, 256 << 10
 """At what size a log is cut, and how much of its end stays."""
 KEPT_MARKS = ("::skyward phase ", "::skyward head ", "::skyward notice ", "::skyward preload ")
@@ -38,8 +41,8 @@ class LogPosition:
 
     def is_new(self, line: str) -> bool:
         """Count a line, and return whether it is one of the log that was not read."""
-        if line.startswith(CUT) and line.removeprefix(CUT).isdecimal():
-            self._at = int(line.removeprefix(CUT))
+        if cut_line := CUT_LINE.fullmatch(line):
+            self._at = int(cut_line[1])
             return False
         self._at += 1
         if self._at <= self.lines_read:
@@ -57,9 +60,9 @@ def cut(path: str, most_bytes: int = MOST_BYTES, kept_bytes: int = KEPT_BYTES) -
         return False
     with open(path, "rb+", buffering=0) as file:
         lines = file.read().splitlines(keepends=True)
-        first, missing = lines[:1], 0
-        if first and first[0].startswith(CUT.encode()) and first[0][len(CUT) :].strip().isdigit():
-            missing = int(first[0][len(CUT) :])
+        missing = 0
+        if cut_line := CUT_LINE.fullmatch(b"".join(lines[:1]).decode(errors="replace").rstrip("\n")):
+            missing = int(cut_line[1])
             del lines[0]
         end = _last(lines, kept_bytes)
         marks = [line for line in _newest_marks(lines[: len(lines) - len(end)]) if line not in end]

@@ -65,3 +65,16 @@ def test_a_node_of_this_machine_is_read_on_after_a_cut(tmp_path: Path) -> None:
         log.write("new\n")
     assert transport.new_lines() == ["new"]
     assert transport.new_lines() == []
+
+
+@pytest.mark.parametrize("number", ["", "-1", "x", "1 2", "٣", "9" * 5000, "a[$(touch there)]"])
+def test_a_line_that_a_call_has_written_is_no_cut(tmp_path: Path, number: str) -> None:
+    """Calls may write to the log of their node."""
+    position = LogPosition()
+    assert position.is_new("first")
+    assert position.is_new(f"{CUT}{number}")
+    assert position.lines_read == 2
+    path = tmp_path / "log"
+    path.write_text(f"{CUT}{number}\n" + "line\n" * 300)
+    assert cut(str(path), most_bytes=1000, kept_bytes=10)
+    assert path.read_text().splitlines()[0] == f"{CUT}299"
