@@ -261,7 +261,7 @@ class Api:
                 raise ProviderFailed(self._clean(f"{self._name} answered {method} {path} with no content"))
             return content
         failure = self._failure(method, path, answer)
-        if isinstance(failure, CredentialsError) and not (isinstance(content, dict) and content):
+        if type(failure) is CredentialsError and not (isinstance(content, dict) and content):
             # an edge before the API refuses requests for reasons of its own: "error code: 1010" says nothing of a key
             raise ProviderFailed(
                 f"{failure.without_advice}, which is no answer of {self._name}'s API: something between here and there"
