@@ -32,9 +32,10 @@ from skyward_core.errors import (
 from skyward_core.events.narrator import usd
 from skyward_core.ledger.rows import Attempt
 from skyward_core.machines import spot
+from skyward_core.machines.instances import Instance
 from skyward_core.machines.offers import Offer, Requirements, describe, matches, total_of
 from skyward_core.providers.base import Provider, Sale, why_none
-from skyward_core.spec import PoolSpec
+from skyward_core.spec import MOST_RATIO, PoolSpec
 
 MOST_CANDIDATES = 200
 """Each try takes seconds, so more of them would not help a user."""
@@ -117,14 +118,7 @@ class Candidate:
     @property
     def on_demand_price_per_hour(self) -> float:
         """The price of all machines with spot machines rented on demand, in USD, or as spot where that is unknown."""
-        return sum(
-            max(
-                part.offer.total_per_hour,
-                (part.offer.on_demand_price_per_hour or 0.0) + total_of(part.offer.extras_per_hour),
-            )
-            * part.count
-            for part in self.parts
-        )
+        return sum(on_demand_total(part.offer) * part.count for part in self.parts)
 
     @property
     def machines(self) -> str:
@@ -144,6 +138,12 @@ class Candidate:
 
 type Key = tuple[str, str, str, bool]
 """Provider, region, type and whether it is spot."""
+
+
+def on_demand_total(machine: Offer | Instance) -> float:
+    """Return the price of a machine on demand with its extras, in USD per hour; if that is unknown, its own."""
+    price = max(machine.price_per_hour or 0.0, machine.on_demand_price_per_hour or 0.0)
+    return price + total_of(machine.extras_per_hour)
 
 
 def key_of(thing: Offer | Attempt) -> Key:
@@ -233,10 +233,10 @@ def fitting(offers: Iterable[Offer], want: Requirements) -> list[Offer]:
     return [offer for offer in good if not (offer.accelerators and offer.total_per_hour)]
 
 
-def _nothing_fits(one: ProviderOffers, want: Requirements) -> NoCapacity:
-    with_chips = [offer for offer in one.offers if matches(offer, want) is None]
+def _nothing_fits(answer: ProviderOffers, want: Requirements) -> NoCapacity:
+    with_chips = [offer for offer in answer.offers if matches(offer, want) is None]
     if not with_chips:
-        return NoCapacity(f"nothing fits {describe(want)}: {why_none(one.offers, want)}{_elsewhere(one, want)}")
+        return NoCapacity(f"nothing fits {describe(want)}: {why_none(answer.offers, want)}{_elsewhere(answer, want)}")
     cheapest = min(with_chips, key=lambda offer: offer.total_per_hour)
     return NoCapacity(
         f"nothing without an accelerator fits {describe(want)}. {cheapest.name} fits, with {cheapest.accelerators} x"
@@ -245,20 +245,20 @@ def _nothing_fits(one: ProviderOffers, want: Requirements) -> NoCapacity:
     )
 
 
-def _within_ratio(spec: PoolSpec, found: Sequence[Candidate]) -> list[Candidate]:
+def _within_ratio(spec: PoolSpec, ranked: Sequence[Candidate]) -> list[Candidate]:
     """Return the candidates that cost at most `max_price_ratio` times the first one, then the cheapest dearer one of
     each provider, which says why it is too dear. `max_hourly_cost` takes the place of the ratio. Of a spot machine the
     price on demand counts: a large discount is no reason to refuse others.
 
     A candidate that is refused makes the next one likelier. Without a limit that ends at eight MI355X.
     """
-    first = next((candidate for candidate in found if candidate.price_per_hour), None)
+    first = next((candidate for candidate in ranked if candidate.price_per_hour), None)
     if first is None or spec.max_hourly_cost is not None:
-        return list(found[:MOST_CANDIDATES])
+        return list(ranked[:MOST_CANDIDATES])
     most = spec.max_price_ratio * first.on_demand_price_per_hour * (1 + 1e-9)
-    good = [candidate for candidate in found if candidate.price_per_hour <= most]
+    good = [candidate for candidate in ranked if candidate.price_per_hour <= most]
     dear: dict[int, Candidate] = {}
-    for candidate in found[len(good) :]:
+    for candidate in ranked[len(good) :]:
         dear.setdefault(id(candidate.provider), replace(candidate, too_dear=_above_ratio(spec, candidate, first)))
     return [*good[:MOST_CANDIDATES], *dear.values()]
 
@@ -504,7 +504,7 @@ def none_left(
             f"no provider rents out {nodes} x {', else '.join(map(describe, wanted))}:\n  "
             + "\n  ".join([*shown, *more]),
             errors,
-            sum(one.code != TOO_DEAR for one in refusals),
+            sum(refused.code != TOO_DEAR for refused in refusals),
         )
         error.code = errors[-1].code if errors else ""
     if isinstance(error, NoCapacity):
@@ -571,12 +571,23 @@ def offers_for_one_more(
     if not kinds:
         return []
     # the price of the pool with the new node is `within_hourly_limit`'s: these candidates are one node each
-    found, _ = candidates(spec.with_(spot=_only(kinds), max_hourly_cost=None), [ProviderOffers(provider, near)])
+    free = spec.with_(spot=_only(kinds), max_hourly_cost=None, max_price_ratio=MOST_RATIO)
+    found, _ = candidates(free, [ProviderOffers(provider, near)])
     types = {offer.instance_type for offer in present}
     return sorted(
-        (part.offer for candidate in found if not candidate.too_dear for part in candidate.parts),
+        comparable(spec, present, (part.offer for candidate in found for part in candidate.parts)),
         key=lambda offer: (kinds.index(offer.is_spot), offer.instance_type not in types, offer.total_per_hour),
     )
+
+
+def comparable(spec: PoolSpec, present: Iterable[Offer | Instance], offers: Iterable[Offer]) -> list[Offer]:
+    """Return the offers that cost at most `max_price_ratio` times the dearest machine of the pool; all of them if the
+    pool has `max_hourly_cost`, or its machines cost nothing.
+    """
+    dearest = max(map(on_demand_total, present), default=0.0)
+    if not dearest or spec.max_hourly_cost is not None:
+        return list(offers)
+    return [offer for offer in offers if offer.total_per_hour <= spec.max_price_ratio * dearest * (1 + 1e-9)]
 
 
 def within_hourly_limit(spec: PoolSpec, present: Sequence[Offer], offers: Sequence[Offer]) -> list[Offer]:

@@ -180,7 +180,7 @@ class Quote:
         if not self.candidates:
             return "nothing to rent: " + ("; ".join(str(one) for one in self.refusals) or "no provider sells it")
         shown = ", ".join(f"{one.name} at {usd(one.price_per_hour)} per hour" for one in self.candidates[:SHOWN])
-        dearest = max(self.candidates, key=lambda one: one.price_per_hour)
+        dearest = max(self.candidates, key=lambda candidate: candidate.price_per_hour)
         more = f" and {len(self.candidates) - SHOWN} more" if len(self.candidates) > SHOWN else ""
         if more:
             more += f", the dearest {dearest.name} at {usd(dearest.price_per_hour)} per hour"

@@ -41,6 +41,7 @@ from skyward_core.provisioning.candidates import (
     Candidate,
     ProviderOffers,
     ask,
+    comparable,
     fitting,
     is_sold_as_spot,
     may_come,
@@ -56,7 +57,7 @@ from skyward_core.provisioning.candidates import (
 from skyward_core.provisioning.quote import Question, ask_each, joined, questions, rank_all
 from skyward_core.provisioning.rental import Emit, Rental
 from skyward_core.provisioning.teardown import Termination
-from skyward_core.spec import PoolSpec
+from skyward_core.spec import MOST_RATIO, PoolSpec
 
 ON_TO_THE_NEXT = (NoCapacity, CredentialsError, ProviderFailed, OfferGone, BudgetExceeded, BadRequest)
 """Errors of one candidate after which the next one is tried.
@@ -251,7 +252,7 @@ class Selection:
         """Choose the offers of a rank that the pool has not had (`growth`), for the next `rent_one`. The provider is
         asked for its present offers; if it does not answer, the offers of the opening count.
 
-        Raises NoCapacity if the strategy, the size of the pool's machines and `max_hourly_cost` allow none of them.
+        Raises NoCapacity if the strategy, the size and price of the pool's machines and `max_hourly_cost` allow none.
         """
         self._find_offers([*self.adopted])
         provider, want = self._rental.provider, self._rental.spec.requirements
@@ -262,7 +263,8 @@ class Selection:
             offers = offers_for_one_more(self._rental.spec, provider, present, sold or [*present, *self.others])
             if not offers:
                 raise NoCapacity(
-                    f"{provider.name} sells no machine that the pool's spot strategy and the size of its machines allow"
+                    f"{provider.name} sells no machine that the pool's spot strategy, and size and price of its"
+                    " machines, allow"
                 )
             offers = within_hourly_limit(self._spec, self._rented_beside(rank), offers)
             self.offers[rank], self._choices[rank] = offers[0], offers
@@ -351,10 +353,13 @@ class Selection:
         """
         if all(rank in self.offers for rank in ranks) or not self.adopted:
             return
-        question = Question(0, self._rental.spec, (self._rental.provider,))
+        # their own prices are the measure, and not those of the machines that are sold now
+        spec = self._rental.spec.with_(max_price_ratio=MOST_RATIO)
+        question = Question(0, spec, (self._rental.provider,))
         found, refusals, errors = self._candidates([question], Excluded())
         regions = {instance.region for instance in self.adopted.values()}
-        self.others = [offer for region in sorted(regions) for offer in _near(found, region)]
+        near_all = [offer for region in sorted(regions) for offer in _near(found, region)]
+        self.others = comparable(self._spec, self.adopted.values(), near_all)
         first = self.adopted[min(self.adopted)]
         for rank in ranks:
             own = self.adopted.get(rank, first)

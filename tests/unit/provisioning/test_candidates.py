@@ -286,18 +286,18 @@ SMALL, LARGE, ONE_CHIP, EIGHT_CHIPS = (
 def test_no_candidate_is_of_another_kind_or_many_times_dearer(
     options: dict[str, Any], offers: tuple[Offer, ...], types: list[str]
 ) -> None:
-    found, _ = candidates(sky.PoolSpec.of(**options), [ProviderOffers(CHEAP, offers)])
-    assert types_of([one for one in found if not one.too_dear]) == types
+    ranked, _ = candidates(sky.PoolSpec.of(**options), [ProviderOffers(CHEAP, offers)])
+    assert types_of([candidate for candidate in ranked if not candidate.too_dear]) == types
 
 
 def test_the_cheapest_of_each_provider_that_is_too_dear_says_what_to_write() -> None:
     dear = tuple(offer(f"dear-{price}", price) for price in (20.0, 5.001, 30.0))
     spec = sky.PoolSpec.of(nodes=2)
-    found, refusals = candidates(
+    ranked, refusals = candidates(
         spec, [ProviderOffers(CHEAP, (offer("a", 1.0), *dear)), ProviderOffers(DEAR, (offer("b", 9.0),))]
     )
     assert refusals == []
-    assert [one.too_dear for one in found] == [
+    assert [candidate.too_dear for candidate in ranked] == [
         "",
         (
             "2 x local/r-1 dear-5.001 costs $10.00 per hour, more than 4 times the $2.00 of 2 x local/r-1 a: to allow it,"

@@ -59,8 +59,9 @@ SMALL_SPOT, LARGE_SPOT = chips(1, 0.5, is_spot=True), chips(8, 1.5, is_spot=True
         (None, [EIGHT], [EIGHT], "H100", [EIGHT]),
         (HALF, [ONE], [ONE, SMALL_SPOT, LARGE_SPOT], "H100", [SMALL_SPOT]),
         (HALF, [SMALL_SPOT], [ONE, SMALL_SPOT, LARGE_SPOT], "H100", [ONE]),
-        # without chips machines of all sizes are alike
+        # without chips machines of all sizes are alike, up to four times the price of the dearest
         (None, [HEAD], [LARGE, HEAD], None, [HEAD, LARGE]),
+        (None, [HEAD, CHEAP], [LARGE.model_copy(update={"price_per_hour": 8.1})], None, []),
     ],
 )
 def test_the_offers_that_are_tried_for_one_more_node(

@@ -46,7 +46,7 @@ class Catalog(sky.Local):
 def test_a_quote_shows_the_dearest_candidate_that_could_be_taken() -> None:
     """What costs more than four times the first one is none; what is not shown may be the dearest."""
     quoted = sky.ComputePool(provider=Catalog(), max_lifetime=3600).quote()
-    assert [one.price_per_hour for one in quoted.candidates] == [1.0, 2.0, 3.0, 4.0]
+    assert [candidate.price_per_hour for candidate in quoted.candidates] == [1.0, 2.0, 3.0, 4.0]
     assert quoted.ceiling_usd == 4.0
     quoted = sky.ComputePool(provider=Catalog(), max_price_ratio=10).quote()
     assert "and 2 more, the dearest 1 x local/r-1 type-7 at $7.00 per hour; no limit of the cost" in str(quoted)

@@ -134,11 +134,11 @@ def test_what_is_too_dear_is_refused_when_all_others_have_refused(
     with pytest.raises(QuotaExceeded, match=r"more than 4 times the \$1.00 of .* write max_hourly_cost=8") as caught:
         it.machines._selection.rent_all(float("inf"))
     assert cloud._asked == ["a", "b"]
-    assert [one.code for one in caught.value.refusals] == ["", "", "max_price_ratio"]
+    assert [refused.code for refused in caught.value.refusals] == ["", "", "max_price_ratio"]
 
 
-def forbidden(one: Offer) -> SkywardError:
-    error = NoCapacity(f"no {one.instance_type} for you").coded("403")
+def forbidden(sold: Offer) -> SkywardError:
+    error = NoCapacity(f"no {sold.instance_type} for you").coded("403")
     error.if_all = CredentialsError("the key may not create").coded("403")
     return error
 
@@ -201,7 +201,7 @@ BOTH_TYPES = offer("a", 1.0), offer("b", 2.0)
 
 def test_a_refusal_with_two_meanings_may_be_one_of_the_candidate(opened: Opened, market: Callable[..., Market]) -> None:
     """A pool of machines that the account may not use, or a key without rights (RunPod's 403)."""
-    cloud = market("cloud", *BOTH_TYPES, refuses=lambda one: forbidden(one) if one.instance_type == "a" else None)
+    cloud = market("cloud", *BOTH_TYPES, refuses=lambda sold: forbidden(sold) if sold.instance_type == "a" else None)
     (machine,) = opened(cloud, nodes=1).machines._selection.rent_all(float("inf"))
     assert (machine.instance_type, cloud._asked) == ("b", ["a", "b"])
 
