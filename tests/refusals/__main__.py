@@ -49,6 +49,8 @@ ALWAYS = ("thread", "fork", "COMMIT", "answer", "stop", "provider", "provider-an
 """Kinds that each scenario meets by itself; of the others those sites that no scenario before it had."""
 PASSING = ("skyward-callbacks", "skyward-opening", "skyward-prepare", "Thread", "IO loop", "Profile")
 """Threads that may have ended, or not begun."""
+WORDS = ("RuntimeError", "OSError", "PermissionError", "BlockingIOError", "ConnectionError", "TimeoutError")
+"""What a user may read beside our own errors: the refusal itself, and `future.result` that has waited too long."""
 REPLACED = ("skyward-collected",)
 """Threads whose work is done elsewhere once they could not be started: finalizers do it themselves."""
 
@@ -237,8 +239,9 @@ def _judge_calls(run: Run, threads: Sequence[str]) -> None:
     for line in run.said:
         if line.get("ok") is False:
             run.wrong.append(f"wrong result of {line['call']}")
-        if line.get("raised") and not line["message"]:
-            run.wrong.append(f"{line['call']} raised {line['raised']} without words")
+        raised = line.get("raised") or line.get("ended")
+        if raised and not (line["message"] and (line["is_ours"] or raised in WORDS)):
+            run.wrong.append(f"{line.get('call', 'the pool')} raised {raised} without words: {line['message']}")
     if threads and run.has_worked and (missing := set(threads) - set(threads_of(run)) - {*PASSING, *REPLACED}):
         run.wrong.append(f"missing threads: {sorted(missing)}")
 
@@ -291,10 +294,10 @@ def table(runs: Sequence[Run]) -> str:
     return "\n".join(lines)
 
 
-def chosen_sites(scenario: str, sites: Sequence[str], known: set[str], only: str, every: int) -> list[str]:
+def sites_to_refuse(scenario: str, sites: Sequence[str], seen: set[str], only: str, every: int) -> list[str]:
     """Return the sites of a scenario that get a run."""
-    new = [site for site in sites if site not in known or site.split(" ", 2)[1] in ALWAYS]
-    known.update(sites)
+    new = [site for site in sites if site not in seen or site.split(" ", 2)[1] in ALWAYS]
+    seen.update(sites)
     return [site for site in new if only in site][::every]
 
 
@@ -305,13 +308,13 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, help="one of so many sites")
     parser.add_argument("--at-once", type=int, default=2)
     options = parser.parse_args()
-    runs, known, began = list[Run](), set[str](), time.monotonic()
+    runs, seen, began = list[Run](), set[str](), time.monotonic()
     for scenario in options.scenarios:
         with elsewhere_of(scenario) as elsewhere, ThreadPoolExecutor(1 if elsewhere else options.at_once) as pool:
             sites, threads = sites_of(scenario, elsewhere)
-            wanted = chosen_sites(scenario, sites, known, options.only, options.every)
-            print(f"{scenario}: {len(sites)} sites, {len(wanted)} runs", flush=True)
-            started = [pool.submit(run_with, scenario, site, threads, elsewhere) for site in wanted]
+            chosen = sites_to_refuse(scenario, sites, seen, options.only, options.every)
+            print(f"{scenario}: {len(sites)} sites, {len(chosen)} runs", flush=True)
+            started = [pool.submit(run_with, scenario, site, threads, elsewhere) for site in chosen]
             for future in as_completed(started):
                 run, _ = future.result()
                 runs.append(run)

@@ -183,8 +183,8 @@ def test_a_pool_without_an_accelerator_climbs_to_none_and_to_no_price(
     spec = sky.PoolSpec.of(spot="never")
     with account.within:
         (answer,) = ask([account.make()], spec.requirements)
-    found, _ = candidates(spec, [answer])
-    taken = [candidate for candidate in found if not candidate.too_dear]
+    ranked, _ = candidates(spec, [answer])
+    taken = [candidate for candidate in ranked if not candidate.too_dear]
     assert taken
     sells_others = any(not offer.accelerators for offer in answer.offers)
     assert sells_others == (account.name not in {"Vast.ai", "RunPod"})
