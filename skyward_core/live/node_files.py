@@ -17,7 +17,6 @@ import shutil
 import stat
 import subprocess
 import tarfile
-import tempfile
 from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
@@ -186,10 +185,13 @@ def _followed(link: Path) -> Path:
 @contextmanager
 def _beside(target: Path) -> Generator[Path]:
     """Yield where the copy is made: in a private folder on the target's disk, which is removed at the end."""
-    with _written(target):
-        folder = tempfile.TemporaryDirectory(prefix=".skyward-cp-", dir=target.parent, ignore_cleanup_errors=True)
-    with folder:
-        yield Path(folder.name) / "part"
+    folder = target.parent / f".skyward-cp-{secrets.token_hex(16)}"
+    try:  # before the folder is made: a signal may come right after that
+        with _written(target):
+            folder.mkdir(mode=0o700)
+        yield folder / "part"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

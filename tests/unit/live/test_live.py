@@ -1,5 +1,6 @@
 """A look at a live pool: logs, metrics, stacks, logins and Dask's pages, with a real pool of this machine."""
 
+import os
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,7 +17,7 @@ from skyward_core.cli import calls as view
 from skyward_core.errors import NodeLost, Unreachable
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.live import observer as metrics
-from skyward_core.live.node_files import read_place
+from skyward_core.live.node_files import _beside, read_place
 from skyward_core.live.observer import PoolUses, SampleFeed, call_list, calls_of
 from skyward_core.live.pool_nodes import PoolNodes, command_on, login_command
 from skyward_core.machines.instances import Endpoint, Instance, InstanceState
@@ -290,3 +291,18 @@ def test_the_table_of_calls_has_their_clients_and_slots() -> None:
     assert view.more(found, limit=2) == "and 5005 more calls; --limit shows more"
     assert view.more(replace(found, more_waiting=0), limit=100) == ""
     assert view.stacks_text(found, limit=100) == "stacks of a-runs (train), process 100 on node 0\n  in train"
+
+
+def test_a_signal_right_after_the_folder_of_a_copy_is_made_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.mkdir
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        real(*args, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "mkdir", interrupted)
+    with pytest.raises(KeyboardInterrupt), _beside(tmp_path / "copy"):
+        pass
+    assert list(tmp_path.iterdir()) == []
