@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import random
 import socket
 import threading
@@ -37,6 +38,7 @@ from skyward_core.errors import CommandFailed, ConnectionLost, PoolClosed, Skywa
 from skyward_core.events.events import InfraCreating
 from skyward_core.ledger.budgets import SpendingLimit
 from skyward_core.ledger.journal import Journal
+from skyward_core.ledger.lease_clock import boot_seconds
 from skyward_core.ledger.metering import Meter
 from skyward_core.machines.instances import Instance, Lease
 from skyward_core.providers.base import Provider
@@ -340,6 +342,10 @@ class Startup:
         """The machines that the last listing lacked."""
         self._silent: dict[str, float] = {}
         """By machine: since when it does not answer."""
+        self._looked_at = math.inf
+        """When the machines were last looked at, by `boot_seconds`."""
+        self._has_slept = False
+        """Whether two looks were further apart than a lease: the process was stopped, or the computer slept."""
         self._has_failed = threading.Event()
 
     def prepare(self, deadline: float) -> None:
@@ -407,13 +413,18 @@ class Startup:
     def _raise_if_gone(self, nodes: Sequence[Preparation]) -> None:
         """Raise BootstrapFailed for a machine that is gone.
 
-        Over SSH the provider is queried only for machines that do not answer, and at most every ASK_SECONDS, because
-        a listing may take seconds.
+        Over SSH the provider is queried at most every ASK_SECONDS, because a listing may take seconds, and only for
+        machines that do not answer or whose script has not begun. After a sleep it is queried for all: a guard has
+        ended its node meanwhile, and the host of the node still answers.
         """
-        silent = list(nodes)
+        asked = silent = list(nodes)
         is_local = self._rental.provider.is_local
         if not is_local:
+            now = boot_seconds()
+            self._has_slept |= now - self._looked_at > self._spec.lease_seconds
+            self._looked_at = now
             silent = [node for node in nodes if not node.transport.is_connected]
+            asked = [node for node in nodes if self._has_slept or not node.transport.is_connected or not node.phase]
             self._silent = {node.instance.id: self._silent.get(node.instance.id, time.monotonic()) for node in silent}
             lease_over = {
                 machine
@@ -421,7 +432,7 @@ class Startup:
                 if time.monotonic() - since > self._spec.lease_seconds
             }
             raise_if_gone(silent, lease_over)  # its guard has ended it, or its host is off
-            if not silent or time.monotonic() < max(self._listed_at, self._rental.answered_at) + ASK_SECONDS:
+            if not asked or time.monotonic() < max(self._listed_at, self._rental.answered_at) + ASK_SECONDS:
                 return
             self._listed_at = time.monotonic()
         try:
@@ -430,10 +441,10 @@ class Startup:
             if is_local:
                 raise
             return  # an outage proves nothing
-        missing = {node.instance.id for node in silent} - living
+        missing = {node.instance.id for node in asked} - living
         # a cloud may list a new machine some seconds late
         gone, self._missed = missing if is_local else missing & self._missed, missing
-        raise_if_gone(silent, gone)
+        raise_if_gone(asked, gone)
 
     def _go_through_the_client(self, nodes: Sequence[Preparation], deadline: float) -> None:
         """Let every node listen on loopback, at its own ports. This client forwards them from every other node."""

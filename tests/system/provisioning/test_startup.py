@@ -21,7 +21,7 @@ class StartingNode:
         self.rank = rank
         self.instance = SimpleNamespace(id=f"i-{rank}", tags={})
         self.transport = self
-        self.is_connected = True
+        self.is_connected, self.phase = True, "server"
         self.head: str | None = None
         self.is_silent = False
         """Whether its scheduler does not come up."""
@@ -160,6 +160,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time of the startup, which a test sets."""
     seconds = [1000.0]
     monkeypatch.setattr(startup_module, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
+    monkeypatch.setattr(startup_module, "boot_seconds", lambda: seconds[0])
     return seconds
 
 
@@ -197,6 +198,30 @@ def test_a_machine_that_is_silent_for_longer_than_its_lease_is_gone(now: list[fl
     now[0] += 1
     with pytest.raises(BootstrapFailed, match="i-1: it is gone"):
         pool.startup.check()
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["before its script", "while it installs"])
+def test_a_node_that_ended_while_the_client_slept_is_gone(now: list[float], is_new: bool) -> None:
+    """Its guard has ended it, and its host still answers: without a question the opening would wait for its limit."""
+    pool = Opening()
+    pool.all[1].phase = "" if is_new else "packages"
+    pool.startup.check()
+    pool.listed = [{"i-0", "i-2"}] * 2
+    now[0] += 61
+    pool.startup.check()
+    now[0] += ASK_SECONDS
+    with pytest.raises(BootstrapFailed, match="i-1: it is gone"):
+        pool.startup.check()
+
+
+def test_a_node_that_answers_is_not_looked_for(now: list[float]) -> None:
+    """Until the client has slept for longer than a lease."""
+    pool = Opening()
+    pool.listed = [set(), set()]
+    for _ in range(30):
+        pool.startup.check()
+        now[0] += 60
+    assert len(pool.listed) == 2
 
 
 def test_processes_of_this_machine_are_looked_for_each_time(now: list[float]) -> None:
