@@ -142,6 +142,8 @@ class SkywardError(Exception):
     code = ""
     advice = ""
     """What the user does next, if it is known. The message ends with it."""
+    left_nothing = False
+    """Whether a launch with this error has certainly created no machine: a refusal, and no answer that was lost."""
     is_final = False
     """Whether another try of the same work meets the same error, or would pay a second time for work that is done.
     Orchestrators do not try such work again.
@@ -265,6 +267,7 @@ class NoCapacity(SkywardError):
     `refusals` are the candidates that were tried, in their order.
     """
 
+    left_nothing = True
     refusals: tuple[Refusal, ...] = ()
     mistake = ""
     """What the provider said, without the names of one offer, where it may be the request that is wrong: it has one

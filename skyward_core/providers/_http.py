@@ -10,7 +10,8 @@ import os
 import re
 import ssl
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC
 from email.utils import parsedate_to_datetime
@@ -46,6 +47,8 @@ It is also the shortest pause where the cloud names one: "again in 0 s" must not
 """
 LONGEST_PAUSE_SECONDS = 15.0
 QUOTED_CHARACTERS = 500
+TOTAL_HEADER = "X-Total-Count"
+"""The number of all rows, in an answer that may have only a page of them. Verda is reported to send it."""
 SECRET_FIELD = re.compile(r"(.*[_-])?(key|token|secret|password)", re.IGNORECASE)
 """Names of fields whose values appear in no message: an answer may hold a secret that we do not know."""
 
@@ -259,6 +262,14 @@ class Api:
         if answer.is_success:
             if content is None and missing_is_none and method == "GET":
                 raise ProviderFailed(self._clean(f"{self._name} answered {method} {path} with no content"))
+            total = answer.headers.get(TOTAL_HEADER, "")
+            if isinstance(content, list) and total.isdecimal() and int(total) > len(cast("list[Any]", content)):
+                raise ProviderFailed(
+                    self._clean(
+                        f"{self._name} answered {method} {path} with {len(cast('list[Any]', content))} of {total} rows:"
+                        " what is missing in a part of a list may exist"
+                    )
+                )
             return content
         failure = self._failure(method, path, answer)
         if type(failure) is CredentialsError and not (isinstance(content, dict) and content):
@@ -267,7 +278,8 @@ class Api:
                 f"{failure.without_advice}, which is no answer of {self._name}'s API: something between here and there"
                 " refuses the request, such as a proxy, a firewall, or the cloud's edge"
             ).coded(failure.code)
-        if missing_is_none and answer.status_code in (HTTPStatus.NOT_FOUND, HTTPStatus.GONE):
+        is_missing = answer.status_code in (HTTPStatus.NOT_FOUND, HTTPStatus.GONE)
+        if missing_is_none and is_missing and not isinstance(failure, CredentialsError):
             if isinstance(content, dict) and self._says_missing(cast("dict[str, Any]", content)):
                 return None
             failure = ProviderFailed(f"{failure}, which is no answer of {self._name}").coded(failure.code)
@@ -371,6 +383,22 @@ def tried[K, R](work: Callable[[K], R], things: Sequence[K], name: str) -> tuple
 def is_unsure(error: SkywardError) -> bool:
     """Return whether a creating call with this error may have created something."""
     return isinstance(error, ProviderFailed) and not isinstance(error, RateLimited)
+
+
+def certain_if_refused(error: SkywardError) -> SkywardError:
+    """Note that a launch ends with this refusal of its first creating call, if it is one; return the error."""
+    error.left_nothing = error.left_nothing or not is_unsure(error)
+    return error
+
+
+@contextmanager
+def before_creation() -> Generator[None]:
+    """What fails within has created nothing, whatever the error is."""
+    try:
+        yield
+    except SkywardError as error:
+        error.left_nothing = True
+        raise
 
 
 def _wait_seconds(state: RetryCallState, pause_seconds: float) -> float:

@@ -162,8 +162,6 @@ class Provider(Frozen):
     """How long `instances` may omit a machine that exists."""
     ends_for_good_with: ClassVar[str] = ""
     """What a user gives so that machines end for good, if they do not (`ends_for_good`): "node_token=..."."""
-    stopped_spot: ClassVar[str] = ""
-    """What is billed of a spot machine that the provider stops and keeps: it cannot end itself then. "": nothing."""
     billing_increment_seconds: ClassVar[int] = 1
     """Each begun interval of this length is billed in full."""
     tells_what_is_paid: ClassVar[bool] = False
@@ -273,6 +271,12 @@ class Provider(Frozen):
         Then closing a pool warns, and does not raise.
         """
         return False
+
+    def stopped_spot(self) -> str:
+        """Return what is billed of a spot machine that the provider stops and keeps, and until when, as a sentence
+        without its subject's end: "its disk is billed until ...". Such a machine cannot end itself. "": nothing is.
+        """
+        return ""
 
     def ends_for_good(self) -> bool:
         """Return whether a machine that has ended itself is gone and not billed any more.

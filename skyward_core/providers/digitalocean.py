@@ -43,6 +43,8 @@ from skyward_core.providers._http import (
     Classify,
     Found,
     Row,
+    before_creation,
+    certain_if_refused,
     field_of,
     is_unsure,
     nothing_in,
@@ -149,8 +151,8 @@ class DigitalOcean(Provider):
         ranks = {name_of(tags, rank): rank for rank in range(first, first + count)}
         is_gpu = offer.accelerator is not None
         with self._api() as api, self._api(refusal_of(offer)) as creating:
-            fingerprint = registered(api, key)
-            order = self._order(offer, tags, startup, key, fingerprint)
+            with before_creation():
+                order = self._order(offer, tags, startup, key, registered(api, key))
             created = create_droplets(creating, api, order, list(ranks), is_gpu=is_gpu)
             ready, failed = await_addresses(api, created, is_gpu=is_gpu)
             if failed:
@@ -379,6 +381,7 @@ def create_droplets(
             if is_unsure(error):
                 created += [row for row in droplets(api, is_gpu=is_gpu) if row["name"] in chunk]
             if not created:
+                certain_if_refused(error)
                 raise
             log.warning("DigitalOcean created %d of %d machines: %s", len(created), len(names), error)
             break

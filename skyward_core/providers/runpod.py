@@ -49,6 +49,8 @@ from skyward_core.providers._http import (
     Classify,
     Found,
     Row,
+    before_creation,
+    certain_if_refused,
     field_of,
     is_unsure,
     nothing_in,
@@ -231,7 +233,8 @@ class RunPod(Provider):
             rank: self._order(offer, of_machine(tags, rank), startup, key) for rank in range(first, first + count)
         }
         with self._api() as api, self._api(refusal_of(offer)) as creating:
-            check_stock(api, offer)
+            with before_creation():
+                check_stock(api, offer)
             created = create_pods(creating, api, orders)
             up, down = await_addresses(api, created, offer, is_networked=self.global_networking)
             if down:
@@ -545,7 +548,7 @@ def create_pods(creating: Api, api: Api, orders: Mapping[int, Row]) -> dict[int,
     for rank in failures.keys() - found.keys():
         log.info("RunPod did not create the pod of rank %d: %s", rank, failures[rank])
     if not created and not found:
-        raise next(iter([*unsure.values(), *failures.values()]))
+        raise certain_if_refused(next(iter([*unsure.values(), *failures.values()])))
     return dict(sorted({**created, **found}.items()))
 
 
@@ -751,7 +754,7 @@ KEYS_PAGE = "https://www.console.runpod.io/user/settings"
 """Where keys are made and get their rights (docs.runpod.io/get-started/api-keys)."""
 BILLING_PAGE = "https://www.console.runpod.io/user/billing"
 CAPACITY = "Try again later, another data centre or another GPU (`skyward offers`)"
-SOLD_OUT = re.compile("availab|capacit|stock|suppl|resource|instance|machine|host|sold|again")
+SOLD_OUT = re.compile("availab|capacit|stock|suppl|resource|instance|machine|host|sold|again|required specification")
 """Words of a refusal that may mean that nothing is left. RunPod does not document its wording."""
 
 

@@ -15,8 +15,9 @@ import re
 import shlex
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from itertools import batched
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -40,8 +41,20 @@ from skyward_core.errors import (
 from skyward_core.machines.instances import Instance, InstanceState
 from skyward_core.machines.offers import Offer, Requirements, total_of
 from skyward_core.providers import userdata
-from skyward_core.providers._http import Advice, Api, Classify, Found, Row, field_of, is_unsure, number_of, rows_of
-from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags, chips
+from skyward_core.providers._http import (
+    Advice,
+    Api,
+    Classify,
+    Found,
+    Row,
+    before_creation,
+    certain_if_refused,
+    field_of,
+    is_unsure,
+    number_of,
+    rows_of,
+)
+from skyward_core.providers.base import EXPIRES_TAG, LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags, chips
 from skyward_core.providers.tagging import MORE_TAGS, TagName, of_machine
 from skyward_core.providers.userdata import Key, endpoint_of, host_key, our_key
 from skyward_core.providers.vastai_market import (
@@ -58,6 +71,7 @@ from skyward_core.providers.vastai_market import (
     search,
     spaced,
 )
+from skyward_core.providers.vastai_schedule import schedule, unschedule
 from skyward_core.shown_text import visible_logger
 
 log = visible_logger(__name__)
@@ -99,14 +113,12 @@ class VastAI(Provider):
             "min_direct_ports",
             "min_cuda",
             "min_hours_left",
+            "schedule_end",
         }
     )
     # whose computer it may be decides who reads what a pool sends there
     own_fields: ClassVar[frozenset[str]] = frozenset({"image", "verified_only", "min_reliability"})
     end_command: ClassVar[str] = userdata.END_COMMAND
-    stopped_spot: ClassVar[str] = (
-        "the disk of an interruptible container that Vast.ai stops, because it was outbid or the credit is used up"
-    )
     sells_by_wish: ClassVar[bool] = True
     """Without an accelerator in the requirements, `offers` returns the cheapest of all machines."""
     listing_lag_seconds: ClassVar[float] = 30.0
@@ -154,6 +166,11 @@ class VastAI(Provider):
         description="Lowest CUDA version of the host's driver. None: what the images need. Not used for AMD.",
     )
     min_hours_left: float = Field(default=24.0, ge=0, description="How long the host must still be for rent, at least.")
+    schedule_end: bool = Field(
+        default=False,
+        description="Have Vast.ai itself destroy each container at the first full hour after the pool's hard end, also"
+        " one that it has stopped. Not confirmed on the real market. Needs max_lifetime or max_cost.",
+    )
 
     @field_validator("region")
     @classmethod
@@ -241,6 +258,7 @@ class VastAI(Provider):
         """
         key = our_key(self.ssh_key)
         record = LaunchRecord()
+        expires = self._expires(tags)
         first = int(tags.get(RANK_TAG, "0"))
         wanted = list(range(first, first + count))
         rows: dict[int, Row] = {}
@@ -249,23 +267,30 @@ class VastAI(Provider):
         ).coded("no offers")
         deadline = time.monotonic() + ADDRESS_SECONDS
         with self._api(record.unwanted) as api:
-            choices = in_order(self._matching(api, offer), count)
+            with before_creation():
+                choices = in_order(self._matching(api, offer), count)
             while wanted and choices and time.monotonic() < deadline:
                 machines = [of_machine(tags, rank) for rank in wanted]
                 created, refusal = rent(
                     api, choices, machines, lambda machine: self._order(offer, machine, startup, key), record
                 )
                 record.known |= set(created.values())
-                up, down = await_addresses(api, created, deadline, record)
+                unscheduled = {} if expires is None else schedule_ends(api, created, expires, record)
+                up, down = await_addresses(
+                    api, {rank: created[rank] for rank in created.keys() - unscheduled.keys()}, deadline, record
+                )
                 rows |= up
+                down |= unscheduled
                 is_refused = refusal is not None and type(refusal) is not NoCapacity
-                is_over = is_refused or any(error.code == GONE for error in down.values())
+                is_over = is_refused or bool(unscheduled) or any(error.code == GONE for error in down.values())
                 trouble = (refusal if is_refused else next(reversed(down.values()), refusal)) or trouble
                 wanted = [] if is_over else sorted(down)
+            if expires is not None:
+                forget_ends(api, record.known - {row["id"] for row in rows.values()})
         if not rows and record.stuck:  # not NoCapacity, which means that nothing is left running
             raise ProviderFailed(f"Vast.ai did not destroy {sorted(record.stuck)}, which did not start") from trouble
         if not rows:
-            raise trouble
+            raise certain_if_refused(trouble)
         if len(rows) < count:
             log.info(
                 "Vast.ai had %d of %d %s at $%.3f and %g more: %s",
@@ -277,6 +302,14 @@ class VastAI(Provider):
                 trouble,
             )
         return [instance for _, row in sorted(rows.items()) if (instance := self._instance(row, key)) is not None]
+
+    def _expires(self, tags: Tags) -> float | None:
+        """Return the hard end after which Vast.ai is to destroy the containers; None without `schedule_end`."""
+        if not self.schedule_end:
+            return None
+        if EXPIRES_TAG not in tags:
+            raise BadRequest("schedule_end=True needs the hard end of the pool: give it max_lifetime or max_cost")
+        return float(tags[EXPIRES_TAG])
 
     def _matching(self, api: Api, offer: Offer) -> list[MarketOffer]:
         """Return the market's offers of the offer's class, at its price at most, cheapest first."""
@@ -352,6 +385,8 @@ class VastAI(Provider):
             return
         with self._api() as api:
             errors = destroy(api, contracts)
+            if self.schedule_end:
+                forget_ends(api, set(contracts) - errors.keys())
         for error in errors.values():
             if isinstance(error, CredentialsError):
                 raise error
@@ -365,15 +400,30 @@ class VastAI(Provider):
         """True: a container destroys itself."""
         return True
 
+    def stopped_spot(self) -> str:
+        """A stopped container keeps its disk."""
+        disk = (
+            "the disk of an interruptible container that Vast.ai stops, because it was outbid or the credit is used up,"
+        )
+        if self.schedule_end:
+            return f"{disk} is billed until Vast.ai destroys it, at the first full hour after the pool's hard end"
+        return (
+            f"{disk} is billed until `skyward sweep --yes` deletes it: run that every few minutes on another computer,"
+            " or give schedule_end=True"
+        )
+
     def account(self) -> str:
         """Return the number of the key's user."""
         with self._api() as api:
             return f"user {field_of(api.request('GET', USER), 'id', int, f'Vast.ai answered GET {USER}')}"
 
     def quotas(self) -> Mapping[str, float]:
-        """Return the credit, from which Vast.ai takes the price of machines."""
+        """Return what Vast.ai takes the price of machines from: the balance, and the credit, by its own names."""
+        who = f"Vast.ai answered GET {USER}"
         with self._api() as api:
-            return {"credit in USD": number_of(api.request("GET", USER), "credit", f"Vast.ai answered GET {USER}")}
+            user = api.request("GET", USER)
+        names = [name for name in ("credit", "balance") if isinstance(user, dict) and cast("Row", user).get(name)]
+        return {f"{name} in USD": number_of(user, name, who) for name in names or ["credit"]}
 
     def console_url(self, instance: Instance) -> str:
         """Return the page with all containers, because there is no page for one."""
@@ -389,10 +439,10 @@ class VastAI(Provider):
             "Vast.ai",
             url,
             {"Authorization": f"Bearer {found.key}"},
-            classify=classify_and_note(unwanted),
+            classify=classify_and_note(unwanted, advice := advice_of(found.source)),
             secrets=[found.key],
             says_missing=says_missing,
-            advice=advice_of(found.source),
+            advice=advice,
         )
 
 
@@ -533,6 +583,32 @@ def _look_up(api: Api, tags: Tags, known: set[int]) -> int | None:
     return None
 
 
+def schedule_ends(
+    api: Api, created: Mapping[int, int], expires: float, record: LaunchRecord
+) -> dict[int, SkywardError]:
+    """Have Vast.ai destroy these containers after `expires`. One without such an end is destroyed at once.
+
+    Returns the errors by rank.
+    """
+    errors: dict[int, SkywardError] = {}
+    for rank, contract in created.items():
+        try:
+            schedule(api, contract, expires)
+        except SkywardError as error:
+            errors[rank] = error.advised("Leave out schedule_end=True to rent without it")
+    destroy_failed(api, [created[rank] for rank in errors], record)
+    return errors
+
+
+def forget_ends(api: Api, contracts: Collection[int]) -> None:
+    """Remove the scheduled ends of containers that are gone. Those that cannot be removed now end within a week."""
+    try:
+        if contracts:
+            unschedule(api, contracts)
+    except SkywardError as error:
+        log.info("the scheduled ends of %s stay at Vast.ai for a week: %s", sorted(contracts), error)
+
+
 def destroy_failed(api: Api, contracts: Sequence[int], record: LaunchRecord) -> None:
     """Destroy containers that did not start. Those that cannot be destroyed now are recorded as stuck."""
     for contract, error in destroy(api, contracts).items():
@@ -667,10 +743,14 @@ LISTING_ROWS = 25
 """The most rows of one page of a listing."""
 GONE_CODES = frozenset({"no_such_ask", "invalid_price"})
 """An offer that does not exist any more, and a bid that was outbid since the search."""
-GONE_TEXTS = ("no_such_ask", "not available")
-QUOTA_CODES = frozenset({"insufficient_credit", "insufficient_credits", "spend_rate_limit"})
+GONE_TEXTS = ("no_such_ask", "not available", "no ask by id", "blacklist")
+QUOTA_CODES = frozenset({"insufficient_credit", "insufficient_credits", "missing_billing", "spend_rate_limit"})
 QUOTA_TEXTS = ("credit", "balance", "spending limit", "spend rate", "spend_rate")
 """Texts of refusals whose code is "invalid_args", which Vast.ai uses for everything."""
+KEY_TEXTS = ("invalid user key", "session expired")
+"""Texts of a refused key, which some calls refuse with 404 (vast-ai/docs, search_offers.yaml; vast-cli's tests)."""
+RIGHT_TEXT = "route access"
+"""In the text of a key that lacks a right, which has the status 401: "lacks the api.instances route access"."""
 KEYS_PAGE = "https://cloud.vast.ai/manage-keys/"
 BILLING_PAGE = "https://cloud.vast.ai/billing/"
 SEARCH_QUOTA = "search_quota_exceeded"
@@ -703,19 +783,21 @@ def advice_of(source: str) -> Advice:
             f" {KEYS_PAGE}"
         ),
         quota=(
-            f"Add credit at {BILLING_PAGE}. A new account may spend only so much in an hour: rent fewer or cheaper"
-            " machines, or ask Vast.ai's support for a higher limit"
+            f"Add credit at {BILLING_PAGE}. A new account may spend only so much in an hour: verify your e-mail"
+            " address, rent fewer or cheaper machines, or ask Vast.ai's support for a higher limit"
         ),
         capacity="Try again later, another country or another GPU (`skyward offers`)",
     )
 
 
-def classify_and_note(unwanted: list[int] | None) -> Classify:
+def classify_and_note(unwanted: list[int] | None, advice: Advice) -> Classify:
     """Return the classifier of refusals. It adds containers that a refusal names to `unwanted`."""
 
     def meaning(status: int, body: Row, message: str) -> SkywardError | None:
         if unwanted is not None and body.get("new_contract"):
             unwanted.append(int(body["new_contract"]))
+        if status == HTTPStatus.UNAUTHORIZED and RIGHT_TEXT in _text_of(body):
+            return CredentialsError(message).advised(advice.rights)
         return _meaning(status, body, message)
 
     return meaning
@@ -723,7 +805,11 @@ def classify_and_note(unwanted: list[int] | None) -> Classify:
 
 def _meaning(status: int, body: Row, message: str) -> SkywardError | None:
     """Return the meaning of a refusal by its status and code, or by its text where the code says nothing."""
-    code, text = str(body.get("error") or ""), str(body.get("msg") or body.get("message") or "").casefold()
+    code, text = str(body.get("error") or ""), _text_of(body)
+    if any(part in text for part in KEY_TEXTS):
+        return CredentialsError(message)
+    if status == HTTPStatus.FORBIDDEN and code == "invalid_args":  # an account of a host may rent its own machines only
+        return BadRequest(message)
     if code == SEARCH_QUOTA:
         return SearchedTooMuch(f"{message}; searches are free again at midnight UTC")
     if code in QUOTA_CODES:
@@ -735,6 +821,10 @@ def _meaning(status: int, body: Row, message: str) -> SkywardError | None:
     if status in (404, 410) or code in GONE_CODES or any(part in text for part in GONE_TEXTS):
         return NoCapacity(message)
     return None
+
+
+def _text_of(body: Row) -> str:
+    return str(body.get("msg") or body.get("message") or "").casefold()
 
 
 def says_missing(body: Row) -> bool:
@@ -749,6 +839,8 @@ def contract_of(answer: Any, unwanted: list[int]) -> int:
         return int(contract)
     if contract:
         unwanted.append(int(contract))
+    if contract and not body.get("error") and not body.get("msg"):
+        raise NoCapacity(f"Vast.ai could not start {contract} now, and stopped it").coded("stopped")
     if not body.get("error") and not body.get("msg"):
         fields = (
             f"an object with {', '.join(map(repr, body)) or 'nothing'}" if isinstance(answer, dict) else "no object"

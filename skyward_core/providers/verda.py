@@ -29,7 +29,16 @@ from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, SkywardError
 from skyward_core.machines.instances import Instance, InstanceState
 from skyward_core.machines.offers import Extra, Offer, Requirements, architecture_beside, by_month
-from skyward_core.providers._http import Row, field_of, is_unsure, number_of, rows_in, tried
+from skyward_core.providers._http import (
+    Row,
+    before_creation,
+    certain_if_refused,
+    field_of,
+    is_unsure,
+    number_of,
+    rows_in,
+    tried,
+)
 from skyward_core.providers.base import (
     CREATED_TAG,
     LAUNCH_TAG,
@@ -155,13 +164,14 @@ class Verda(Provider):
         key = our_key(self.ssh_key)
         names = {rank: name_of(tags, rank) for rank in range(int(tags[RANK_TAG]), int(tags[RANK_TAG]) + count)}
         with self._api() as api:
-            order = self._order(api, offer, key)
-            script_id = api.make(
-                "/scripts",
-                script_name_of(tags),
-                {"script": self._script(api, tags, startup, key)},
-                lambda one, name: one["name"] == name,
-            )
+            with before_creation():
+                order = self._order(api, offer, key)
+                script_id = api.make(
+                    "/scripts",
+                    script_name_of(tags),
+                    {"script": self._script(api, tags, startup, key)},
+                    lambda one, name: one["name"] == name,
+                )
             created: dict[int, str] = {}
             try:
                 created = create_machines(
@@ -476,7 +486,7 @@ def create_machines(api: VerdaApi, orders: Mapping[int, Json]) -> dict[int, str]
     )
     if error.code == "service_unavailable":  # Verda's code where it has no machine left
         raise NoCapacity(str(error)).coded(error.code).advised(CAPACITY) from error
-    raise error
+    raise certain_if_refused(error)
 
 
 def await_addresses(api: VerdaApi, created: Mapping[int, str]) -> dict[str, Json]:

@@ -151,7 +151,8 @@ def _says_missing(body: Mapping[str, Any]) -> bool:
 
 def _meaning(status: int, body: Mapping[str, Any], message: str) -> SkywardError | None:
     text = str(body.get("message", ""))
-    if body.get("code") == "insufficient_funds":
+    # Verda's command line takes the status alone for it (verda-cli, agent_error.go at 0b0cd028)
+    if body.get("code") == "insufficient_funds" or status == HTTPStatus.PAYMENT_REQUIRED:
         return QuotaExceeded.of_money(message)
     if status == HTTPStatus.UNAUTHORIZED:
         return _TokenRefused(message)

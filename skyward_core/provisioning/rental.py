@@ -217,15 +217,15 @@ class Rental:
             # after the intent: the ledger refuses that of a pool which somebody else has stopped
             self._emit(InstanceLaunching(count, offer.instance_type, self._provider.name))
             instances = self._provider.launch(offer, count, launch.tags, script)
-        except NoCapacity as error:
-            is_refused = True
-            self._journal.refused(launch, str(error))
-            self._spending_limit.returned(commitment)
-            self._journal.note_attempt(offer, time.monotonic() - began, error)
-            raise
         except BaseException as error:
+            is_refused = isinstance(error, SkywardError) and error.left_nothing
+            if is_refused:
+                self._journal.refused(launch, str(error))
+                self._spending_limit.returned(commitment)
             if isinstance(error, SkywardError):
                 self._journal.note_attempt(offer, time.monotonic() - began, error)
+            if is_refused:
+                raise
             # never reset: the success of another launch proves nothing about this one
             self._is_launch_unsure = is_unsure = True
             # the money stays committed, because machines may live until it is used up

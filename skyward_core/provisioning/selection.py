@@ -230,12 +230,8 @@ class Selection:
         self.others = [part.offer for other in near for part in other.parts]
         if candidate.price_per_hour and not candidate.provider.ends_for_good():
             _warn_of_no_end(candidate)
-        if candidate.provider.stopped_spot and any(part.offer.is_spot for part in candidate.parts):
-            _log.warning(
-                "without this computer and its reaper, %s is billed until `skyward sweep --yes` deletes it: run that"
-                " every few minutes on another computer",
-                candidate.provider.stopped_spot,
-            )
+        if any(part.offer.is_spot for part in candidate.parts) and (bill := candidate.provider.stopped_spot()):
+            _log.warning("without this computer and its reaper, %s", bill)
         offer = candidate.parts[0].offer
         want = candidate.spec.requirements
         if offer.accelerators and offer.total_per_hour and want.accelerator is None and want.instance_type is None:

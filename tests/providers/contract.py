@@ -115,12 +115,14 @@ class ProviderContract:
         variables: the environment variables with credentials. The usual one is first.
         secrets: texts that may appear in no output.
         explicit: the credentials as fields of the provider.
+        is_certain: whether a launch with refused credentials says that it has created nothing.
     """
 
     want: ClassVar[Requirements]
     variables: ClassVar[Sequence[str]]
     secrets: ClassVar[Sequence[str]]
     explicit: ClassVar[Mapping[str, Any]]
+    is_certain: ClassVar[bool] = False
 
     @pytest.fixture(autouse=True)
     def _state_of_its_own(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
@@ -217,6 +219,21 @@ class ProviderContract:
             make().launch(offer, 1, tags(), STARTUP)
         assert isinstance(caught.value, sky.QuotaExceeded) == (trouble == "quota")
         assert caught.value.code
+        assert cloud.alive() == set()
+
+    def test_a_refused_launch_says_whether_it_left_nothing(self, cloud: Cloud, make: Make, offer: Offer) -> None:
+        """A pool then raises the refusal at once: it need not wait until a listing would show a machine. A lost answer
+        is no refusal.
+        """
+        provider = make()
+        cloud.is_refusing = True
+        with pytest.raises(CredentialsError) as refused:
+            provider.launch(offer, 1, tags(), STARTUP)
+        cloud.is_refusing = False
+        cloud.creates_left = 0
+        with pytest.raises(SkywardError) as unsure:
+            provider.launch(offer, 1, tags(launch=f"{POOL}-2"), STARTUP)
+        assert (refused.value.left_nothing, unsure.value.left_nothing) == (self.is_certain, False)
         assert cloud.alive() == set()
 
     def test_another_launch_of_a_rank_is_another_machine(self, cloud: Cloud, make: Make, offer: Offer) -> None:
@@ -400,6 +417,7 @@ class RestContract(ProviderContract):
 
     ending: ClassVar[tuple[str, str]]
     login: ClassVar[str] = "(?!)"
+    is_certain = True
 
     @pytest.mark.parametrize("what", NO_ANSWERS)
     @pytest.mark.parametrize("is_let_in", [False, True])

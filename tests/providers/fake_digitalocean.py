@@ -163,6 +163,7 @@ class FakeDigitalOcean(FakeCloud):
     droplet of its first page is deleted after that page was read.
     """
 
+    cloud = "digitalocean"
     creating, listing = ("POST", "/v2/droplets"), ("GET", "/v2/droplets")
     sold_out, over_limit, too_many, outage = SOLD_OUT, OVER_LIMIT, TOO_MANY, OUTAGE
 

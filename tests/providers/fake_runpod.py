@@ -103,6 +103,8 @@ class FakeRunPod(FakeCloud):
     write. `is_disk_in_cost`: the `cost` of new pods has their disk in it.
     """
 
+    cloud = "runpod"
+    usd = 12.5
     creating, listing = ("POST", "/v2/pods"), ("GET", "/v2/pods")
     sold_out, over_limit = problem(400, NO_CAPACITY), problem(402, "insufficient balance")
     too_many = problem(429, "rate limit exceeded for the minute window", headers={"Retry-After": "0"})
@@ -378,7 +380,7 @@ class FakeRunPod(FakeCloud):
 
     @route("POST", "/graphql")
     def balance(self, request: Request) -> Reply:
-        return Reply(200, {"data": {"myself": {"clientBalance": 12.5, "currentSpendPerHr": 0.0, "spendLimit": 80}}})
+        return Reply(200, {"data": {"myself": {"clientBalance": self.usd, "currentSpendPerHr": 0.0, "spendLimit": 80}}})
 
     @route("PUT", "/v2/account/ssh-keys")
     def replace_keys(self, request: Request) -> Reply:

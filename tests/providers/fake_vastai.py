@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -81,9 +82,11 @@ class FakeVast(FakeCloud):
     `broken`: asks with hosts that fail, with the fields of the failed container. `refused`: asks that answer with an
     error and still with a contract. `hidden`: this number of listings omits each new container. `is_sloppy`: the market
     ignores filters on numbers. `undying`: containers that cannot be destroyed. `refuses_bulk`: the answer to a call that
-    would destroy several.
+    would destroy several. `jobs` of the scheduler by id; `refuses_jobs`: the answer to a new one.
     """
 
+    cloud = "vastai"
+    usd = 12.5
     creating, listing = ("PUT", "/api/v0/asks/"), ("GET", "/api/v1/instances/")
     sold_out, over_limit = GONE, POOR
     too_many = Reply(429, "API requests too frequent: endpoint threshold=1.0", is_text=True)
@@ -100,6 +103,8 @@ class FakeVast(FakeCloud):
         self.undying: set[int] = set()
         self.is_sloppy = False
         self.refuses_bulk: Reply | None = None
+        self.jobs: dict[int, dict[str, Any]] = {}
+        self.refuses_jobs: Reply | None = None
         self.hidden = 0
         self.next_contract = 30000000
 
@@ -135,7 +140,9 @@ class FakeVast(FakeCloud):
         is_let_in = request.headers.get("authorization") == f"Bearer {KEY}" and not self.is_refusing
         if is_let_in or (request.path == "/api/v0/bundles/" and not self.is_refusing):  # a search needs no credentials
             return None
-        return Reply(401, {"success": False, "error": "auth_error", "msg": "Invalid user key"})
+        # a search has another status for it (vast-ai/docs, search_offers.yaml)
+        status = 404 if request.path == "/api/v0/bundles/" else 401
+        return Reply(status, {"success": False, "error": "auth_error", "msg": "Invalid user key"})
 
     # ── the market ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -144,7 +151,7 @@ class FakeVast(FakeCloud):
         filters = dict(request.body)
         kind, order, limit = filters.pop("type"), filters.pop("order", []), filters.pop("limit", 64)
         filters.pop("allocated_storage", None)
-        if kind not in ("on-demand", "bid"):
+        if kind not in ("on-demand", "ondemand", "bid"):
             return Reply(400, {"success": False, "error": "invalid_args", "msg": f"Invalid type: {kind}"})
         found = [
             row
@@ -185,7 +192,7 @@ class FakeVast(FakeCloud):
         if (failure := self.spend_create()) is not None:
             return failure
         if number in self.refused:
-            reply = self.refused[number]
+            reply = replace(self.refused[number], is_of_test=True)
             if isinstance(reply.body, dict) and "new_contract" in reply.body:
                 contract = self._contract(self.asks[number], body)
                 self.containers[contract] |= {
@@ -193,7 +200,7 @@ class FakeVast(FakeCloud):
                     "cur_state": "stopped",
                     "next_state": "stopped",
                 }
-                return Reply(reply.status, {**reply.body, "new_contract": contract}, reply.headers)
+                return replace(reply, body={**reply.body, "new_contract": contract})
             return reply
         if number not in self.asks:
             return Reply(
@@ -320,7 +327,7 @@ class FakeVast(FakeCloud):
         if not ids:
             return Reply(400, {"error": "invalid_args", "msg": "instance_ids array is required"})
         if self.refuses_bulk is not None:
-            return self.refuses_bulk
+            return replace(self.refuses_bulk, is_of_test=True)
         if not self.containers.keys() & set(ids):
             return Reply(404, {"error": "instances_not_found", "msg": f"Instances {ids} not found."})
         for contract in ids:
@@ -362,10 +369,51 @@ class FakeVast(FakeCloud):
             "next_state": "stopped",
         }
 
+    # ── the scheduler ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @route("POST", "/api/v0/commands/schedule_job/")
+    def add_job(self, request: Request) -> Reply:
+        if self.refuses_jobs is not None:
+            return replace(self.refuses_jobs, is_of_test=True)
+        fields = {
+            "api_endpoint",
+            "request_method",
+            "request_body",
+            "instance_id",
+            "start_time",
+            "end_time",
+            "frequency",
+        }
+        if missing := fields - request.body.keys():
+            return refusal(400, "invalid_args", f"missing {sorted(missing)}")
+        if any({**job, **request.body} == job for job in self.jobs.values()):
+            return Reply(422, {"error": "job_exists", "msg": "this job exists"})
+        number = 500 + len(self.jobs)
+        self.jobs[number] = {"id": number, **request.body}
+        return Reply(200, {"success": True, "scheduled_job_id": number})
+
+    @route("GET", "/api/v0/commands/schedule_job/")
+    def list_jobs(self, request: Request) -> Reply:
+        return Reply(200, list(self.jobs.values()))
+
+    @route("DELETE", "/api/v0/commands/schedule_job/{id}/")
+    def remove_job(self, request: Request) -> Reply:
+        if self.jobs.pop(int(request.words["id"]), None) is None:
+            return Reply(404, {"error": "not_found"})
+        return Reply(200, {"success": True, "msg": f"Scheduled job {request.words['id']} deleted successfully"})
+
+    def run_jobs(self, now: float) -> None:
+        """Run the jobs that are due. An hourly job runs at each full hour, from that of its start on."""
+        for job in self.jobs.values():
+            assert (job["frequency"], job["request_method"]) == ("HOURLY", "DELETE")
+            if job["start_time"] // 3600 * 3600 <= now < job["end_time"]:
+                self._destroy(int(job["api_endpoint"].split("/")[-2]))
+
     @route("GET", "/api/v0/users/current/")
     def user(self, request: Request) -> Reply:
         return Reply(
-            200, {"id": 4711, "username": "jo", "email": "jo@example.org", "api_key": KEY, "credit": 12.5, "balance": 0}
+            200,
+            {"id": 4711, "username": "jo", "email": "jo@example.org", "api_key": KEY, "credit": self.usd, "balance": 0},
         )
 
 

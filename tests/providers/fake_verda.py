@@ -80,6 +80,9 @@ class FakeVerda(FakeCloud):
     billed machines.
     """
 
+    cloud = "verda"
+    usd = 100.0
+    prefix = "/v1"
     creating, listing = ("POST", "/v1/instances$"), ("GET", "/v1/instances$")
     sold_out = error(503, "service_unavailable", "No such machine is free")
     over_limit = error(400, "invalid_request", "GPU quota exceeded")
@@ -180,7 +183,13 @@ class FakeVerda(FakeCloud):
         self.tokens.add(token)
         return Reply(
             200,
-            {"access_token": token, "refresh_token": "r", "expires_in": 3600, "token_type": "Bearer"},
+            {
+                "access_token": token,
+                "refresh_token": "r",
+                "scope": "fullAccess",
+                "expires_in": 3600,
+                "token_type": "Bearer",
+            },
         )
 
     @route("GET", "/v1/instance-types")
@@ -223,18 +232,24 @@ class FakeVerda(FakeCloud):
 
     @route("GET", "/v1/balance")
     def balance(self, request: Request) -> Reply:
-        return Reply(200, {"amount": 100.0, "currency": "usd"})
+        return Reply(200, {"amount": self.usd, "currency": "usd"})
 
-    @route("GET", "/v1/ssh-keys")
+    @route("GET", "/v1/ssh-?keys")
     def list_keys(self, request: Request) -> Reply:
         return Reply(200, list(self.keys.values()))
 
-    @route("POST", "/v1/ssh-keys")
+    @route("POST", "/v1/ssh-?keys")
     def add_key(self, request: Request) -> Reply:
         if any(key["name"] == request.body["name"] for key in self.keys.values()):
             return error(400, "invalid_request", "An SSH key of this name exists")
         key_id = str(uuid.uuid4())
-        self.keys[key_id] = {"id": key_id, "name": request.body["name"], "key": request.body["key"] + " added"}
+        self.keys[key_id] = {
+            "id": key_id,
+            "name": request.body["name"],
+            "key": request.body["key"] + " added",
+            "fingerprint": "SHA256:0",
+            "created_at": datetime.now(UTC).isoformat(),
+        }
         return Reply(201, key_id, is_text=True)
 
     @route("GET", "/v1/scripts")

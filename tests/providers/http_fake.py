@@ -24,6 +24,8 @@ from urllib.parse import parse_qsl, urlsplit
 
 import httpx
 
+from tests.providers.vendor_refusals import code_of, is_known
+
 type Handle = Callable[[Any, "Request"], "Reply"]
 
 
@@ -41,12 +43,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer: JSON, or plain text if the body is a string and `is_text` is true."""
+    """An answer: JSON, or plain text if the body is a string and `is_text` is true. `is_of_test`: the test chose it."""
 
     status: int = 200
     body: object = None
     headers: dict[str, str] = field(default_factory=dict)
     is_text: bool = False
+    is_of_test: bool = False
 
     def content(self) -> bytes:
         if self.body is None:
@@ -92,6 +95,10 @@ class FakeCloud:
     creating: ClassVar[tuple[str, str]]
     listing: ClassVar[tuple[str, str]]
     sold_out: ClassVar[Reply]
+    cloud: ClassVar[str] = ""
+    """The name in `vendor_refusals.json`: its refusals must be there. "": they are not checked."""
+    prefix: ClassVar[str] = ""
+    """The part of each path that is not in that file."""
     over_limit: ClassVar[Reply]
     too_many: ClassVar[Reply]
     outage: ClassVar[Reply] = Reply(500, {"code": "server_error", "message": "Internal server error"})
@@ -195,6 +202,11 @@ class FakeCloud:
             if fault is not None and not fault.is_done:
                 return fault.reply
             reply = self._reply(request)
+            if self.cloud and reply.status >= 400 and not reply.is_of_test:
+                path, code = request.path.removeprefix(self.prefix), code_of(reply.body)
+                assert is_known(self.cloud, request.method, path, reply.status, reply.body), (
+                    f"no vendor file has {request.method} {path}: {reply.status} {code!r}; see vendor_refusals.py"
+                )
             # a copy, because the answer may contain rows that the next request changes
             return replace(reply, body=json.loads(json.dumps(reply.body))) if fault is None else fault.reply
 

@@ -71,6 +71,7 @@ HARMLESS = {
         "min_direct_ports",
         "min_cuda",
         "min_hours_left",
+        "schedule_end",
     },
     "runpod": {"region", "disk_gb", "min_cuda", "min_vcpus_per_gpu", "min_memory_gb_per_gpu"},
     "hosts": {"price_per_hour", "keep_environments"},

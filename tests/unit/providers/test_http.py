@@ -230,6 +230,16 @@ def test_no_secret_is_in_a_message(
         assert part not in written
 
 
+@pytest.mark.parametrize(("total", "is_complete"), [("2", True), ("1", True), ("3", False), ("many", True)])
+def test_a_page_is_not_taken_for_the_whole_list(api: Api, cloud: FakeThings, total: str, is_complete: bool) -> None:
+    """A machine on the next page would count as gone."""
+    cloud.reply = Reply(200, [{"id": 1}, {"id": 2}], {"X-Total-Count": total})
+    if is_complete:
+        assert len(api.request("GET", "/things")) == 2
+    else:
+        assert "2 of 3 rows" in str(refused(api))
+
+
 def test_a_longer_secret_with_the_same_beginning_is_masked(cloud: FakeThings, clock: Clock) -> None:
     """One secret may be the beginning of another."""
     cloud.reply = Reply(400, {"message": "abc abcdef"})

@@ -34,7 +34,7 @@ class Hub(FakeCloud):
     @route("GET", "/v2/(?P<name>.+)/manifests/{tag}")
     def manifest(self, request: Request) -> Reply:
         if request.words["name"] in self.gone:
-            return Reply(404, {"errors": [{"code": "MANIFEST_UNKNOWN"}]})
+            return Reply(404, {"errors": [{"code": "MANIFEST_UNKNOWN"}]}, is_of_test=True)
         return Reply(200, {"schemaVersion": 2})
 
 

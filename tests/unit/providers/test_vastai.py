@@ -18,9 +18,10 @@ from skyward_core.machines.instances import InstanceState
 from skyward_core.machines.offers import Offer, Requirements
 from skyward_core.providers import userdata as ssh_keys
 from skyward_core.providers import vastai
-from skyward_core.providers.base import LAUNCH_TAG, load
+from skyward_core.providers.base import EXPIRES_TAG, LAUNCH_TAG, load
 from skyward_core.providers.tagging import MORE_TAGS
 from skyward_core.providers.vastai import MAIN, UNPACKED, VastAI, environment_of, joined
+from skyward_core.providers.vastai_schedule import WEEK_SECONDS, first_run, path_of
 from tests.providers.contract import POOL, STARTUP, Make, RestContract, tags
 from tests.providers.contract import cheapest as cheapest_of
 from tests.providers.fake_vastai import GONE, KEY, SPENT, FakeVast, ask, refusal
@@ -423,6 +424,65 @@ def test_a_creating_call_that_came_too_early_is_repeated_late_enough(fake: FakeV
 
 
 @pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        (refusal(404, "", "Invalid user key"), "make another at"),
+        (refusal(404, "auth_error", "Session expired. Please log in again."), "make another at"),
+        (refusal(401, "auth_error", "API key lacks the api.instances route access"), "give it instance_read"),
+    ],
+)
+def test_a_refused_key_is_known_by_its_words(fake: FakeVast, reply: Reply, words: str) -> None:
+    """Some calls refuse it with 404, and all refuse a right with 401."""
+    offer = cheapest()
+    for verb in (lambda: VastAI().launch(offer, 1, tags(), STARTUP), lambda: VastAI().terminate(["30000001"])):
+        fake.fail("PUT", "/api/v0/asks/", reply)
+        fake.fail("DELETE", "/api/v0/instances/", reply, times=2)
+        with pytest.raises(CredentialsError, match=words):
+            verb()
+        fake.faults.clear()
+
+
+def test_an_account_of_a_host_may_not_rent_others_machines(fake: FakeVast) -> None:
+    """Its 403 is no missing right of the key."""
+    words = "Offer 101 is not your own. Hosts can only rent their own machines"
+    fake.fail("PUT", "/api/v0/asks/", refusal(403, "invalid_args", words))
+    with pytest.raises(BadRequest, match="Hosts can only rent"):
+        VastAI().launch(cheapest(), 1, tags(), STARTUP)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        Reply(200, {"success": False, "new_contract": 1}),
+        refusal(400, "invalid_args", "error 400/3467: Invalid args: the host is blacklisted"),
+        refusal(404, "invalid_args", "No ask by id 101 is available."),
+    ],
+    ids=["stopped", "blacklisted", "gone"],
+)
+def test_an_offer_that_cannot_be_had_is_not_the_last_one(fake: FakeVast, reply: Reply) -> None:
+    """Vast.ai may create the container nevertheless, and stop it: it is destroyed."""
+    fake.refused[101] = reply
+    (machine,) = VastAI().launch(cheapest(), 1, tags(), STARTUP)
+    assert (rented(fake), fake.alive()) == ([101, 102], {machine.id})
+
+
+@pytest.mark.parametrize(
+    ("user", "quotas"),
+    [
+        ({"credit": 12.5, "balance": 0}, {"credit in USD": 12.5}),
+        ({"credit": 0, "balance": 7.0}, {"balance in USD": 7.0}),
+        ({"credit": 0, "balance": 0}, {"credit in USD": 0.0}),
+    ],
+)
+def test_the_money_of_an_account_is_its_credit_or_its_balance(
+    fake: FakeVast, user: dict[str, Any], quotas: dict[str, float]
+) -> None:
+    """By the schema `balance` is what was paid, and `credit` was given; other programs show `credit`."""
+    fake.fail("GET", "/api/v0/users/current/", Reply(200, {"id": 4711, **user}))
+    assert VastAI().quotas() == quotas
+
+
+@pytest.mark.parametrize(
     "reply", [SPENT, refusal(429, "spend_rate_limit", "slow down"), refusal(400, "invalid_args", "Spend rate limit")]
 )
 def test_the_spend_rate_limit_is_a_quota(fake: FakeVast, reply: Reply) -> None:
@@ -498,6 +558,89 @@ def test_a_machine_that_disappears_during_the_wait_ends_the_launch(
     assert rented(fake) == [101]
     assert listings == [0, 0, 1, 0, 0]
     assert fake.containers == {}
+
+
+# ── ends that Vast.ai carries out ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_vast_destroys_a_stopped_container_at_the_first_full_hour_after_the_hard_end(fake: FakeVast) -> None:
+    """It was outbid, and no program of ours runs any more. A job whose start is in an hour runs at its beginning."""
+    expires = 1_790_003_700  # five minutes past an hour
+    machine, other = VastAI(schedule_end=True).launch(cheapest(), 2, {**tags(), EXPIRES_TAG: str(expires)}, STARTUP)
+    fake.preempt(machine.id)
+    fake.run_jobs(expires)
+    assert fake.alive() == {machine.id, other.id}
+    fake.run_jobs(first_run(expires))
+    assert (fake.alive(), first_run(expires)) == (set(), 1_790_006_400)
+
+
+def test_the_jobs_of_destroyed_containers_are_removed(fake: FakeVast) -> None:
+    """Also of one that failed in the launch. Those of others stay, and so does that of a container that is left."""
+    fake.jobs[7] = {"id": 7, "api_endpoint": "/api/v0/instances/reboot/30000001/", "request_method": "PUT"}
+    fake.broken[101] = {"actual_status": "exited"}
+    provider = VastAI(schedule_end=True)
+    gone, left = provider.launch(cheapest(), 2, {**tags(), EXPIRES_TAG: "1790003700"}, STARTUP)
+    assert {job["api_endpoint"] for job in fake.jobs.values()} == {
+        "/api/v0/instances/reboot/30000001/",
+        path_of(int(gone.id)),
+        path_of(int(left.id)),
+    }
+    fake.undying.add(int(left.id))
+    fake.refuses_bulk = Reply(410, {"error": "gone"})
+    with pytest.raises(InstancesLeft):
+        provider.terminate([gone.id, left.id])
+    assert [job["api_endpoint"] for job in fake.jobs.values()] == [
+        "/api/v0/instances/reboot/30000001/",
+        path_of(int(left.id)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reply", "error"),
+    [
+        (refusal(400, "invalid_args", "DELETE cannot be scheduled"), BadRequest),
+        (Reply(200, {"success": False, "error": "invalid_args", "msg": "no"}), ProviderFailed),
+        (Reply(200, "accepted", is_text=True), ProviderFailed),
+    ],
+)
+def test_a_container_without_the_scheduled_end_is_not_kept(
+    fake: FakeVast, reply: Reply, error: type[Exception]
+) -> None:
+    """What was asked for is a machine that Vast.ai ends; the error names the setting."""
+    fake.refuses_jobs = reply
+    with pytest.raises(error, match="schedule_end"):
+        VastAI(schedule_end=True).launch(cheapest(), 2, {**tags(), EXPIRES_TAG: "1790003700"}, STARTUP)
+    assert fake.alive() == set()
+
+
+def test_the_bill_of_a_stopped_container_ends_with_the_setting(fake: FakeVast) -> None:
+    assert "until `skyward sweep --yes` deletes it" in VastAI().stopped_spot()
+    assert "until Vast.ai destroys it, at the first full hour" in VastAI(schedule_end=True).stopped_spot()
+
+
+def test_a_job_whose_answer_was_lost_exists(fake: FakeVast) -> None:
+    """The request is repeated, and refused: the first one has made the job."""
+    lost = Reply(502, "<html>Bad Gateway</html>", is_text=True)
+    fake.fail("POST", "/api/v0/commands/schedule_job/", lost, is_done=True)
+    (machine,) = VastAI(schedule_end=True).launch(cheapest(), 1, {**tags(), EXPIRES_TAG: "1790003700"}, STARTUP)
+    assert (fake.alive(), len(fake.jobs)) == ({machine.id}, 1)
+
+
+def test_a_scheduled_end_needs_a_hard_end(fake: FakeVast) -> None:
+    with pytest.raises(BadRequest, match="max_lifetime or max_cost"):
+        VastAI(schedule_end=True).launch(cheapest(), 1, tags(), STARTUP)
+    assert rented(fake) == []
+
+
+def test_a_destroyed_container_is_gone_also_if_its_job_cannot_be_removed(fake: FakeVast) -> None:
+    """The job ends within a week, and does nothing until then."""
+    provider = VastAI(schedule_end=True)
+    (machine,) = provider.launch(cheapest(), 1, {**tags(), EXPIRES_TAG: "1790003700"}, STARTUP)
+    fake.fail("GET", "/api/v0/commands/schedule_job/", Reply(200, {"results": "none"}))
+    provider.terminate([machine.id])
+    assert (fake.alive(), len(fake.jobs)) == (set(), 1)
+    (job,) = fake.jobs.values()
+    assert job["end_time"] - job["start_time"] == WEEK_SECONDS
 
 
 def test_each_status_has_a_state(fake: FakeVast) -> None:

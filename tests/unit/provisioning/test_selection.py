@@ -13,6 +13,7 @@ import skyward_core as sky
 from skyward_core import Instance, Offer
 from skyward_core.concurrency import threads
 from skyward_core.errors import BadRequest, CredentialsError, NoCapacity, QuotaExceeded, SkywardError
+from skyward_core.provisioning import rental as rental_module
 from tests.fakes import FakeProvider
 from tests.offers import offer
 from tests.providers.in_process import NoThread
@@ -100,6 +101,28 @@ def test_refused_credentials_at_a_creation_end_the_only_provider_at_once(
     assert (caught.value.code, cloud._listings) == ("403", [])
 
 
+@pytest.mark.parametrize("is_certain", [True, False])
+def test_after_a_certain_refusal_no_machine_is_looked_for(
+    opened: Opened, market: Callable[..., Market], monkeypatch: pytest.MonkeyPatch, is_certain: bool
+) -> None:
+    """The teardown does not wait until a listing would show one, and the ledger has no machine that may live."""
+
+    def refuses(_: Offer) -> SkywardError:
+        error = CredentialsError("this key may not create")
+        error.left_nothing = is_certain
+        return error
+
+    it = opened(market("cloud", offer("a", 1.0), refuses=refuses), nodes=1)
+    with pytest.raises(CredentialsError):
+        it.machines._selection.rent_all(float("inf"))
+    (intent,) = it.ledger.intents(pool_id="sky-1")
+    assert (intent.gone_at is not None) == is_certain
+    told: list[bool] = []
+    monkeypatch.setattr(rental_module, "tear_down", lambda *_, are_all_known, **__: told.append(are_all_known))
+    it.machines._rental.tear_down()
+    assert told == [is_certain]
+
+
 @pytest.mark.parametrize("error", [CredentialsError("revoked"), BadRequest("no such network")])
 def test_of_several_providers_only_the_one_that_refuses_is_left_out(
     opened: Opened,
@@ -181,7 +204,8 @@ def test_a_pool_whose_machines_do_not_end_for_good_says_so_with_the_price_and_th
 class Stopping(Market):
     """It stops spot machines that are outbid, and bills their disks, as Vast.ai does."""
 
-    stopped_spot: ClassVar[str] = "the disk of a stopped container"
+    def stopped_spot(self) -> str:
+        return "the disk of a stopped container is billed"
 
 
 @pytest.mark.parametrize("is_spot", [True, False])
@@ -192,7 +216,7 @@ def test_a_pool_whose_spot_machines_are_stopped_and_kept_says_so(
     cloud = Stopping(folder=str(tmp_path / "cloud"))
     cloud._sold = [offer("a", 1.0, is_spot=is_spot)]
     opened(cloud, nodes=1).machines._selection.rent_all(float("inf"))
-    words = "reaper, the disk of a stopped container is billed until `skyward sweep --yes` deletes it"
+    words = "without this computer and its reaper, the disk of a stopped container is billed"
     assert any(words in record.getMessage() for record in caplog.records) == is_spot
 
 
