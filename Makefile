@@ -105,7 +105,7 @@ release: .uv-ready ## build HEAD into dist/: wheel, sdist, bill of materials, co
 	UV_PROJECT_ENVIRONMENT=.release/venv UV_COMPILE_BYTECODE=0 $(UV) run --locked --exact --only-group release python -m tests.release
 
 clean: ## remove environments and caches of this folder
-	rm -rf .venv .uv .bench .frameworks .release .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf .venv .uv .bench .frameworks .release .sdks .pytest_cache .ruff_cache .hypothesis dist
 
 .venv/ready: uv.lock pyproject.toml | .uv-ready
 	$(UV) sync --locked --quiet
