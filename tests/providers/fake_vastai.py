@@ -159,7 +159,7 @@ class FakeVast(FakeCloud):
             if all(self._fits(row, field, conditions) for field, conditions in filters.items())
         ]
         for field, direction in reversed(order):
-            found.sort(key=lambda row: row[field], reverse=direction == "desc")
+            found.sort(key=lambda row: row.get(field, 0), reverse=direction == "desc")
         return Reply(200, {"offers": found[: min(limit, 64)]})
 
     def _fits(self, row: dict[str, Any], field: str, conditions: dict[str, Any]) -> bool:
@@ -170,7 +170,9 @@ class FakeVast(FakeCloud):
             "verified": row["verification"] == "verified",
             "geolocation": row["geolocation"].rpartition(", ")[2],
         }.get(field, row.get(field))
-        for op, value in conditions.items():
+        for op, given in conditions.items():
+            # Vast's own package sends numbers as texts
+            value = float(given) if isinstance(given, str) and isinstance(actual, int | float) else given
             match op:
                 case "eq" if actual != value:
                     return False
@@ -236,7 +238,7 @@ class FakeVast(FakeCloud):
             return "label must be <= 256 characters"
         if body["disk"] < 8:
             return "disk must be >= 8"
-        if len(body["onstart"]) + sum(map(len, body["args"])) > 4048:
+        if len(body.get("onstart") or "") + sum(map(len, body.get("args") or ())) > 4048:
             return "args + args_str + onstart must be <= 4048 characters"
         if any(len(value) > 256 for value in body["env"].values()):
             return "invalid env arguments, a value has more than 256 characters"

@@ -27,10 +27,19 @@ STRANGE_SCRIPT = "my-own-script"
 def kind(
     name: str, gpu: str, chips: int, gpu_gb: int, cores: int, gb: int, price: str, spot: str | None
 ) -> dict[str, Any]:
-    """Return a type as in `GET /instance-types`."""
+    """Return a type as in `GET /instance-types`: all fields that Verda's Python package reads (1.25.0)."""
     return {
+        "id": str(uuid.uuid5(uuid.NAMESPACE_URL, name)),
         "instance_type": name,
         "name": gpu,
+        "display_name": gpu or "CPU node",
+        "description": f"{chips} x {gpu}" if chips else "CPU node",
+        "model": gpu.split(" ", maxsplit=1)[0],
+        "manufacturer": "NVIDIA" if chips else "AMD",
+        "best_for": [],
+        "p2p": "",
+        "supported_os": [],
+        "storage": {"description": "dynamic"},
         "cpu": {"description": f"{cores} CPU", "number_of_cores": cores},
         "memory": {"description": f"{gb}GB RAM", "size_in_gigabytes": gb},
         "gpu": {"description": f"{chips}x {gpu}" if chips else "", "number_of_gpus": chips},
@@ -370,6 +379,8 @@ class FakeVerda(FakeCloud):
             "cpu": sold["cpu"],
             "gpu": sold["gpu"],
             "memory": sold["memory"],
+            "gpu_memory": sold["gpu_memory"],
+            "storage": sold["storage"],
             "hostname": body["hostname"],
             "description": body["description"],
             "location": body["location_code"],

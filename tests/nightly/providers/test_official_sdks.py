@@ -27,13 +27,16 @@ KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGq1 jo@box"
 PYDO = """
 from pydo import Client
 client = Client(token=SECRET, endpoint=URL)
-key = client.ssh_keys.create(body={"name": "jo", "public_key": KEY})["ssh_key"]
-body = {"name": "web", "region": "nyc1", "size": "s-1vcpu-2gb", "image": "ubuntu-24-04-x64", "ssh_keys": [key["id"]], "tags": ["a"]}
-made = client.droplets.create(body=body)["droplet"]["id"]
-listed = [row["id"] for row in client.droplets.list(per_page=200)["droplets"]]
-client.droplets.destroy(droplet_id=made)
-left = [row["id"] for row in client.droplets.list()["droplets"]]
-sizes = len(client.sizes.list(per_page=200)["sizes"])
+plain = {"enforce_https": False}
+key = client.ssh_keys.create(body={"name": "jo", "public_key": KEY}, **plain)["ssh_key"]
+sold = client.sizes.list(per_page=200, **plain)["sizes"]
+sizes = len(sold)
+size = next(row for row in sold if row["available"] and row["regions"] and "gpu_info" not in row)
+body = {"name": "web", "region": size["regions"][0], "size": size["slug"], "image": "ubuntu-24-04-x64", "ssh_keys": [key["id"]], "tags": ["a"]}
+made = client.droplets.create(body=body, **plain)["droplet"]["id"]
+listed = [row["id"] for row in client.droplets.list(per_page=200, **plain)["droplets"]]
+client.droplets.destroy(droplet_id=made, **plain)
+left = [row["id"] for row in client.droplets.list(**plain)["droplets"]]
 """
 VERDA = """
 from verda import VerdaClient
@@ -41,7 +44,7 @@ client = VerdaClient("Fk7clientidofverda01", SECRET, base_url=URL + "/v1")
 key = client.ssh_keys.create("jo", KEY)
 script = client.startup_scripts.create("s", "#!/bin/sh")
 instance = client.instances.create("CPU.4V.16G", "24.04.base", "web", "a web server", [key.id], "FIN-01", script.id,
-    os_volume={"name": "web", "size": 50}, wait_for_status=None)
+    os_volume={"name": "web", "size": 50}, wait_for_status="running", initial_interval=0.01)
 made = instance.id
 listed = [each.id for each in client.instances.get()]
 client.instances.action(made, "delete")
