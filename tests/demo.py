@@ -1,6 +1,7 @@
 """`make demo`: runs the same real job on Prefect, Airflow and Dagster, one after the other, and prints a table.
 
-Each runs as its users run it, with its own home under .demo/, so that its UI can show the run afterwards.
+Each runs as its users run it, with its own home under .demo/, so that its UI can show the run afterwards. What the
+programs print is in .demo/NAME.log.
 """
 
 import json
@@ -10,11 +11,13 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).parent.parent
 HOME = ROOT / ".demo"
 BIN = Path(sys.executable).parent
 RESULT = "digits_sweep: "
+LAST_LINES = 40
 
 
 @dataclass(frozen=True)
@@ -60,35 +63,41 @@ ORCHESTRATORS = [
 
 
 def run(orchestrator: Orchestrator) -> dict[str, float]:
-    """Run the job; return its output. If it failed or its result was too bad, print the output and exit."""
+    """Run the job; return its result. If it failed or its result was too bad, print the end of its output and exit."""
     Path(next(iter(orchestrator.environ.values()))).mkdir(parents=True, exist_ok=True)
     if orchestrator.name == "Dagster":
         (HOME / "dagster" / "dagster.yaml").write_text("telemetry: {enabled: false}\nnux: {enabled: false}\n")
     environ = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", **orchestrator.environ}
-    lines: list[str] = []
+    log = HOME / f"{orchestrator.name.lower()}.log"
+    log.write_text("")
     for command in orchestrator.commands:
-        print(f"\n── {orchestrator.name}: {command}", flush=True)
+        print(f"{orchestrator.name}: {command}  (its output: {log.relative_to(ROOT)})", flush=True)
         program, *words = command.split()
-        with subprocess.Popen(
-            [BIN / program, *words], cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        ) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                print(line, end="", flush=True)
-                lines.append(line)
-        if process.returncode:
-            sys.exit(f"{orchestrator.name} failed with {process.returncode}")
-    results = [line.partition(RESULT)[2] for line in lines if RESULT + "{" in line]
+        with log.open("a") as output:
+            done = subprocess.run(
+                [BIN / program, *words], cwd=ROOT, env=environ, stdout=output, stderr=subprocess.STDOUT, check=False
+            )
+        if done.returncode:
+            give_up(log, f"{orchestrator.name} failed with {done.returncode}")
+    results = [line.partition(RESULT)[2] for line in log.read_text().splitlines() if RESULT + "{" in line]
     if not results:
-        sys.exit(f"{orchestrator.name} printed no result")
+        give_up(log, f"{orchestrator.name} printed no result")
     result = json.JSONDecoder().raw_decode(results[-1])[0]
     if not result["accuracy"] > 0.97:
-        sys.exit(f"{orchestrator.name}: accuracy {result['accuracy']} is not above 0.97")
+        give_up(log, f"{orchestrator.name}: accuracy {result['accuracy']} is not above 0.97")
+    print(f"{orchestrator.name}: {result['calls']} calls, ${result['cost_usd']:.4f}", flush=True)
     return result
+
+
+def give_up(log: Path, why: str) -> NoReturn:
+    """Print the end of a log and exit."""
+    print(*log.read_text().splitlines()[-LAST_LINES:], sep="\n", file=sys.stderr)
+    sys.exit(f"{why}; all of its output is in {log}")
 
 
 def main() -> None:
     """Run all three and print the table."""
+    print("A grid search of 60 calls, on a pool of two nodes of this machine, by each orchestrator.", flush=True)
     rows = []
     for orchestrator in ORCHESTRATORS:
         started = time.monotonic()

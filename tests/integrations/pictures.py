@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page
+from playwright.sync_api import FloatRect, Page
 
 from tests.testbed.browser import chromium_page
 
@@ -29,9 +29,13 @@ def shown(page: Page, *expected: str) -> str:
     return page.inner_text("body")
 
 
-def take(page: Page, name: str) -> None:
-    """Write the page as a PNG."""
+def take(page: Page, name: str, block: tuple[int, int, int, int] | None = None) -> None:
+    """Write the page as a PNG; with `block` (x, y, width, height in pixels) that part too, as NAME-block, for README."""
     kept = os.environ.get("CI_ARTIFACTS", str(ROOT / "build"))
     folder = ROOT / os.environ.get("SCREENSHOTS", f"{kept}/screenshots")
     folder.mkdir(parents=True, exist_ok=True)
     assert len(page.screenshot(path=folder / f"{name}.png", animations="disabled")) < MOST_BYTES
+    if block is not None:
+        x, y, width, height = block
+        clip: FloatRect = {"x": x, "y": y, "width": width, "height": height}
+        page.screenshot(path=folder / f"{name}-block.png", animations="disabled", clip=clip)

@@ -62,7 +62,7 @@ def test_the_pages_of_a_task_and_of_its_run(page: Page, server: AirflowServer, t
     assert cost in shown(
         page, "Cost of the run", "At on-demand prices", "5.0000 USD", "% used", run.xcom("skyward_cost")["pool_id"]
     )
-    take(page, "cost-tab")
+    take(page, "cost-tab", block=(332, 268, 760, 452))
     page.goto(f"{address}/tasks/work")
     text = shown(page, "the end", "Release", "returned value: 42")
     assert "releasing" not in text

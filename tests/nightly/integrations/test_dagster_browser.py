@@ -120,7 +120,7 @@ def test_the_plots_have_a_point_of_cost_for_each_materialization(
     assert sorted(plots.get(OTHER_COST_USD, [])) == pytest.approx(sorted(others))
     move_up(page, "accuracy")
     page.wait_for_timeout(1000)  # the plots are drawn with an animation
-    take(page, "cost-plot")
+    take(page, "cost-plot", block=(596, 104, 340, 206))
 
 
 def test_the_metadata_are_a_table_with_the_machines(page: Page, server: DagsterServer, runs: list[Run]) -> None:

@@ -149,7 +149,7 @@ def test_the_page_of_the_cost_shows_the_amounts_of_the_artifact(
     }
     assert "| " not in text
     assert "**" not in text
-    take(page, "cost")
+    take(page, "cost", block=(264, 60, 372, 345))
 
 
 def test_the_list_of_artifacts_shows_the_newest_amount_and_the_page_of_the_key_all_runs(
