@@ -16,7 +16,7 @@ DOCS = (
     "index getting-started concepts events examples faq integrations seeds selection troubleshooting performance"
     " architecture glossary compose decisions/README"
 )
-PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", *(f"docs/{name}.md" for name in DOCS.split())]
+PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", *(f"docs/{name}.md" for name in DOCS.split())]
 NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 
 
@@ -36,6 +36,16 @@ def test_the_links_and_tests_that_a_page_names_exist(page: str) -> None:
 def functions_of(file: str) -> frozenset[str]:
     tree = ast.walk(ast.parse((ROOT / file).read_text()))
     return frozenset(node.name for node in tree if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def test_the_changelog_is_short() -> None:
+    """A version has at most 12,000 bytes, and a sentence at most 34 words."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    versions = re.split(r"^(?=## )", text, flags=re.M)[1:]
+    assert versions
+    assert [version.partition("\n")[0] for version in versions if len(version.encode()) > 12_000] == []
+    sentences = re.split(r"[.!?]\s|\n(?=[-#\n])", text)
+    assert [sentence for sentence in sentences if len(sentence.split()) > 34] == []
 
 
 def test_each_public_name_is_explained_on_a_page() -> None:
