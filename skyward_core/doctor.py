@@ -21,8 +21,9 @@ from skyward_core.config.settings import Settings
 from skyward_core.errors import BadRequest, CredentialsError, LedgerError, SkywardError, without_logins
 from skyward_core.machines import signing as sealing
 from skyward_core.machines.signing import file_key, key_file
+from skyward_core.operations import Sellers, sellers
 from skyward_core.paths import cache_places, first_private, state_places
-from skyward_core.providers.base import Provider, load_all
+from skyward_core.providers.base import Provider
 from skyward_core.spec import PoolSpec
 from skyward_core.wire.private_folders import NotPrivate
 
@@ -88,8 +89,8 @@ def diagnose(
 ) -> list[Check]:
     """Check this machine, the ledger, the clouds and the orchestrators; return all results in a fixed order.
 
-    `providers` are those of the settings if not given. A check that takes longer than the limit has failed. Raises
-    nothing.
+    `providers` are those of the settings if not given, else each cloud with credentials. A check that takes longer than
+    the limit has failed. Raises nothing.
     """
     settings = check_settings()  # here, because it reads the environment of the caller
     probes: list[Probe] = [
@@ -113,10 +114,17 @@ def diagnose(
 
 def _clouds(given: Sequence[Provider] | None) -> list[Probe]:
     try:
-        found = load_all(Settings.read().fields.get("provider") or "local") if given is None else given
+        asked = sellers() if given is None else Sellers(given)
     except BadRequest:  # the check of the settings says it
         return []
-    return [(f"provider {one.name}", partial(check_cloud, one)) for one in found]
+    return [
+        *((f"provider {one.name}", partial(check_cloud, one)) for one in asked.providers),
+        *((f"provider {name}", partial(_without, name, why)) for name, why in asked.without.items()),
+    ]
+
+
+def _without(name: str, why: str) -> list[Check]:
+    return [Check.ok(f"provider {name}", f"not asked: {why}")]
 
 
 def _result(subject: str, answer: Future[Sequence[Check]], deadline: float, limit_seconds: float) -> Sequence[Check]:

@@ -257,7 +257,8 @@ class Refusal:
         instance_type = f" {self.instance_type}" if self.instance_type else ""
         what = f"{self.provider}{region}{instance_type}{' spot' if self.spot else ''}"
         return (
-            f"{what}: {self.error}{f' ({self.code})' if self.code else ''} after {self.seconds:.1f} s: {self.message}"
+            f"{what}: {self.error}{f' ({self.code})' if self.code else ''}"
+            f"{f' after {self.seconds:.1f} s' if self.seconds else ''}: {self.message}"
         )
 
 

@@ -7,17 +7,20 @@ They open cache and ledger.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from skyward_core.accelerators import Accelerator, parse
+from skyward_core.concurrency.threads import side_by_side
 from skyward_core.config.settings import Settings
-from skyward_core.errors import BadRequest
+from skyward_core.errors import BadRequest, Refusal
 from skyward_core.machines.instances import Lease
 from skyward_core.machines.offers import Architecture, Requirements, memory_gb
 from skyward_core.paths import cache_places, first_private
-from skyward_core.providers.base import Provider, load_all
+from skyward_core.providers.base import BUILT_IN, Provider, kind_of, load, load_all
 from skyward_core.wire.private_folders import NotPrivate
 from skyward_core.work import Work
 from skyward_core.written_numbers import LONGEST_SECONDS, number
@@ -32,10 +35,11 @@ if TYPE_CHECKING:
 
 MIN_AGE_SECONDS = 600.0
 MAX_AGE_SECONDS = 300.0
+_log = logging.getLogger("skyward")
 
 
 def offers(
-    providers: str | Provider | Sequence[str | Provider],
+    providers: str | Provider | Sequence[str | Provider] | None = None,
     *,
     accelerator: Accelerator | str | None = None,
     machine: str | None = None,
@@ -48,8 +52,10 @@ def offers(
     """Return the present offers of these providers that fit, the cheapest first. All providers are queried at the same
     time, except those with a recent answer in the cache.
 
-    Prices are USD per hour for one machine, with all that it needs. A provider that could not be queried is in
-    `refusals`. Raises BadRequest for requirements that no machine can meet, and if all providers raise it.
+    Without `providers` those of the settings are asked (`SKYWARD_PROVIDER`, `skyward.toml`), and if there are none each
+    cloud whose credentials are found. Prices are USD per hour for one machine, with all that it needs. A provider that
+    could not be queried is in `refusals`, also a cloud without credentials. Warns if no provider has answered. Raises
+    BadRequest for requirements that no machine can meet, and if all providers raise it.
 
     >>> import skyward_core as sky
     >>> sky.offers("local", cpu=1)[0].provider
@@ -70,7 +76,41 @@ def offers(
         architecture=architecture,
     )
     lists = importlib.import_module("skyward_core.provisioning.price_list")
-    return lists.price_list(load_all(providers), want, _folder_of_prices(), max_age_seconds=max_age_seconds)
+    asked = sellers() if providers is None else Sellers(load_all(providers))
+    found = cast(
+        "PriceList", lists.price_list(asked.providers, want, _folder_of_prices(), max_age_seconds=max_age_seconds)
+    )
+    found = replace(found, refusals=(*found.refusals, *asked.refusals()))
+    if found.is_unknown:
+        _log.warning("no provider has said what it sells: %s", "; ".join(map(str, found.refusals)))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Sellers:
+    """The providers that are asked what they sell, and why others are not: by name, what is missing."""
+
+    providers: Sequence[Provider]
+    without: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def refusals(self) -> tuple[Refusal, ...]:
+        """Return the reasons as a price list has them."""
+        return tuple(
+            Refusal(name, "", "", spot=False, error="CredentialsError", code="", message=why, seconds=0.0)
+            for name, why in self.without.items()
+        )
+
+
+def sellers() -> Sellers:
+    """Return the providers in the settings; without any, each built-in cloud whose credentials are found, and this
+    computer if there is none. Raises BadRequest for invalid settings.
+    """
+    if configured := Settings.read().fields.get("provider"):
+        return Sellers(load_all(configured))
+    clouds = [load(name) for name in BUILT_IN if kind_of(name).rents]
+    lacks = side_by_side(lambda cloud: cloud.missing_credentials(), clouds, "skyward-credentials", len(clouds))
+    without = {cloud.name: why for cloud, why in zip(clouds, lacks, strict=True) if why}
+    return Sellers([cloud for cloud in clouds if cloud.name not in without] or load_all("local"), without)
 
 
 def _folder_of_prices() -> Path | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from skyward_core.cli import values
-from skyward_core.cli.options import AsJson, providers_from
+from skyward_core.cli.options import AsJson, provider_from
 from skyward_core.cli.printing import FAILED, duration, money, number_of, print_json, print_table, print_warnings, say
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def offers(
         typer.Option(
             parser=values.printable,
             metavar="NAME",
-            help="a provider; may be repeated (default: those of the settings)",
+            help="a provider; may be repeated (default: those of the settings, else each cloud with credentials)",
         ),
     ] = None,
     accelerator: Annotated[
@@ -72,7 +72,7 @@ def offers(
     from skyward_core.operations import offers as find_offers
 
     found = find_offers(
-        providers_from(provider),
+        None if provider is None else [provider_from(text) for text in provider],
         accelerator=None if accelerator is None else replace(parse(accelerator), count=count),
         cpu=cpu,
         memory=memory,

@@ -321,6 +321,15 @@ class Api:
         return without_logins(text)
 
 
+def missing(find: Callable[[], object]) -> str:
+    """Return why there are no credentials, in the words of the error; "" if `find` finds some."""
+    try:
+        find()
+    except CredentialsError as error:
+        return str(error)
+    return ""
+
+
 type Row = Mapping[str, Any]
 """A JSON object of a cloud's answer."""
 

@@ -317,6 +317,14 @@ class AWS(Provider):
         """Return True: a machine that powers off is terminated."""
         return True
 
+    def missing_credentials(self) -> str:
+        """Return what is missing, the SDK itself included; "" if it finds credentials."""
+        try:
+            with self._account() as account:
+                return account.missing_credentials()
+        except BadRequest as error:
+            return str(error)
+
     def account(self) -> str:
         """Return the number of the AWS account, from the first region that answers. It is the same in all regions."""
         failures: dict[str, SkywardError] = {}

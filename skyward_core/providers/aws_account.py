@@ -94,6 +94,10 @@ SOURCES: Mapping[str, str] = {
     "container-role": "the role of this container",
 }
 """Where the SDK has found the credentials, by its own word for it."""
+NO_CREDENTIALS = (
+    "no credentials for AWS: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or log in"
+    " (`aws configure`, `aws sso login`)"
+)
 
 log = visible_logger(__name__)
 
@@ -181,6 +185,16 @@ class AwsAccount:
                 )
             return self._clients[region, service, once]
 
+    def missing_credentials(self) -> str:
+        """Return what is missing; "" if the SDK finds credentials, right or wrong. On a machine of AWS it asks that
+        machine's metadata service.
+        """
+        try:
+            with self._translated("the credentials"):
+                return "" if self._session.get_credentials() is not None else NO_CREDENTIALS
+        except SkywardError as error:
+            return str(error)
+
     @contextmanager
     def _translated(self, what: str) -> Generator[None]:
         kinds = importlib.import_module("botocore.exceptions")
@@ -207,10 +221,7 @@ class AwsAccount:
             raise self.refusal(code, status, text[: _http.QUOTED_CHARACTERS]) from (cause if text == message else None)
         except refused as error:
             kind, code, cause = CredentialsError, "", error
-            message = (
-                "no credentials for AWS: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or log in "
-            )
-            message += f"(`aws configure`, `aws sso login`): {error}"
+            message = f"{NO_CREDENTIALS}: {error}"
         except (kinds.HTTPClientError, kinds.ConnectionError, kinds.WaiterError, garbled) as error:
             kind, code, cause, message = ProviderFailed, "", error, f"AWS did not answer {what}: {error}"
         except (kinds.BotoCoreError, ValueError) as error:

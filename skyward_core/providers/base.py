@@ -272,6 +272,12 @@ class Provider(Frozen):
         """
         return False
 
+    def missing_credentials(self) -> str:
+        """Return what is missing before the first request, and how it is set; "" if there are credentials, right or
+        wrong, or if it needs none. Asks no cloud.
+        """
+        return ""
+
     def stopped_spot(self) -> str:
         """Return what is billed of a spot machine that the provider stops and keeps, and until when, as a sentence
         without its subject's end: "its disk is billed until ...". Such a machine cannot end itself. "": nothing is.

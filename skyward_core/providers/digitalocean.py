@@ -47,6 +47,7 @@ from skyward_core.providers._http import (
     certain_if_refused,
     field_of,
     is_unsure,
+    missing,
     nothing_in,
     number_of,
     rows_of,
@@ -192,6 +193,10 @@ class DigitalOcean(Provider):
         """True only with a node token: then a machine deletes itself. One that is off is billed."""
         return self.node_token is not None
 
+    def missing_credentials(self) -> str:
+        """Return which variable or file is missing; "" if there is a key."""
+        return missing(self._key)
+
     def account(self) -> str:
         """Return the id of the token's team, or of its user if there is no team."""
         account = self._account()
@@ -235,8 +240,11 @@ class DigitalOcean(Provider):
     def _url(self) -> str:
         return (self.endpoint_url or os.environ.get(URL_VARIABLE) or API_URL).rstrip("/")
 
+    def _key(self) -> Found:
+        return Found(self.token.get_secret_value(), "token=") if self.token else find_token()
+
     def _api(self, classify: Classify | None = None) -> Api:
-        found = Found(self.token.get_secret_value(), "token=") if self.token else find_token()
+        found = self._key()
         secrets = (found.key, self.node_token.get_secret_value() if self.node_token else "")
         return Api(
             "DigitalOcean",

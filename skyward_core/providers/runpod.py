@@ -53,6 +53,7 @@ from skyward_core.providers._http import (
     certain_if_refused,
     field_of,
     is_unsure,
+    missing,
     nothing_in,
     rows_of,
     tried,
@@ -335,6 +336,10 @@ class RunPod(Provider):
     def ends_for_good(self) -> bool:
         """True: a pod deletes itself."""
         return True
+
+    def missing_credentials(self) -> str:
+        """Return which variable or file is missing; "" if there is a key."""
+        return missing(self._key)
 
     def account(self) -> str:
         """Return a name made from a hash of the key.

@@ -51,6 +51,7 @@ from skyward_core.providers._http import (
     certain_if_refused,
     field_of,
     is_unsure,
+    missing,
     number_of,
     rows_of,
 )
@@ -412,6 +413,10 @@ class VastAI(Provider):
             " or give schedule_end=True"
         )
 
+    def missing_credentials(self) -> str:
+        """Return which variable or file is missing; "" if there is a key."""
+        return missing(self._key)
+
     def account(self) -> str:
         """Return the number of the key's user."""
         with self._api() as api:
@@ -431,9 +436,12 @@ class VastAI(Provider):
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def _key(self) -> Found:
+        return Found(self.api_key.get_secret_value(), "api_key=") if self.api_key is not None else find_key()
+
     def _api(self, unwanted: list[int] | None = None) -> Api:
         """Open a client. Containers that a refused call created nevertheless are added to `unwanted`."""
-        found = Found(self.api_key.get_secret_value(), "api_key=") if self.api_key is not None else find_key()
+        found = self._key()
         url = (self.endpoint_url or os.environ.get("VAST_URL") or URL).rstrip("/").removesuffix("/api/v0")
         return Api(
             "Vast.ai",

@@ -35,6 +35,7 @@ from skyward_core.providers._http import (
     certain_if_refused,
     field_of,
     is_unsure,
+    missing,
     number_of,
     rows_in,
     tried,
@@ -240,6 +241,10 @@ class Verda(Provider):
     def ends_for_good(self) -> bool:
         """True only with node credentials: then a machine deletes itself. One that is off is billed."""
         return self.node_client_id is not None
+
+    def missing_credentials(self) -> str:
+        """Return which variables or file are missing; "" if there are credentials."""
+        return missing(self._credentials)
 
     def account(self) -> str:
         """Return a name made from a hash of the client id, which is half a credential.

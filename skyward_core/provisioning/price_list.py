@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import html
 import json
 import os
 import tempfile
@@ -35,11 +36,17 @@ class CachedOffers(BaseModel):
     offers: tuple[Offer, ...]
 
 
-@dataclass(frozen=True, slots=True)
+SHOWN = 20
+"""The most offers of a list that are shown."""
+HEADS = ("PROVIDER", "REGION", "TYPE", "MARKET", "USD/H", "CPUS", "MEMORY GB", "ACCELERATORS")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class PriceList:
     """Offers that fit, the cheapest first, then the smallest. `refusals` are the reasons of the providers without one.
 
-    `asked_at` is the time of the oldest answer, None if there is none. Iterating gives the offers.
+    `asked_at` is the time of the oldest answer, None if there is none. Iterating gives the offers. A terminal and a
+    notebook show it as a table.
     """
 
     offers: tuple[Offer, ...]
@@ -55,9 +62,48 @@ class PriceList:
     def __getitem__(self, index: int) -> Offer:
         return self.offers[index]
 
+    @property
+    def is_unknown(self) -> bool:
+        """Whether no provider has said what it sells: an empty list does not mean then that nothing is sold."""
+        return not self.offers and self.asked_at is None and bool(self.refusals)
+
+    def __repr__(self) -> str:
+        """Return a table of the first offers, and why providers are missing."""
+        rows = [HEADS, *map(_row, self.offers[:SHOWN])]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows] if self.offers else []
+        more = [f"... {len(self.offers) - SHOWN} more"] if len(self.offers) > SHOWN else []
+        return "\n".join([*lines, *more, *map(str, self.refusals)]) or "no offers"
+
+    def _repr_html_(self) -> str:
+        """Return the same for a notebook."""
+        heads = "".join(f"<th>{html.escape(head)}</th>" for head in HEADS)
+        rows = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in _row(offer)) + "</tr>"
+            for offer in self.offers[:SHOWN]
+        )
+        table = f"<table><tr>{heads}</tr>{rows}</table>" if self.offers else ""
+        more = [f"... {len(self.offers) - SHOWN} more"] if len(self.offers) > SHOWN else []
+        reasons = "".join(f"<div>{html.escape(line)}</div>" for line in [*more, *map(str, self.refusals)])
+        return table + reasons or "no offers"
+
     def age_seconds(self, now: datetime | None = None) -> float:
         """Return how old the oldest answer is; 0.0 if there is none."""
         return 0.0 if self.asked_at is None else max(0.0, ((now or datetime.now(UTC)) - self.asked_at).total_seconds())
+
+
+def _row(offer: Offer) -> tuple[str, ...]:
+    chips = f"{offer.accelerators} x {offer.accelerator}" if offer.accelerators else ""
+    return (
+        offer.provider,
+        offer.region,
+        offer.instance_type,
+        "spot" if offer.is_spot else "on demand",
+        f"{offer.total_per_hour:.4g}",
+        f"{offer.vcpus:g}",
+        f"{offer.memory_gb:.0f}",
+        chips,
+    )
 
 
 def price_list(
