@@ -7,7 +7,7 @@ import inspect
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self, TypedDict, Unpack, cast, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Self, TypedDict, Unpack, cast, get_type_hints
 
 from pydantic import (
     BaseModel,
@@ -148,6 +148,16 @@ class PoolSpec(BaseModel):
     Make one with `PoolSpec.of(...)`: it raises BadRequest, with the nearest known name for an unknown field.
     """
 
+    examples: ClassVar[Mapping[str, str]] = {
+        "memory": '"64GB"',
+        "volume": 'sky.S3Volume(bucket="name", mount="/data")',
+        "image": 'sky.Image(pip=["torch"])',
+        "env": '{"NAME": "value"}',
+        "secrets": '["HF_TOKEN"]',
+        "name": '"nightly"',
+        "machine": '"p5.48xlarge"',
+    }
+
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
@@ -287,7 +297,7 @@ class PoolSpec(BaseModel):
         try:
             return cls(**fields)
         except ValidationError as error:
-            raise BadRequest(explained(error, fields, unshown=UNREPEATED)) from error
+            raise BadRequest(explained(error, fields, cls, unshown=UNREPEATED)) from error
 
     def with_(self, **changes: Unpack[PoolKeywords]) -> Self:
         """Return a spec with these fields changed, validated again."""

@@ -115,6 +115,18 @@ class Image(Frozen):
     ('torch',)
     """
 
+    examples: ClassVar[Mapping[str, str]] = {
+        "python": '"3.12"',
+        "pip": '["torch", "numpy==2.4"]',
+        "pip_indexes": '{"torch": "https://download.pytorch.org/whl/cu128"}',
+        "apt": '["ffmpeg"]',
+        "env": '{"NAME": "value"}',
+        "preload": '["torch"]',
+        "includes": '["src"]',
+        "excludes": '["*.ckpt"]',
+        "shell": '["nvidia-smi"]',
+    }
+
     model_config = ConfigDict(hide_input_in_errors=True)
     other_names: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("packages", "pip_install", "pip_packages", "requirements"), "pip"),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Never, NoReturn, Self, Unpack, 
 
 from pydantic import ValidationError
 
+from skyward_core.accelerators import Accelerator
 from skyward_core.compute import ComputeFunction, PendingBatch, PendingCompute, not_pending
 from skyward_core.concurrency.item_stream import ItemStream
 from skyward_core.concurrency.threads import refuse_greenlets
@@ -25,6 +26,7 @@ from skyward_core.engine.packing import WantedCall
 from skyward_core.errors import BadRequest, InstancesLeft, LeaseTampered, NotPicklable, PoolClosed
 from skyward_core.events import console
 from skyward_core.events.events import Callback, CostFinal
+from skyward_core.image.image import Image
 from skyward_core.machines.instances import Lease
 from skyward_core.machines.signing import signed, verify
 from skyward_core.pool.aio import AsyncPool, Broadcast
@@ -157,9 +159,22 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
     )
 
     def __init__(
-        self, *, on_event: Callback | None = None, work: Work = NO_WORK, **keywords: Unpack[PoolKeywords]
+        self,
+        *values: Never,
+        spec: PoolSpec | None = None,
+        on_event: Callback | None = None,
+        work: Work = NO_WORK,
+        **keywords: Unpack[PoolKeywords],
     ) -> None:
-        self._reset(prepare(PoolSpec.of(**keywords), on_event=on_event, work=work))
+        if values:
+            named = ", ".join(f"{_name_for(value)}=..." for value in cast("tuple[object, ...]", values))
+            raise BadRequest(f"{type(self).__name__} takes its values by name: write {type(self).__name__}({named})")
+        if spec is not None and keywords:
+            raise BadRequest(
+                f"give spec=... or keywords, not both: {', '.join(keywords)} stand beside a spec; write"
+                " spec=spec.with_(...)"
+            )
+        self._reset(prepare(PoolSpec.of(**keywords) if spec is None else spec, on_event=on_event, work=work))
 
     @classmethod
     def from_spec(
@@ -337,12 +352,14 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
 
     # ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def submit[R](self, pending: PendingCompute[R], *, timeout: float | None = None) -> CallFuture[R]:
+    def submit[R](self, pending: PendingCompute[R], *values: Never, timeout: float | None = None) -> CallFuture[R]:
         """Submit a call and return at once.
 
         `.result()` of the future waits, `.cancel()` stops the call even while it runs, `.seconds` and `.cost` are its
         duration and cost. `timeout`: how many seconds it may run on its node, as `PendingCompute.timeout` has it.
         """
+        if values:
+            raise TypeError("pool.submit takes one call: write pool.submit(fn(x)), or pool.executor().submit(fn, x)")
         calls = [checked(pending, timeout)]
         return cast("CallFuture[R]", self._session.cluster.submit(calls, self._prepared.replace_object)[0])
 
@@ -592,6 +609,14 @@ def verified_claim(
     if not is_trusted:
         verify(lease)
     return lease, None if has_key else find_keys(lease)
+
+
+def _name_for(value: object) -> str:
+    """Return the keyword that a value without one was probably meant for."""
+    if isinstance(value, str):
+        return "accelerator" if value[:1].isupper() or value[:1].isdigit() else "provider"
+    kinds = {Provider: "provider", Image: "image", Accelerator: "accelerator", PoolSpec: "spec", int: "nodes"}
+    return next((name for kind, name in kinds.items() if isinstance(value, kind)), "provider")
 
 
 def _parsed(given: Lease | Mapping[str, Any] | str) -> Lease:

@@ -105,6 +105,8 @@ class Hosts(Provider):
     def __init__(self, *addresses: str, **fields: Any) -> None:
         if addresses and "addresses" in fields:
             raise BadRequest("addresses are given twice")
+        if len(addresses) == 1 and isinstance(addresses[0], list | tuple):
+            raise BadRequest('Hosts takes each address by itself: write Hosts("a", "b"), or Hosts(*addresses)')
         super().__init__(**({"addresses": addresses} if addresses else {}), **fields)
 
     @field_validator("key")

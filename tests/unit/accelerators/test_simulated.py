@@ -41,7 +41,11 @@ def test_local_offers_what_it_simulates(
 
 @pytest.mark.parametrize(
     ("requested", "words"),
-    [("A1000", "nearest are 'A100'"), (sky.accelerators.H100(mig="3g.40gb"), "not simulated"), (3, "string")],
+    [
+        ("A1000", "nearest are 'A100'"),
+        (sky.accelerators.H100(mig="3g.40gb"), "not simulated"),
+        (3, "simulate=3: write a text or None"),
+    ],
 )
 def test_what_cannot_be_simulated_is_refused(requested: Any, words: str) -> None:
     """The provider cannot be created, and the message has the reason."""

@@ -375,8 +375,8 @@ def test_one_module_decides_what_a_row_leads_to() -> None:
         "skyward_core/config/own_providers.py": {"load", "load_all", "kind_of"},
         "skyward_core/cli/options.py": {"load"},  # --provider
         "skyward_core/spec.py": {"load_all"},  # what its user has written
-        "skyward_core/operations.py": {"load_all"},  # the caller's, and the settings
-        "skyward_core/doctor.py": {"load_all"},  # the settings
+        # the caller's, and the settings; without settings each cloud with credentials
+        "skyward_core/operations.py": {"load_all", "load", "kind_of"},
         "skyward_core/config/report.py": {"kind_of"},  # the forms of settings
         "skyward_core/ledger/tables.py": {"kind_of"},  # what is to be signed
     }

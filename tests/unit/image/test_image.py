@@ -71,8 +71,8 @@ TORCH = {"pip": ["torch"]}
         ({"lock": 'lock-version = "1.0"\n[[packages]]\nname = "own"\ndirectory = {path = "."}\n'}, "'own' from a folder"),
         ({"python": "3.13.1"}, 'write "3.13"'),
         ({"python": "3.13\n"}, 'write "3.13"'),
-        ({"python": 3.13}, "string"),
-        ({"pip": "torch"}, "not allowed as a Sequence"),
+        ({"python": 3.13}, "write a text, such as"),
+        ({"pip": "torch"}, "pip: write a list of texts"),
         ({"pip": ["  "]}, "one requirement"),
         ({"pip": ["six\nseven"]}, "one requirement"),
         ({"pip": ["six\0"]}, "one requirement"),
@@ -93,7 +93,7 @@ TORCH = {"pip": ["torch"]}
         ({"env": {"UID": "0"}}, "bash"),
         ({"env": {"SKYWARD_HOME": "/"}}, "reserved for Skyward"),
         ({"env": {"A": "\0"}}, "NUL"),
-        ({"env": {"A": 1}}, "string"),
+        ({"env": {"A": 1}}, "env['A']: write a text"),
     ],
 )  # fmt: skip
 def test_invalid_fields_are_refused_with_advice_and_without_passwords(fields: dict[str, Any], advice: str) -> None:
