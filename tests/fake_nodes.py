@@ -3,8 +3,8 @@
 nodes = FakeNodes(Played(install_seconds=20, has_uv=False), before=slowly(0.3))
 nodes.add("fake-0", "127.77.0.1", 22, host_key, login)
 
-A node recognizes the commands of `remote.SSHTransport` by their text and does not run them. There is no process and no
-file, so that only the client's work takes time. Its bootstrap is simulated: phases in its log, a pause for the
+A node recognizes the commands of `ssh_transport.SSHTransport` by their text and does not run them. There is no process
+and no file, so that only the client's work takes time. Its bootstrap is simulated: phases in its log, a pause for the
 installation, then a wait for its settings. `serve` decides what a node does with them. An unknown command is refused and
 added to `unknown`.
 """

@@ -110,8 +110,8 @@ class Progress:
         return self._use.numbers()
 
     def metrics(self) -> dict[str, Any]:
-        """Return the facts as JSON data: percent are means over the nodes; those of `_mean` and `_max` are of the time
-        in which calls ran.
+        """Return the facts as JSON data: percent are means over the nodes; those that end with _mean and _max are
+        of the time in which calls ran.
         """
         if self.live_cost is not None and (cost_usd := self.live_cost()) is not None:
             self._facts["cost_usd"] = cost_usd

@@ -56,7 +56,7 @@ _COMMAND = (
 class TrainingJob(NamedTuple):
     """What the process of a rank needs: its place and its node's address in the group, and, pickled, the framework, the
     function and the arguments. The arguments may have the framework's arrays, and are loaded when it runs. `mark` is
-    for log records, see `worker.log_records`, and `log_levels` are those of its call.
+    for log records, see `wire.log_records`, and `log_levels` are those of its call.
     """
 
     place: Place

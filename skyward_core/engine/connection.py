@@ -282,7 +282,7 @@ class PoolClient(DataClient):
             self.listener.finished(key)
 
     def _handle_task_erred(self, key: Any = None, exception: Any = None, traceback: Any = None) -> None:
-        if self.listener is not None:  # our own message before has the reason (`on_failed`), unless there is none
+        if self.listener is not None:  # our own message before has the reason (TASK_FAILED), unless there is none
             self.listener.failed(key, WORKER_GONE)
 
     def _handle_cancelled_keys(self, keys: Collection[Any], reason: Any = None, msg: Any = None) -> None:

@@ -513,7 +513,7 @@ class Dispatcher(Losses):
     # ── nodes and workers ────────────────────────────────────────────────────────────────────────────────────────────
 
     def calls_of(self, rank: int) -> tuple[int, int, int]:
-        """Return `CallTable.bound_to` and `Shipments.count_for` for a node."""
+        """Return what `_bound_to` and `_count_for` return for the workers of a node."""
         names = self.members.names_at(rank)
         return *self._bound_to(names), self._count_for(names)
 

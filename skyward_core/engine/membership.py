@@ -660,7 +660,7 @@ class Membership:
 
     def _restart(self, lost: _Lost, view: MembershipView) -> None:
         """Try to restart the cluster with another head."""
-        if lost.trouble is not None:  # `Machines.restart` releases the machine that was to be the head
+        if lost.trouble is not None:  # `PoolMachines.restart` releases the machine that was to be the head
             self._emit_lost(0, f"the cluster did not come up on it: {lost.trouble}", view)
         ranks = self._ranks - self._vacant.keys()
         self._actions.append(Restart(tuple(node for node in view.nodes if node.rank in ranks)))

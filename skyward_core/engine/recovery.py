@@ -155,7 +155,7 @@ class Recovery:
         self._thread.start()
 
     def stop(self) -> None:
-        """Do nothing more. `MachineControl.stop` must wake the threads that wait for machines before `join`."""
+        """Do nothing more. `PoolMachines.stop` must wake the threads that wait for machines before `join`."""
         self._closing.set()
         self._threads.close()
         self._wake.set()

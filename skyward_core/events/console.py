@@ -244,9 +244,7 @@ def _others_listen() -> bool:
 
 
 class _MessageFormatter(logging.Formatter):
-    """`skyward  launching ...` for our lines; a node's lines say themselves where they come from. Tracebacks are
-    indented.
-    """
+    """Begins our lines with "skyward"; a node's lines say themselves where they come from. Indents tracebacks."""
 
     @override
     def formatMessage(self, record: logging.LogRecord) -> str:

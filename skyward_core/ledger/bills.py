@@ -125,7 +125,7 @@ class Bills:
         It is the bill of all pools, one pool, intents from `since` until before `until`, or pools for this work.
         A pool is for `work` if the work to which it belongs, of one of its uses, detached calls or shares, has the same
         text in each field that is not empty in `work`. By bucket there is one more row, `BILLING_ROUNDING`. By run,
-        task, asset, partition and owner, uses and detached calls count for their works (`work_costs`), and so do the
+        task, asset, partition and owner, uses and detached calls count for their works (`_work_rows`), and so do the
         shares that pruning and earlier releases have left. The rest of the cost, and the number of resources, count for
         the work to which the pool belongs; of a pool that belongs to nobody they are a row of their own, `pool NAME`,
         unless `split` divides the rest among the others in proportion to their costs. With `work`, only the parts for

@@ -132,7 +132,7 @@ def _launch_of(intent: Intent, requested_at: float) -> Launch:
 class Journal:
     """The ledger's entries of one session. Safe to use from several threads. Call `open` first and `close` last.
 
-    It also receives the confirmed ends of a teardown (`teardown.Witness`).
+    It also receives the confirmed ends of a teardown (`teardown.MachineRecord`).
     """
 
     def __init__(

@@ -4,8 +4,8 @@ An intent is committed before the call that creates a resource. After the call i
 closed with the evidence that the resource is gone. A crash in between leaves an open intent with the data to find the
 resource: kind, provider, region, name, token, tags.
 
-`rows.py` has the values, `tables.py` the tables, `schema.py` and `migrations` their versions. `database.py` owns the
-connections and transactions; `sql_engine.py` opens SQLite and PostgreSQL. `pools.py`, `intents.py`, `uses.py`,
+`rows.py` has the values, `tables.py` the tables, `migrations` their versions. `database.py` owns the connections,
+transactions and migrations; `sql_engine.py` opens SQLite and PostgreSQL. `pools.py`, `intents.py`, `uses.py`,
 `bills.py` and `accounts.py` each read and write one group of tables. `Ledger` is all of them on one database, and the
 one class that other packages use.
 """

@@ -191,7 +191,7 @@ RESOURCES = Table(
     Column("extras_json", Text, nullable=False, server_default="[]"),
 )
 IS_OPEN = RESOURCES.c.gone_microseconds.is_(None)
-# it is partial, for the open ones (`schema.py`): to say so here would load the dialects of all databases
+# it is partial, for the open ones (`database.py`): to say so here would load the dialects of all databases
 Index("skyward_resources_open", RESOURCES.c.id)
 
 ACCOUNTS = Table(

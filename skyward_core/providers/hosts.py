@@ -1,10 +1,10 @@
 """Machines that you own, over SSH, as a provider.
 
 An instance is the set of processes on a host that have its tag in their first environment. One of them is the guard
-(`provisioning.guard`). The provider starts it, and it ends all the others. A host carries one instance at a time: the
-guard holds a lock of the whole machine, on descriptor 9, and the kernel releases it when the guard dies. The provider
-keeps no instances in memory: the first digits of an id's number name its host. For the life of a pool it keeps only the
-host keys that it has seen (`for_pool`).
+(`bootstrap.guard_script`). The provider starts it, and it ends all the others. A host carries one instance at a time:
+the guard holds a lock of the whole machine, on descriptor 9, and the kernel releases it when the guard dies. The
+provider keeps no instances in memory: the first digits of an id's number name its host. For the life of a pool it keeps
+only the host keys that it has seen (`for_pool`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 It is the default, used by the quick start and most tests. Its state is the process table. An instance is every process
 that was started with its tag in the environment (`worker.node_clocks`), and all processes below one of these. Any
 process of the same user finds it, without a file. Two mechanisms keep processes visible that have removed the tag: the
-keeper, above all of them (`worker.keeper`), and where the host allows it a control group (`control_groups`).
+keeper, above all of them (`worker.keeper`), and where the host allows it a control group (`ControlGroup`).
 docs/decisions/0011 has the states.
 """
 

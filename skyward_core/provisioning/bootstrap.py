@@ -253,7 +253,7 @@ def _server_over_ssh(spec: PoolSpec) -> str:
 
 
 def _server(spec: PoolSpec, package: str, archive: str, *, is_kept: bool = False) -> str:
-    """Return the last part of a node's script. `archive`: of the included files (`work_shell`). `is_kept`: it already
+    """Return the last part of a node's script. `archive`: of the included files (`make_work`). `is_kept`: it already
     runs below a keeper (`worker/keeper.py`).
     """
     keeper = "" if is_kept else f'"$SKYWARD_ENV_PYTHON" -I -S {package}/skyward_core/worker/keeper.py -- '

@@ -1,6 +1,6 @@
 """The nodes of a pool: which machine has which rank, where the scheduler is, and the settings of each node.
 
-`Nodes` is the one shared value of a pool's machines. `startup`, `replacement` and `head_restart` change it:
+`Nodes` is the one shared value of a pool's machines. `Startup`, `Replacement` and `HeadRestart` change it:
 
     nodes, scheduler, generation, ports    while the pool opens by its thread alone; then under `settings_lock`
     removal of one rank                    by the thread that replaces this rank, without the lock (recovery has one

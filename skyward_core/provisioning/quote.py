@@ -29,8 +29,8 @@ ENTRY_POINTS = "skyward.quotes"
 #
 #     spec --questions--> one for each alternative --ask_each--> answers of its providers --rank_all--> candidates
 #
-# A spec without alternatives is one question (`abilities.Question`). With selection="first" all candidates of an
-# alternative are tried before those of the next one.
+# A spec without alternatives is one `Question`. With selection="first" all candidates of an alternative are tried
+# before those of the next one.
 #
 # Which provider may rent which alternative is known before any request, by the features that the spec asks for.
 

@@ -3,7 +3,7 @@
     claimed ──▶ opening (this process rents) ──▶ using ──▶ left, or closing (this process ends the pool) ──▶ left
             └─▶ joined (another one has rented) ──▶ using ...      └──┴─ that failed ── leaves again ──▶ left
 
-`docs/decisions/0028` has the states of the name, and what a kill between two of these lines leaves. The thread
+Decision 0028 has the states of the name, and what a kill between two of these lines leaves. The thread
 "skyward-client" renews the row; "skyward-clear" ends what a dead pool of the name has left.
 
 `Successor` makes an attached process the steward of the pool when it has none. The renewal notices it

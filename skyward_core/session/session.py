@@ -493,7 +493,7 @@ class Session:
         """Leave the machines running under their lease, and release them; after an error the pool is open as before.
 
         If this process is killed here, the reaper ends the pool, or the pool lives as long as its lease
-        (`provisioning.detach`). Raises Unreachable, BadRequest, LedgerError, LeaseLost, and BudgetExceeded if its
+        (`lifecycle.detached_nodes`). Raises Unreachable, BadRequest, LedgerError, LeaseLost, and BudgetExceeded if its
         account does not pay for the whole lease. The pool may have ended itself, or may have to end before the ledger
         is written. Then it is stopped, and the error of its calls is raised: BudgetExceeded, LeaseLost or PoolClosed.
         """

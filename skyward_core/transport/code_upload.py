@@ -1,7 +1,7 @@
 """The uploads to nodes: a copy of our own package, so that client and node have the same version; the image's files;
 and uv, if needed.
 
-The client's own uv is uploaded where it runs. Other machines get one of `image.uv_wheels`, which our uv fetches from
+The client's own uv is uploaded where it runs. Other machines get one of `shell.WHEELS`, which our uv fetches from
 the client's index and checks by its hash.
 """
 

@@ -139,7 +139,7 @@ if grep -qsw memory "$above/cgroup.subtree_control" && [ -w "$above" ] && [ -w "
 """  # noqa: E501
 """Finds the parent of the node's control group, from $parent, the group of this process.
 
-`control_groups` does the same on the client's computer.
+`providers.local` does the same on the client's computer.
 """
 
 START = (

@@ -3,7 +3,7 @@
 What a `logging.StreamHandler` writes to stdout or stderr travels as one record.
 
 A record is one line of the runner's output, `MARK:LEVEL "TEXT"`. Its text is JSON, so that a traceback travels without
-line ends. A line `MARK:report JSON` has metrics of the call (`call_metrics.py`). MARK is the secret that ends the
+line ends. A line `MARK:report JSON` has metrics of the call (`messages.CallMetrics`). MARK is the secret that ends the
 output of a call: no call can forge it. All other output stays lines without a level.
 
 The levels of the client's loggers hold on a node: `logging` drops there what it would drop in the client, and no more.

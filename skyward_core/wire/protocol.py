@@ -16,7 +16,7 @@ from skyward_core.wire import checks
 POOL_TOPIC = "skyward-pool"
 """The topic of these messages, of samples and of announcements of workers."""
 LIST_CALLS = "skyward_list_calls"
-"""The operation by which an observer asks for the calls of all clients (`call_lists.py`)."""
+"""The operation by which an observer asks for the calls of all clients (`CallLists` of the scheduler)."""
 LIST_STACKS = "skyward_list_stacks"
 """The operation by which an observer asks for the stacks of all slots, idle ones too."""
 LISTING_SECONDS = 5.0
@@ -218,8 +218,7 @@ def resume(client_id: str, topic: str, after: int, request: int) -> dict[str, An
     """Return the message that makes this client the owner of the topic and its tasks, and asks for the topic's messages
     after number `after`.
 
-    The answer is an event of the topic: a mapping with the number `request`, and the fields of
-    `scheduler_messages.Resumed`.
+    The answer is an event of the topic: a mapping with the number `request`, and the fields of `Resumed`.
     """
     return {"op": RESUME, "client": client_id, "topic": topic, "after": after, "request": request}
 

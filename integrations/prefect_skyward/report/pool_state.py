@@ -18,7 +18,7 @@ RENTED_SHARE, PREPARED_SHARE = 0.3, 0.95
 
 @dataclass(slots=True)
 class MachineState:
-    """One machine. After the end of the pool `billed_seconds` and `cost_usd` are those of its receipt."""
+    """One machine. After the end of the pool `seconds` and `cost_usd` are those of its receipt."""
 
     instance_id: str
     node: int
