@@ -109,6 +109,18 @@ def test_the_index_of_decisions_lists_every_record() -> None:
     assert listed == sorted(record.name for record in folder.glob("[0-9]*.md"))
 
 
+def test_a_record_that_was_replaced_says_so_in_its_first_line() -> None:
+    """It names each record by which the index says that it, or a part of it, is replaced."""
+    folder = ROOT / "docs/decisions"
+    rows = re.findall(r"\((\d{4}-[\w-]+\.md)\) \|.*\| (.*) \|$", (folder / "README.md").read_text(), re.M)
+    replaced = {record: re.findall(r"replaced by ([\d, and]+)", status) for record, status in rows}
+    expected = {record: re.findall(r"\d+", by[0]) for record, by in replaced.items() if by}
+    assert len(expected) > 5
+    lines = {record: (folder / record).read_text().splitlines()[2] for record in expected}
+    assert [record for record, line in lines.items() if "eplaced by" not in line] == []
+    assert [record for record, line in lines.items() if any(f"[{by}](" not in line for by in expected[record])] == []
+
+
 def test_the_architecture_names_each_package_in_the_order_of_the_layers() -> None:
     """The numbers of the list are those of the layers that import-linter checks."""
     core = ROOT / "skyward_core"
