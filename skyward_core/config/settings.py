@@ -24,6 +24,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -43,11 +44,16 @@ PROFILE = f"{PREFIX}PROFILE"
 CONFIG = f"{PREFIX}CONFIG"
 PROFILES, POOLS = "profiles", "pools"
 """The tables of a file that have tables by name."""
-NODE_VARIABLES = (
-    "BOOT_WATCHER CONFIG ENV_PYTHON HOME INSTANCE_DIRECTORY INSTANCE_ID INSTANCE_INFO LEASE_KEY LEDGER OWNER POOL_ID"
-    " PRICE_PER_HOUR PROFILE PYTHON RANK SECRET_KEY UI_TOKEN UV"
+OTHER_VARIABLES = (
+    "BOOT BOOT_WATCHER COMMAND CONFIG ENDS END_OF_FILE ENV_PYTHON HOME INSTANCE INSTANCE_DIRECTORY INSTANCE_ID"
+    " INSTANCE_INFO INSTANCE_TYPE IS_SPOT KEEP_DIRECTORY LEASE_KEY LEDGER LOOK MORE_TAGS OWNER POOL POOL_ID"
+    " PREEMPTION_FILE PRELOAD_SKIPPED PRICE_PER_HOUR PRIVATE_IP PROFILE PYTHON RANK RESERVE SECRET_KEY TAGS UI_TOKEN"
+    " UPTIME_FILE UV"
 )
-NOT_SETTINGS = frozenset(f"{PREFIX}{name}" for name in NODE_VARIABLES.split())
+"""Variables of ours that set no field of a pool: those of users, of nodes and of scripts on machines."""
+NOT_SETTINGS = frozenset(f"{PREFIX}{name}" for name in OTHER_VARIABLES.split())
+PART = re.compile("_[0-9]+$")
+"""The end of the name of a variable that holds a part of a long value, as in containers: SKYWARD_BOOT_0."""
 _log = logging.getLogger("skyward")
 
 
@@ -176,7 +182,7 @@ def _of_environment(environ: Mapping[str, str]) -> Settings:
     fields: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for name, text in environ.items():
-        if not name.startswith(PREFIX) or name in NOT_SETTINGS:
+        if not name.startswith(PREFIX) or PART.sub("", name) in NOT_SETTINGS:
             continue
         key = name.removeprefix(PREFIX).lower()
         if key in PoolSpec.model_fields:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import stat
 import tomllib
 from collections.abc import Callable
@@ -13,6 +14,9 @@ from jsonschema import Draft202012Validator
 
 import skyward_core as sky
 from skyward_core.config.report import settings_schema
+from skyward_core.config.settings import NOT_SETTINGS, Settings
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -330,3 +334,20 @@ def test_a_named_file_that_is_not_there_is_an_error(project: Path) -> None:
     (project / "skyward.toml").write_text("nodes = 2\n")
     with pytest.raises(sky.BadRequest, match=r"SKYWARD_CONFIG names none\.toml, which cannot be read: .*No such file"):
         sky.Settings.read({"SKYWARD_CONFIG": "none.toml"}, project)
+
+
+def test_each_variable_of_ours_is_known(caplog: pytest.LogCaptureFixture) -> None:
+    """A program on a node has many of them, and none is called no setting. The list is that of the code."""
+    folders = [ROOT / "skyward_core", ROOT / "integrations", ROOT / "stack"]
+    sources = [path.read_text() for folder in folders for path in folder.rglob("*.py")]
+    names = {name for text in sources for name in re.findall(r"SKYWARD_[A-Z][A-Z_]*[A-Z]", text)}
+    fields = {f"SKYWARD_{field.upper()}" for field in sky.PoolSpec.model_fields}
+    assert len(names) > 30
+    assert names - fields - NOT_SETTINGS == set()
+    Settings.read(
+        {name: "1" for name in [*NOT_SETTINGS, "SKYWARD_BOOT_0", "SKYWARD_MORE_TAGS_12"]}
+        | {"SKYWARD_CONFIG": "", "SKYWARD_PROFILE": ""}
+    )
+    assert caplog.messages == []
+    Settings.read({"SKYWARD_NODE": "2"})
+    assert caplog.messages == ["SKYWARD_NODE in the environment is no setting; did you mean SKYWARD_NODES?"]
