@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, override
+from typing import TYPE_CHECKING, Annotated, Any, override
 
 import typer
 import typer.core
 
 from skyward_core.cli import values
 from skyward_core.cli.options import provider_from
+from skyward_core.cli.printing import FAILED, money, number_of, print_warnings, say
 from skyward_core.errors import BadRequest
+
+if TYPE_CHECKING:
+    from skyward_core.spec import PoolSpec
 
 PASS_ON: dict[str, Any] = {"allow_interspersed_args": False}
 """What follows the target belongs to the program, options too."""
@@ -100,6 +104,9 @@ def run(
     secret: Secrets = None,
     set_: Fields = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="of the pool, show warnings only")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="show what would be rented and the most that it costs, and rent nothing")
+    ] = False,
 ) -> int:
     """Run a script, a function or a command on a pool, with its output and its exit code. The machines end with it,
     unless --pool names a pool that stays.
@@ -115,6 +122,8 @@ def run(
     fields |= {name: value for name, value in given.items() if value is not None}
     program = command_of([target, *(args or ())]) if context.meta[IS_COMMAND] else read_target(target, args or ())
     spec = spec_of(fields, profile=profile)
+    if dry_run:
+        return _show_plan(spec)
     least_level = logging.WARNING if quiet else logging.INFO
     output = ProgramOutput(sys.stdout, sys.stderr, has_ranks=everywhere, least_level=least_level)
     return run_program(program, spec, output, everywhere=everywhere)
@@ -135,3 +144,17 @@ def _fields(pip: Sequence[str], env: Sequence[str], secrets: Sequence[str], othe
     if secrets:
         fields["secrets"] = list(secrets)
     return fields
+
+
+def _show_plan(spec: PoolSpec) -> int:
+    """Print what would be rented first, and why other candidates are not there."""
+    from skyward_core.pool.pool import ComputePool
+
+    quote = ComputePool.from_spec(spec).quote()
+    if quote.candidates:
+        say(str(quote))
+        if more := len(quote.candidates) - 1:
+            dearest = money(quote.candidates[-1].price_per_hour)
+            say(f"{number_of(more, 'candidate')} more, the last at {dearest} USD per hour")
+    print_warnings(quote.refusals)
+    return 0 if quote.candidates else FAILED

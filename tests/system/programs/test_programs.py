@@ -143,3 +143,14 @@ def test_functions_run_on_a_pool_with_a_name(project: Path, capfd: pytest.Captur
         assert "in fail" in printed.err
     finally:
         sky.release("nightly")
+
+
+def test_a_plan_rents_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """It has the price and the most that it costs. Without a candidate it says why, and fails."""
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit('this must not run')\n")
+    priced = 'provider={"name": "local", "price_per_hour": 2}'
+    assert cli.main(["run", "--dry-run", "--nodes", "2", "--max-cost", "3", "--set", priced, str(script)]) == 0
+    assert capsys.readouterr().out == "2 x local/local local at $4.00 per hour; at most $3.00\n"
+    assert cli.main(["run", "--dry-run", "--provider", "local", "--set", "cpu=100000", str(script)]) == cli.FAILED
+    assert "skyward: local: NoCapacity" in capsys.readouterr().err
