@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from decimal import Decimal
 
@@ -133,13 +134,13 @@ class Narrator:
             case InfraCreating():
                 return f"pool {event.pool_id} looks for machines" if event.pool_id else "looking for machines"
             case InfraCreated(region):
-                return f"found what you asked for in {region}{_quoted(event)}"
+                return f"{_chosen(event)} in {region}{_quoted(event)}"
             case InstanceLaunching(count, instance_type, provider):
                 return f"launching {count} x {instance_type} on {provider}"
             case BootstrapStarting(machine):
                 return f"{self.name(machine)}: preparing"
             case BootstrapProgress(machine, step):
-                return f"{self.name(machine)}: {step}"
+                return f"{self.name(machine)}: {PHASES.get(step, step)}"
             case BootstrapCompleted(machine):
                 return f"{self.name(machine)}: ready"
             case PoolReady():
@@ -206,6 +207,19 @@ def _both(earlier: CallReported, later: CallReported) -> CallReported:
     return replace(later, step=step, values={**earlier.values, **later.values})
 
 
+PHASES: Mapping[str, str] = {
+    "apt": "installing system packages",
+    "uv": "getting uv",
+    "deps": "installing packages",
+    "volumes": "mounting volumes",
+    "shell": "running the image's commands",
+    "mig": "partitioning the GPU",
+    "skyward": "starting",
+    "server": "starting the workers",
+}
+"""What a machine does in each phase of its preparation. Another phase is shown by its name."""
+
+
 def _waiting(event: CallsWaiting) -> str:
     who = "a call waits" if event.calls == 1 else f"{event.calls} calls wait"
     held = f"held by {event.holder} for {_duration(event.held_seconds)}"
@@ -227,9 +241,11 @@ def _quoted(event: InfraCreated) -> str:
         f"at most {usd(event.max_cost)} (max_cost)" if event.max_cost is not None else "",
         f"paid by account {event.account!r}" if event.account else "",
     ]
-    return f": {usd(event.price_per_hour)} per hour, of {_count(event.candidates, 'candidate')}; " + (
-        ", ".join(filter(None, limits)) or "no limit of its own (max_cost)"
-    )
+    return f": {usd(event.price_per_hour)} per hour; {', '.join(filter(None, limits)) or 'no max_cost'}"
+
+
+def _chosen(event: InfraCreated) -> str:
+    return f"chose the first of {event.candidates} candidates," if event.candidates > 1 else "chose machines"
 
 
 def _provisioned(event: InstanceProvisioned) -> str:

@@ -123,7 +123,7 @@ def test_the_page_of_a_flow_run_has_its_graph_tasks_progress_and_cost(
     page.goto(f"{server.address}/runs/flow-run/{cost['flow_run_id']}")
     text = shown(page, "hardware-per-step", "looks for machines")
     assert "3 Task runs" in text
-    assert "found what you asked for in local: $1.20 per hour" in text
+    assert "chose machines in local: $1.20 per hour" in text
     page.locator("canvas").first.wait_for(timeout=60_000)
     page.wait_for_function("document.querySelector('canvas').width > 0")
     take(page, "flow-run")

@@ -55,7 +55,7 @@ def test_a_task_runs_on_a_pool_of_its_own_and_reports_its_cost(airflow: Airflow)
     assert re.search(rf"\[node 0\] for {day}", ran.log)
     assert re.search(r"\[node 0\] to stderr", ran.log)
     assert re.search(r"\[node 0\] told by logging", ran.log)
-    order = r"::group::Provisioning.*launching 2 x local.*node 1: server.*is ready after.*::endgroup::.*\[node \d\] on 2 nodes.*giving the machines back.*cost: 0\.\d+ USD.*skyward receipt sky-"
+    order = r"::group::Provisioning.*launching 2 x local.*node 1: starting the workers.*is ready after.*::endgroup::.*\[node \d\] on 2 nodes.*giving the machines back.*cost: 0\.\d+ USD.*skyward receipt sky-"
     assert re.search(order, ran.log, re.DOTALL)
     bill = ran.bill("decorated")
     assert bill["pool_id"].startswith("sky-")

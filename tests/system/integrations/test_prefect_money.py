@@ -401,7 +401,7 @@ def test_labels_of_the_flow_run_have_the_cost_and_the_pool(run: SimpleNamespace)
     lines = wait_until(lambda: lines if len(lines := messages(run.id)) > 10 else None)
     assert [text for level, text in lines if level >= 30 and "incomplete" in text] == []
     said = "\n".join(text for _, text in lines)
-    assert "$72.00 per hour, of 1 candidate; at most $10.00 (max_cost)" in said
+    assert "$72.00 per hour; at most $10.00 (max_cost)" in said
     assert all(words in said for words in ("launching 2 x local on local", "is ready after", "done: "))
 
 

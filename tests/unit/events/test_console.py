@@ -58,12 +58,12 @@ def _written(kind: str, events: Sequence[sky.SkywardEvent], file: io.StringIO | 
 def test_log_has_one_line_for_each_important_event():
     assert _written("log", OPENING + CLOSING).splitlines() == [
         "skyward  looking for machines",
-        "skyward  found what you asked for in here",
+        "skyward  chose machines in here",
         "skyward  launching 2 x local on local",
         "skyward  node 0 is i-a",
         "skyward  node 1 is i-b (p4d.24xlarge, 127.0.0.1, spot at $9.83 per hour)",
         "skyward  node 0: preparing",
-        "skyward  node 0: deps",
+        "skyward  node 0: installing packages",
         "skyward  node 1: preparing",
         "skyward  node 0: ready",
         "skyward  node 1: ready",
