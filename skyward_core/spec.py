@@ -40,6 +40,7 @@ from skyward_core.written_numbers import LONGEST_SECONDS, MOST_DIGITS, MOST_RETR
 
 OTHER_NAMES = {
     "allocation": 'spot="always", "if-available", "never" or a share such as 0.8',
+    "cloud": 'provider="aws"',
     "console": 'display="spinner", "log" or "quiet"',
     "gpu": 'accelerator="A100"',
     "gpus": 'accelerator="4xA100"',
@@ -50,6 +51,7 @@ OTHER_NAMES = {
     "max_nodes": "nodes=(1, 8)",
     "min_nodes": "nodes=(1, 8)",
     "num_nodes": "nodes=2",
+    "use_spot": 'spot="always"',
     "volumes": "volume=[...]",
 }
 """Names of other libraries for the same setting."""

@@ -10,12 +10,14 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TextIO
+from typing import Annotated, Any, NoReturn, TextIO, override
 
 import typer
+import typer.core
 
 from skyward_core.cli import budget, caches, calls, config, copies, cost, live, offers, pools, run, sweep, values
 from skyward_core.cli.printing import FAILED, one_line
+from skyward_core.cli.words import EXAMPLES, command_hint, option_hint
 from skyward_core.errors import BadRequest, SkywardError
 
 HELP_OPTIONS = {"help_option_names": ["--help", "-h"]}
@@ -49,14 +51,60 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _refuse(error: typer.TyperException) -> NoReturn:
-    """Print the usage of the command and what is wrong with the command line; end with typer's exit code, 2."""
+    """Print what is wrong with the command line; end with typer's exit code, 2. For a word that is not ours, say what
+    to write; else print the usage of the command too.
+    """
     context: typer.Context | None = getattr(error, "ctx", None)  # no public class of typer has this method
     path = "skyward" if context is None else context.command_path
-    if context is not None:
+    message, hint = error.format_message().replace("Value error, ", "", 1), ""  # pydantic reads the choices of typer
+    if isinstance(error, NoSuchCommand):
+        message, hint = f"there is no command {error.word!r}", error.hint
+    elif context is not None and hasattr(error, "possibilities"):  # typer's class for an unknown option is private
+        option: str = getattr(error, "option_name", "")
+        message, hint = f"there is no option {option}", option_hint(option, _options_of(context))
+    if context is not None and not hint:
         print(context.get_usage(), file=sys.stderr)
-    message = error.format_message().replace("Value error, ", "", 1)  # pydantic's words, with which typer reads choices
-    print(f"{path}: error: {one_line(message)}", file=sys.stderr)
+    print(f"{path}: error: {one_line(f'{message}: {hint}' if hint else message)}", file=sys.stderr)
     raise SystemExit(error.exit_code) from error
+
+
+def _options_of(context: typer.Context) -> list[str]:
+    return [option for one in context.command.params if one.param_type_name == "option" for option in one.opts]
+
+
+class NoSuchCommand(typer.TyperException):
+    """A word is no command of a group. `hint` says what to write, "" if nothing is near."""
+
+    exit_code = 2
+
+    def __init__(self, context: typer.Context, word: str, hint: str) -> None:
+        super().__init__(word)
+        self.ctx, self.word, self.hint = context, word, hint
+
+
+class CommandGroup(typer.core.TyperGroup):
+    """Commands in groups, and an answer to a word that is none of them."""
+
+    @override
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = [(name, self.commands[name]) for name in self.list_commands(ctx)]
+        for group in dict.fromkeys(_group_of(command) for _, command in commands):
+            with formatter.section(group):
+                formatter.write_dl(
+                    [(name, one.get_short_help_str()) for name, one in commands if _group_of(one) == group]
+                )
+
+    @override
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        word = args[0]
+        if self.get_command(ctx, word) is None and not ctx.resilient_parsing and not word.startswith("-"):
+            group = ctx.command_path.removeprefix("skyward").strip()
+            raise NoSuchCommand(ctx, word, command_hint(group, word, self.commands))
+        return super().resolve_command(ctx, args)
+
+
+def _group_of(command: Any) -> str:
+    return command.rich_help_panel or "Commands"
 
 
 def _flushed(run: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None) -> int:
@@ -108,28 +156,31 @@ def _discard(stream: TextIO) -> None:
 @cache
 def command_tree() -> Any:
     """Return the root command, built once. Its class is private to typer."""
-    app = _group("What is rented, what it costs, and which machines belong to no living pool.", add_completion=True)
-    app.callback()(_root)
-    _add(app, run.run, cls=run.RunCommand, context_settings=run.PASS_ON)
-    _add(app, pools.ps, cost.users, cost.cost, calls.calls, sweep.sweep, pools.warm, pools.stop)
-    _add(app, live.top, live.logs, live.metrics, live.stacks, live.ssh, live.cp, live.dashboard, live.ui)
-    _add(app, pools.why, offers.offers, offers.quote, cost.receipt, config.doctor)
-    app.add_typer(
-        _add(_group("the ledger itself"), copies.backup, copies.restore, sweep.migrate, sweep.prune), name="ledger"
-    )
-    app.add_typer(_add(_group("accounts that pay for pools"), budget.set_, budget.list_), name="budget")
-    app.add_typer(_add(_group("the settings, and where they come from"), config.show, config.schema), name="config")
-    cache_group = _add(_group("what pools have left on this computer for later ones"), caches.prune)
-    cache_group.callback(invoke_without_command=True)(caches.show)
-    app.add_typer(cache_group, name="cache")
+    app = _group("", "What is rented, what it costs, and which machines belong to no living pool.", add_completion=True)
+    app.callback(invoke_without_command=True)(_root)
+    _add(app, run.run, panel="Run", cls=run.RunCommand, context_settings=run.PASS_ON)
+    _add(app, live.ssh, live.cp, pools.warm, panel="Run")
+    _add(app, pools.ps, live.top, live.ui, live.logs, calls.calls, live.metrics, live.stacks, panel="Look")
+    _add(app, pools.why, live.dashboard, panel="Look")
+    _add(app, offers.offers, offers.quote, cost.cost, cost.receipt, cost.users, panel="Money")
+    _add_group(app, "budget", "accounts that pay for pools", budget.set_, budget.list_, panel="Money")
+    _add(app, pools.stop, sweep.sweep, panel="Clean up")
+    about = "what pools have left on this computer for later ones"
+    _add_group(app, "cache", about, caches.prune, panel="Clean up").callback(invoke_without_command=True)(caches.show)
+    _add(app, config.doctor, panel="Set up")
+    _add_group(app, "config", "the settings, and where they come from", config.show, config.schema, panel="Set up")
+    of_ledger = (copies.backup, copies.restore, sweep.migrate, sweep.prune)
+    _add_group(app, "ledger", "the ledger itself", *of_ledger, panel="Set up")
     return typer.main.get_command(app)
 
 
-def _group(about: str, *, add_completion: bool = False) -> typer.Typer:
+def _group(path: str, about: str, *, add_completion: bool = False) -> typer.Typer:
     # without rich, help has no frames, needs no Unicode, and is readable on 50 columns
     return typer.Typer(
+        cls=CommandGroup,
         help=about,
         short_help=about,
+        epilog=_example(path),
         add_completion=add_completion,
         rich_markup_mode=None,
         subcommand_metavar="COMMAND ...",
@@ -137,12 +188,31 @@ def _group(about: str, *, add_completion: bool = False) -> typer.Typer:
     )
 
 
-def _add(app: typer.Typer, *commands: Callable[..., int], **settings: Any) -> typer.Typer:
+def _add_group(app: typer.Typer, name: str, about: str, *commands: Callable[..., int], panel: str) -> typer.Typer:
+    """Add a group of commands; without a command it prints its help."""
+    group = _group(name, about)
+    group.callback(invoke_without_command=True)(_print_help)
+    app.add_typer(_add(group, *commands, path=name), name=name, rich_help_panel=panel)
+    return group
+
+
+def _add(app: typer.Typer, *commands: Callable[..., int], path: str = "", panel: str = "", **more: Any) -> typer.Typer:
     """Add functions as commands; a docstring is the help, and is not cut in the list of commands."""
     for command in commands:
-        about = inspect.getdoc(command)
-        app.command(command.__name__.removesuffix("_"), help=about, short_help=about, **settings)(command)
+        about, name = inspect.getdoc(command), command.__name__.removesuffix("_")
+        example = _example(f"{path} {name}".strip())
+        app.command(name, help=about, short_help=about, epilog=example, rich_help_panel=panel or None, **more)(command)
     return app
+
+
+def _example(path: str) -> str:
+    """Return the last line of a help. The first character keeps it on one line, so that it can be copied."""
+    return f"\b\nExample: {EXAMPLES[path]}"
+
+
+def _print_help(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 def _print_version(is_given: bool) -> None:
@@ -192,3 +262,4 @@ def _root(
     ] = None,
 ) -> None:
     context.obj = ledger
+    _print_help(context)

@@ -22,7 +22,8 @@ from skyward_core.providers.base import POOL_TAG, RANK_TAG
 from skyward_core.provisioning import quote as plans
 from skyward_core.work import Work
 from tests.cleanup.pools import FolderProvider
-from tests.cli.ledger import DEAD, HERE, ROOT, Skyward, install, install_bills, lines
+from tests.cli.ledger import DEAD, HERE, Skyward, install, install_bills, lines
+from tests.cli.lines import lines_of_the_page, understood
 
 # ── pools and their users ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -487,15 +488,7 @@ def test_a_pool_that_could_not_be_opened_is_a_fault(
 
 def test_the_parser_accepts_the_commands_of_the_page() -> None:
     """Each command line of docs/commands.md. Looks inside: to run the commands would do what they say."""
-    shown = re.findall(r"^(?:\$ )?skyward (.+)$", (ROOT / "docs" / "commands.md").read_text(), re.MULTILINE)
+    shown = lines_of_the_page()
     assert len(shown) > 8
     for line in shown:
         understood(command_tree(), shlex.split(line, comments=True))
-
-
-def understood(command: Any, words: list[str], parent: Any = None) -> None:
-    """Parse a command line without running it; a line that the parser refuses raises."""
-    with command.make_context("skyward", words, parent=parent) as context:
-        if hasattr(command, "commands"):
-            _, found, rest = command.resolve_command(context, [*context._protected_args, *context.args])
-            understood(found, rest, context)

@@ -1,0 +1,29 @@
+"""Command lines that are parsed and not run, and the commands that there are."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+PAGE = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
+
+
+def understood(command: Any, words: list[str], parent: Any = None) -> str:
+    """Parse a command line without running it; return its command. A line that the parser refuses raises."""
+    with command.make_context("skyward", words, parent=parent) as context:
+        if not hasattr(command, "commands") or not (rest := [*context._protected_args, *context.args]):
+            return ""
+        name, found, rest = command.resolve_command(context, rest)
+        return f"{name} {understood(found, rest, context)}".strip()
+
+
+def all_commands(command: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Return each command and group with its words, "" for `skyward` itself."""
+    yield path, command
+    for name, its in getattr(command, "commands", {}).items():
+        yield from all_commands(its, f"{path} {name}".strip())
+
+
+def lines_of_the_page() -> list[str]:
+    """Return the command lines of docs/commands.md without "skyward" and without comments."""
+    return re.findall(r"^(?:\$ )?skyward (?!run: error)(.+)$", PAGE, re.MULTILINE)
