@@ -15,7 +15,21 @@ from typing import Annotated, Any, NoReturn, TextIO, override
 import typer
 import typer.core
 
-from skyward_core.cli import budget, caches, calls, config, copies, cost, live, offers, pools, run, sweep, values
+from skyward_core.cli import (
+    budget,
+    caches,
+    calls,
+    config,
+    copies,
+    cost,
+    live,
+    offers,
+    pools,
+    receipts,
+    run,
+    sweep,
+    values,
+)
 from skyward_core.cli.printing import FAILED, one_line
 from skyward_core.cli.words import EXAMPLES, command_hint, option_hint
 from skyward_core.errors import BadRequest, SkywardError
@@ -162,7 +176,7 @@ def command_tree() -> Any:
     _add(app, live.ssh, live.cp, pools.warm, panel="Run")
     _add(app, pools.ps, live.top, live.ui, live.logs, calls.calls, live.metrics, live.stacks, panel="Look")
     _add(app, pools.why, live.dashboard, panel="Look")
-    _add(app, offers.offers, offers.quote, cost.cost, cost.receipt, cost.users, panel="Money")
+    _add(app, offers.offers, offers.quote, cost.cost, receipts.receipt, cost.users, panel="Money")
     _add_group(app, "budget", "accounts that pay for pools", budget.set_, budget.list_, panel="Money")
     _add(app, pools.stop, sweep.sweep, panel="Clean up")
     about = "what pools have left on this computer for later ones"

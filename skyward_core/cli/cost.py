@@ -1,4 +1,4 @@
-"""`skyward cost`, `receipt` and `users`: what was spent, and by whom."""
+"""`skyward cost` and `users`: what was spent, and by whom."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from skyward_core.cli import values
-from skyward_core.cli.options import SHOWN_ROWS, AsJson, PoolId, Split, complete_pools, id_of, open_settled_ledger
+from skyward_core.cli.options import SHOWN_ROWS, AsJson, Split, complete_pools, id_of, open_settled_ledger
 from skyward_core.cli.printing import iso, money, print_json, print_table, print_warnings
 from skyward_core.errors import ZERO_USD, BadRequest
 
@@ -58,17 +58,6 @@ def cost(
         print_json({"by": by, "rows": [sum_of(row.key, [row]) for row in rows], "total": total(rows)})
     else:
         print_table(*_cost_table(by, rows, limit))
-    return print_warnings(unreadable)
-
-
-def receipt(context: typer.Context, pool: PoolId, *, as_json: AsJson = True) -> int:
-    """Show what a pool has rented and what became of it, always as JSON."""
-    del as_json
-    from skyward_core.ledger.receipt import receipt as receipt_of
-
-    unreadable: list[UnreadableRow] = []
-    with open_settled_ledger(context) as ledger:
-        print_json(receipt_of(ledger, id_of(ledger, pool), unreadable=unreadable))
     return print_warnings(unreadable)
 
 

@@ -65,7 +65,7 @@ def figures(workers: Workers, kind: str, first: str, second: str) -> dict[str, i
         for row in json.loads(workers.cli("cost", "--json", "--by", "task"))["rows"]
         if row["key"] == "airflow:killed/work"
     )
-    receipts = [json.loads(workers.cli("receipt", pool)) for pool in pools]
+    receipts = [json.loads(workers.cli("receipt", pool, "--json")) for pool in pools]
     found = {
         "next try": micro(bill["tries"]["1"]),
         "by task": micro(by_task["cost_usd"]) - micro(bill["tries"]["2"]),

@@ -125,7 +125,7 @@ def figures(home: Home, cell: str, capsys: pytest.CaptureFixture[str]) -> dict[s
     for by, key in keys.items():
         rows = answered(capsys, "cost", "--json", "--by", by)["rows"]
         found[by] = sum(micro(row["cost_usd"]) for row in rows if row["key"] == key)
-    receipt = answered(capsys, "receipt", pool)
+    receipt = answered(capsys, "receipt", pool, "--json")
     found |= {"events": events.get(cell, 0), "events of the run": sum(events.values())}
     found["receipt"] = micro(receipt["total_cost_usd"])
     found["rest"] = 0

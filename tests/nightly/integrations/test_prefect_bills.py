@@ -237,7 +237,7 @@ def figures_of(its: Program, costs: dict[str, dict[str, float]]) -> Figures:
     assert run["labels"]["skyward.is_final"]
     (row,) = rows_of_tasks(its.run_id)
     users = [user for user in command("users", its.pool_id, "--json")["users"] if user["work"].get("task") == task_name]
-    receipt = command("receipt", its.pool_id)
+    receipt = command("receipt", its.pool_id, "--json")
     (its_own,) = [user for user in receipt["users"] if user["work"].get("task") == task_name]
     assert [user["work"]["task_run"] for user in users] == [row["task run"]]
     by_run = {
@@ -295,7 +295,9 @@ def test_a_process_that_is_told_to_end_writes_its_bill_first(
     (run,) = asked("/flow_runs/filter", {"flow_runs": {"id": {"any_": [its.run_id]}}})
     assert run["state_name"] == "Running"
     assert [one for one in logs(UUID(its.run_id)) if "giving the machines back" in one["message"]] != []
-    assert micro(run["labels"]["skyward.cost_usd"]) == micro(command("receipt", its.pool_id)["total_cost_usd"])
+    assert micro(run["labels"]["skyward.cost_usd"]) == micro(
+        command("receipt", its.pool_id, "--json")["total_cost_usd"]
+    )
 
 
 def test_a_second_attempt_begins_when_the_killed_one_has_stopped(api: str, tmp_path: Path) -> None:

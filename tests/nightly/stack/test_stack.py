@@ -256,7 +256,7 @@ def receipts_by_system(ledger: str, *systems: str) -> dict[str, Any]:
 
     pools = {pool["work"]["system"]: pool["pool"] for pool in ask("ps", "--all", "--json")}
     assert pools.keys() == set(systems)
-    return {system: ask("receipt", pool) for system, pool in pools.items()}
+    return {system: ask("receipt", pool, "--json") for system, pool in pools.items()}
 
 
 def processes_of(folder: Path) -> list[str]:

@@ -78,7 +78,7 @@ def test_json_has_the_fields_of_the_page(skyward: Skyward, monkeypatch: pytest.M
         "warm": ["warm nightly --for 2h --json"],
         "calls": ["calls --json"],
         "cost": ["cost --json"],
-        "receipt": ["receipt sky-live", "receipt sky-ended", "receipt sky-named --json"],
+        "receipt": ["receipt sky-live --json", "receipt sky-ended --json", "receipt sky-named --json"],
         "offers": [f"offers {wheres} --json"],
         "quote": ["quote jobs/ --json"],
         "why": ["why sky-live --json"],

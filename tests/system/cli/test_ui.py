@@ -91,7 +91,7 @@ def test_the_data_are_those_of_the_commands(page: Page, skyward: Skyward) -> Non
         assert (cost["rows"], cost["total"]) == (expected["rows"], expected["total"])
         assert cost["total"]["cost_usd"] > 0
     receipt = page.get("/api/receipt?pool=sky-live").json["receipt"]
-    assert receipt == json.loads(skyward("receipt sky-live"))
+    assert receipt == json.loads(skyward("receipt sky-live --json"))
     refusals = page.get("/api/refusals").json
     refused = [one for one in skyward.json("why sky-live") if one["error"]]
     assert refusals["refusals"] == [{"pool": "sky-live", **one} for one in refused]

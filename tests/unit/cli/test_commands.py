@@ -14,6 +14,7 @@ import pytest
 import skyward_core as sky
 from skyward_core import cli
 from skyward_core.cli.app import command_tree
+from skyward_core.ledger.receipt import receipt
 from skyward_core.ledger.rows import BILLING_ROUNDING, Account, Attempt, Bucket, CallState, Period, SlotUse
 from skyward_core.ledger.uses import UseCount
 from skyward_core.machines.offers import Offer
@@ -208,11 +209,46 @@ def test_the_bill_of_some_days(skyward: Skyward) -> None:
     assert [row[0] for row in lines(skyward("cost --by pool --until 2026-11-21"))] == ["POOL", "sky-b", "total"]
 
 
-def test_a_receipt_is_json(skyward: Skyward) -> None:
+def test_a_receipt_has_each_machine_the_buckets_and_what_is_left(skyward: Skyward) -> None:
+    skyward.clock.now = datetime(2026, 11, 21, 12, tzinfo=UTC)
+    skyward.open("sky-1", machines=2, account="team", work=Work(system="cron", workflow="nightly", run="7"))
+    ids = [its.cloud_id or "" for its in skyward.ledger.intents(pool_id="sky-1")]
+    title, heads, *rows = lines(skyward("receipt sky-1"))
+    assert title == ["sky-1 of ada@laptop for cron:nightly/7, from 2026-11-21T11:00:00Z until now, so far"]
+    assert heads == ["NODE", "MACHINE", "TYPE", "REGION", "REQUESTED", "ENDED", "SECONDS", "USD"]
+    requested = ["here", "2026-11-21T11:00:00Z"]
+    assert rows[:3] == [
+        ["0", ids[0], *requested, "3600.0", "2.0000"],
+        ["1", ids[1], *requested, "3600.0", "2.0000"],
+        ["total", "7200.0", "4.0000"],
+    ]
+    assert rows[3:7] == [
+        [""],
+        ["BUCKET", "SECONDS", "USD", "ON DEMAND"],
+        ["running calls", "7200.0", "4.0000", "16.0000"],
+        ["total", "7200.0", "4.0000", "16.0000"],
+    ]
+    left = f"left: 2 machines, not known to be gone ({ids[0]}, {ids[1]})"
+    assert rows[7:] == [[""], ["saved: 12.0000 USD, beside machines on demand"], ["paid by: account team"], [left]]
+    skyward("stop sky-1")
+    ended = skyward("receipt sky-1")
+    until = f"until {skyward.json('receipt sky-1')['ended_at'][:19]}Z"
+    assert ended.splitlines()[0].endswith(f"from 2026-11-21T11:00:00Z {until}")
+    assert ended.endswith("\nnothing is left: each machine is known to be gone\n")
+    assert re.fullmatch(r"20\d\d-\d\d-\d\dT[\d:]{8}Z", lines(ended)[2][4])
+
+
+def test_a_receipt_of_a_pool_that_has_rented_nothing(skyward: Skyward) -> None:
+    skyward.open("sky-none", machines=0)
+    assert skyward("receipt sky-none").splitlines()[1:] == ["nothing was rented"]
+
+
+def test_a_receipt_as_json_is_that_of_the_pool(skyward: Skyward) -> None:
     skyward.open("sky-1", machines=2)
     skyward("stop sky-1")
-    receipt = json.loads(skyward("receipt sky-1"))
-    assert (receipt["pool_id"], len(receipt["resources"]), receipt["left"]) == ("sky-1", 2, [])
+    found = skyward.json("receipt sky-1")
+    assert found == receipt(skyward.ledger, "sky-1")
+    assert (found["pool_id"], len(found["resources"]), found["left"]) == ("sky-1", 2, [])
     assert "sky-nowhere" in skyward("receipt sky-nowhere", code=1)
 
 

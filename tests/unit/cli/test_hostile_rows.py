@@ -39,6 +39,7 @@ COMMANDS = (
     "ps", "ps --all", "users nightly", "users nightly --split", "cost --by owner", "cost --by run", "cost --by pool",
     "cost --by task", "calls", "why sky-named", "why sky-dead", "budget list", "sweep --min-age 0",
     "receipt sky-named", "warm nightly --for 1h", "top --once", "ps --json", "calls --json", "why sky-dead --json",
+    "receipt sky-dead", "receipt sky-named --json",
 )  # fmt: skip
 
 

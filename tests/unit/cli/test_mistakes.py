@@ -107,7 +107,7 @@ def test_a_pool_whose_owner_cannot_be_read_lives_by_its_lease(
     code, output, complaint = skyward.run("ps --json")
     assert (code, {pool["pool"]: pool["state"] for pool in json.loads(output)}["sky-odd"]) == (1, "live")
     assert "its owner's process, 'garbage', cannot be read" in complaint
-    assert json.loads(skyward.run("receipt sky-odd")[1])["owner"] == "ada@laptop"
+    assert json.loads(skyward.run("receipt sky-odd --json")[1])["owner"] == "ada@laptop"
     code, output, _ = skyward.run("sweep --yes --json")
     report = json.loads(output)
     assert (code, [finding["pool"] for finding in report["ended"]]) == (1, ["sky-dead"])
