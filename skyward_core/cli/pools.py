@@ -64,7 +64,8 @@ def ps(
     elif not pools:
         print("no pools" if include_ended else "no open pools; `skyward ps --all` shows those that have ended")
     else:
-        print_table(*_pools_table(pools, {row.entry.id: str(row.entry.work) for row in rows}))
+        works = {row.entry.id: str(row.entry.work) for row in rows}
+        print_table(*_pools_table(pools, works, has_dates=include_ended))
         if len(pools) == limit:
             say(f"the newest {limit}; --limit shows more")
     return print_warnings([*unreadable, *faults(rows)])
@@ -238,12 +239,15 @@ def _pool_state(entry: PoolEntry, now: datetime) -> str:
     return "live, by its lease" if entry.lives_by_lease and owner is not OwnerState.ALIVE else "live"
 
 
-def _pools_table(pools: Sequence[Mapping[str, Any]], works: Mapping[str, str]) -> tuple[list[str], list[list[str]]]:
+def _pools_table(
+    pools: Sequence[Mapping[str, Any]], works: Mapping[str, str], *, has_dates: bool
+) -> tuple[list[str], list[list[str]]]:
     """Return heads and rows. NAME, USERS, CALLS and IDLE are there only if a pool has a name, WORK only if one has
-    work.
+    work. With dates BEGAN replaces AGE and LEASE, and STATE has the end.
     """
-    heads = ["POOL", "STATE", "OWNER", "PROVIDER", ">OPEN", ">AGE", ">LEASE", ">USD/H", ">COST USD"]
-    rows = [_pool_row(one) for one in pools]
+    times = ["BEGAN"] if has_dates else [">AGE", ">LEASE"]
+    heads = ["POOL", "STATE", "OWNER", "PROVIDER", ">OPEN", *times, ">USD/H", ">COST USD"]
+    rows = [_pool_row(one, has_dates=has_dates) for one in pools]
     if any(one["name"] for one in pools):
         heads += ["NAME", ">USERS", ">CALLS", ">IDLE"]
         rows = [[*row, *_name_columns(one)] for row, one in zip(rows, pools, strict=True)]
@@ -262,15 +266,16 @@ def _name_columns(pool: Mapping[str, Any]) -> list[str]:
     return [pool["name"], users, str(pool["calls"]), "" if idle_seconds is None else duration(idle_seconds)]
 
 
-def _pool_row(pool: Mapping[str, Any]) -> list[str]:
+def _pool_row(pool: Mapping[str, Any], *, has_dates: bool) -> list[str]:
+    is_ended = pool["ended_at"] is not None
+    lease = "" if is_ended else duration(pool["lease_seconds"])
     return [
         pool["pool"],
-        pool["state"],
+        f"ended {pool['ended_at']}" if has_dates and is_ended else pool["state"],
         pool["owner"],
         pool["provider"],
         f"{pool['open_resources']}/{pool['resources']}",
-        duration(pool["age_seconds"]),
-        "" if pool["state"] == "ended" else duration(pool["lease_seconds"]),
+        *([pool["created_at"]] if has_dates else [duration(pool["age_seconds"]), lease]),
         _rate(pool["usd_per_hour"]),
         f"up to {money(pool['cost_usd'] + pool['unrecorded_usd'])}"
         if pool["unrecorded_usd"]

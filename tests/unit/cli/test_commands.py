@@ -14,6 +14,7 @@ import pytest
 import skyward_core as sky
 from skyward_core import cli
 from skyward_core.cli.app import command_tree
+from skyward_core.cli.printing import iso
 from skyward_core.ledger.receipt import receipt
 from skyward_core.ledger.rows import BILLING_ROUNDING, Account, Attempt, Bucket, CallState, Period, SlotUse
 from skyward_core.ledger.uses import UseCount
@@ -41,6 +42,21 @@ def test_ps_lists_open_pools(skyward: Skyward) -> None:
     assert dead[:2] == ["sky-dead", "dead: its owner is dead"]
     assert [row[0] for row in lines(skyward("ps --all"))[1:]] == ["sky-live", "sky-over", "sky-dead"]
     assert "the newest 2" in skyward("ps --all --limit 2")
+
+
+def test_ps_all_has_the_dates_of_each_pool(skyward: Skyward, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In UTC, as in other commands. On 120 columns no row of pools without a name is folded."""
+    skyward.open("sky-0123456789ab", age_seconds=7200)
+    skyward.ledger.end_pool("sky-0123456789ab")
+    skyward.open("sky-ba9876543210", owner=DEAD, age_seconds=5400)
+    ended, dead = skyward.json("ps --all")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes stdout for a terminal
+    head, *rows = lines(skyward("ps --all"))
+    assert head == ["POOL", "STATE", "OWNER", "PROVIDER", "OPEN", "BEGAN", "USD/H", "COST USD"]
+    assert [row[:2] for row in rows] == [[ended["pool"], f"ended {ended['ended_at']}"], [dead["pool"], dead["state"]]]
+    assert [row[5] for row in rows] == [iso(skyward.clock.now - timedelta(hours=hours)) for hours in (2, 1.5)]
+    assert max(map(len, skyward("ps --all").splitlines())) <= 120
 
 
 def test_ps_says_up_to_how_much_a_pool_may_have_cost_that_no_process_keeps(skyward: Skyward) -> None:
