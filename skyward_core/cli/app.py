@@ -177,7 +177,8 @@ def command_tree() -> Any:
     _add(app, pools.ps, live.top, live.ui, live.logs, calls.calls, live.metrics, live.stacks, panel="Look")
     _add(app, pools.why, live.dashboard, panel="Look")
     _add(app, offers.offers, offers.quote, cost.cost, receipts.receipt, cost.users, panel="Money")
-    _add_group(app, "budget", "accounts that pay for pools", budget.set_, budget.list_, panel="Money")
+    of_budget = (budget.set_, budget.list_, budget.remove)
+    _add_group(app, "budget", "accounts that pay for pools", *of_budget, panel="Money")
     _add(app, pools.stop, sweep.sweep, panel="Clean up")
     about = "what pools have left on this computer for later ones"
     _add_group(app, "cache", about, caches.prune, panel="Clean up").callback(invoke_without_command=True)(caches.show)

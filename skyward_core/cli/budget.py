@@ -1,4 +1,4 @@
-"""`skyward budget set` and `skyward budget list`."""
+"""`skyward budget set`, `list` and `remove`."""
 
 from __future__ import annotations
 
@@ -48,6 +48,17 @@ def list_(context: typer.Context, *, as_json: AsJson = False) -> int:
     else:
         print("no accounts; `skyward budget set NAME --limit USD --per run|day|month` makes one")
     return print_warnings(unreadable)
+
+
+def remove(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME", parser=values.name, help="of the account")],
+) -> int:
+    """Remove an account that no open pool uses. What was spent from it stays in costs and receipts."""
+    with open_ledger(context) as ledger:
+        ledger.remove_account(name)
+    say(f"{name} is removed; what was spent from it stays in `skyward cost` and in receipts")
+    return 0
 
 
 def _budget(ledger: Ledger, account: Account, reservations: Sequence[Reservation], now: datetime) -> dict[str, Any]:

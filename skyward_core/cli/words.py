@@ -30,6 +30,7 @@ EXAMPLES = {
     "budget": "skyward budget set team-a --limit 200 --per day",
     "budget set": "skyward budget set team-a --limit 200 --per day",
     "budget list": "skyward budget list",
+    "budget remove": "skyward budget remove team-a",
     "stop": "skyward stop sky-7f21c0ffee42",
     "sweep": "skyward sweep --yes",
     "cache": "skyward cache",
@@ -79,6 +80,7 @@ OTHER_COMMANDS: dict[str, dict[str, str]] = {
     "budget": {
         **dict.fromkeys(("add", "create", "new", "update"), _SET),
         **dict.fromkeys(("ls", "show", "status"), _LIST),
+        **dict.fromkeys(("rm", "delete"), "`skyward budget remove NAME`"),
     },
     "config": dict.fromkeys(("list", "ls", "get", "view"), _SHOW),
     "cache": {

@@ -8,10 +8,10 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import cast
 
-from sqlalchemy import ColumnElement, Connection, RowMapping, func, insert, select, true, update
+from sqlalchemy import ColumnElement, Connection, RowMapping, delete, func, insert, select, true, update
 
 from skyward_core.errors import ZERO_USD, BadRequest, BudgetExceeded, LedgerConflict
-from skyward_core.ledger.database import Database
+from skyward_core.ledger.database import MOST_NAMED, Database
 from skyward_core.ledger.names import must_be_steward
 from skyward_core.ledger.pools import SCOPE, must_live, refusal, run_account_of
 from skyward_core.ledger.rows import Account, Period, Reservation, UnreadableRow, micro_usd
@@ -19,6 +19,7 @@ from skyward_core.ledger.sql_engine import shown
 from skyward_core.ledger.tables import (
     ACCOUNTS,
     BALANCES,
+    POOLS,
     RESERVATIONS,
     Values,
     account_of,
@@ -28,6 +29,9 @@ from skyward_core.ledger.tables import (
     stamp,
 )
 from skyward_core.spec import MOST_USD
+
+RESERVATIONS_PER_REMOVAL = 10_000
+"""How many reservations one transaction deletes: others cannot write meanwhile, for some tens of milliseconds."""
 
 
 class Accounts:
@@ -50,6 +54,37 @@ class Accounts:
             is_it = (ACCOUNTS.c.name == account.name) & ~ACCOUNTS.c.is_of_run
             if connection.execute(update(ACCOUNTS).where(is_it).values(values)).rowcount == 0:
                 connection.execute(insert(ACCOUNTS).values(name=account.name, **values))
+
+    def remove_account(self, name: str) -> None:
+        """Remove an account that no open pool uses, with its balances and settled reservations. Bills and receipts
+        stay: they count machines. An account that gets the name later counts from zero.
+
+        A transaction deletes `RESERVATIONS_PER_REMOVAL` reservations, the last one the account; a killed removal is
+        gone on with by the next one. Each locks the row of the account, as `reserve` does. So a pool that opens at the
+        same moment has reserved before, and the removal is refused; or it reserves afterwards, and is refused as with
+        any unknown account.
+
+        Raises BadRequest if there is no such account, LedgerConflict while an open pool names it or has drawn on it, or
+        a reservation from it is not settled.
+        """
+        while self._remove_some(name):
+            pass
+
+    def _remove_some(self, name: str) -> bool:
+        """Return whether there may be more to remove."""
+        with self._database.write() as connection:
+            is_it = (ACCOUNTS.c.name == name) & ~ACCOUNTS.c.is_of_run
+            if connection.execute(select(ACCOUNTS.c.name).where(is_it).with_for_update()).first() is None:
+                raise BadRequest(f"The ledger has no account {name!r}; it has: {_names_of_accounts(connection)}.")
+            _refuse_used(connection, name)
+            are_its = RESERVATIONS.c.account == name
+            some = select(RESERVATIONS.c.id).where(are_its).limit(RESERVATIONS_PER_REMOVAL)
+            deleted = connection.execute(delete(RESERVATIONS).where(RESERVATIONS.c.id.in_(some))).rowcount
+            if deleted == RESERVATIONS_PER_REMOVAL:
+                return True
+            connection.execute(delete(BALANCES).where(BALANCES.c.account == name))
+            connection.execute(delete(ACCOUNTS).where(is_it))
+            return False
 
     def accounts(self, *, unreadable: list[UnreadableRow] | None = None) -> list[Account]:
         """Return the accounts, by name."""
@@ -269,10 +304,29 @@ def _payers(connection: Connection, account: str | None, pool_id: str) -> list[V
 
 
 def _unknown(connection: Connection, account: str) -> BadRequest:
-    wanted = select(ACCOUNTS.c.name).where(~ACCOUNTS.c.is_of_run)
-    there = ", ".join(sorted(connection.execute(wanted).scalars())) or "none"
     how = f"`skyward budget set {account} --limit USD --per month`, or `Ledger.set_account`"
+    there = _names_of_accounts(connection)
     return BadRequest(f"The ledger has no account {account!r}; it has: {there}. Create it: {how}.")
+
+
+def _names_of_accounts(connection: Connection) -> str:
+    wanted = select(ACCOUNTS.c.name).where(~ACCOUNTS.c.is_of_run)
+    return ", ".join(sorted(connection.execute(wanted).scalars())) or "none"
+
+
+def _refuse_used(connection: Connection, account: str) -> None:
+    """Raise LedgerConflict if an open pool uses the account, or if a reservation from it is not settled."""
+    p, r = POOLS.c, RESERVATIONS.c
+    has_drawn = select(r.id).where(r.pool_id == p.id, r.account == account).exists()
+    are_open = select(p.id).where(p.ended_microseconds.is_(None), (p.account == account) | has_drawn)
+    are_unsettled = select(r.pool_id).where(r.account == account, r.settled_microseconds.is_(None))
+    pools = sorted({pool for wanted in (are_open, are_unsettled) for pool in connection.execute(wanted).scalars()})
+    if pools:
+        more = f" and {len(pools) - MOST_NAMED} more" if len(pools) > MOST_NAMED else ""
+        raise LedgerConflict(
+            f"The account {account!r} is not removed: {', '.join(pools[:MOST_NAMED])}{more} may still draw on it. Wait"
+            " until they have ended, or end them: `skyward stop POOL`, and `skyward sweep --yes` for dead ones."
+        )
 
 
 def _refuse_overdraft(connection: Connection, account: Values, scope: str, amount: int) -> None:

@@ -5,6 +5,7 @@ import itertools
 import os
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -17,8 +18,10 @@ import pytest
 from sqlalchemy import create_engine
 
 from skyward_core.errors import BadRequest, BudgetExceeded, LeaseLost, LedgerConflict, LedgerError
+from skyward_core.ledger import accounts
 from skyward_core.ledger.database import Database
 from skyward_core.ledger.ledger import Ledger
+from skyward_core.ledger.pools import account_of_run
 from skyward_core.ledger.rows import (
     BILLING_ROUNDING,
     Account,
@@ -506,6 +509,91 @@ def test_an_account_can_be_changed_and_must_exist(ledger: Ledger) -> None:
         ledger.reserve("taem", "p", USD(1))
     with pytest.raises(BadRequest, match="positive"):
         ledger.reserve("team", "p", USD(0))
+
+
+@pytest.mark.parametrize("most", [1, 10_000])
+def test_an_account_that_no_open_pool_uses_is_removed(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """In several transactions, or in one. The other account, the cost of pools and a late settlement stay."""
+    monkeypatch.setattr(accounts, "RESERVATIONS_PER_REMOVAL", most)
+    for name in ("team", "other"):
+        ledger.set_account(Account(name, USD(9), Period.MONTH))
+        pay(ledger, name, TRAIN, 3)
+        for _ in range(3):
+            ledger.settle(ledger.reserve(name, name, USD(1)), USD(1))
+    ledger.end_pool("team")
+    rows = ledger.cost_rows(CostBy.POOL)
+    ledger.remove_account("team")
+    assert [account.name for account in ledger.accounts()] == ["other"]
+    assert (ledger.left_usd("other", "other"), ledger.settled_usd("other", "other")) == (USD(6), USD(3))
+    assert ledger.cost_rows(CostBy.POOL) == rows
+    ledger.settle_pool("team", USD(3))  # as a late sweep does
+    for name in ("team", "run nonesuch"):
+        with pytest.raises(BadRequest, match=f"no account '{name}'; it has: other"):
+            ledger.remove_account(name)
+    open_pool(ledger, "late", account="team")
+    with pytest.raises(BadRequest, match=r"no account 'team'.*budget set team"):
+        ledger.reserve("team", "late", USD(1))
+    ledger.set_account(Account("team", USD(9), Period.MONTH))
+    assert ledger.left_usd("team", "late") == USD(9)
+
+
+def test_an_account_that_an_open_pool_may_draw_on_is_not_removed(ledger: Ledger) -> None:
+    """Whether it names the account only, has drawn on it, or has ended without a settlement. Accounts of runs are none
+    that a user removes.
+    """
+    ledger.set_account(Account("team", USD(9), Period.MONTH))
+    open_pool(ledger, "names", account="team")
+    open_pool(ledger, "drew")
+    ledger.settle(ledger.reserve("team", "drew", USD(1)), USD(1))
+    open_pool(ledger, "ended", account="team")
+    ledger.reserve("team", "ended", USD(2))
+    ledger.end_pool("ended")
+    for ends, users in ((None, "drew, ended, names"), ("drew", "ended, names"), ("names", "ended")):
+        if ends is not None:
+            ledger.end_pool(ends)
+        with pytest.raises(LedgerConflict, match=f"'team' is not removed: {users} may still draw on it"):
+            ledger.remove_account("team")
+        assert ledger.left_usd("team", "any") == USD(6)
+    ledger.settle_pool("ended", USD(1))
+    ledger.remove_account("team")
+    open_pool(ledger, "of-run", work=TRAIN, run_limit_usd=USD(5))
+    with pytest.raises(BadRequest, match="no account"):
+        ledger.remove_account(account_of_run(TRAIN))
+
+
+def test_a_pool_that_opens_during_a_removal_has_its_money_or_is_refused(ledger: Ledger) -> None:
+    """Nothing is reserved from an account that is not there, and no account goes that a pool has reserved from."""
+    outcomes = set[tuple[bool, bool]]()
+    for number in range(20):
+        ledger.set_account(Account("team", USD(9), Period.MONTH))
+        start = threading.Barrier(2)
+
+        def opens(pool_id: str = f"p{number}", start: threading.Barrier = start) -> bool:
+            start.wait(10)
+            open_pool(ledger, pool_id, account="team")
+            try:
+                return ledger.reserve("team", pool_id, USD(1)).reserved_usd == USD(1)
+            except BadRequest:
+                return False
+
+        def removes(start: threading.Barrier = start) -> bool:
+            start.wait(10)
+            try:
+                ledger.remove_account("team")
+            except LedgerConflict:
+                return False
+            return True
+
+        with ThreadPoolExecutor(2) as threads:
+            opened, removed = threads.submit(opens), threads.submit(removes)
+        outcomes.add((opened.result(), removed.result()))
+        assert len(ledger.accounts()) == (not removed.result())
+        assert len(ledger.open_reservations()) == opened.result()
+        ledger.settle_pool(f"p{number}", USD(0))
+        ledger.end_pool(f"p{number}")
+    assert outcomes <= {(True, False), (False, True)}
 
 
 def test_a_ledger_that_is_damaged_later_is_an_error(file_ledger: Ledger, tmp_path: Path) -> None:

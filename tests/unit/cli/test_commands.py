@@ -287,6 +287,25 @@ def test_a_budget_is_set_and_listed(skyward: Skyward) -> None:
     assert skyward.json("budget list")[1]["left_usd"] == 9.0
 
 
+def test_a_budget_is_removed_when_no_open_pool_uses_it(skyward: Skyward) -> None:
+    """The bill, and the receipt with the name of the account, stay as they were."""
+    skyward("budget set team --limit 100 --per day")
+    skyward.open("sky-1", account="team")
+    skyward.ledger.reserve("team", "sky-1", Decimal(10))
+    assert "'team' is not removed: sky-1 may still draw on it" in skyward("budget remove team", code=cli.FAILED)
+    assert skyward.json("budget list")[0]["reserved_usd"] == 10.0
+    skyward("stop sky-1")
+    bill = skyward("cost --by pool"), skyward("receipt sky-1 --json")
+    words = "team is removed; what was spent from it stays in `skyward cost` and in receipts\n"
+    assert skyward("budget remove team") == words
+    assert skyward("budget list").startswith("no accounts; ")
+    assert (skyward("cost --by pool"), skyward("receipt sky-1 --json")) == bill
+    assert json.loads(bill[1])["account"] == "team"
+    assert "no account 'team'; it has: none" in skyward("budget remove team", code=cli.FAILED)
+    skyward("budget set team --limit 100 --per day")
+    assert skyward.json("budget list")[0]["left_usd"] == 100.0
+
+
 def test_users_says_where_the_cost_of_a_pool_is_that_nobody_shares(skyward: Skyward) -> None:
     skyward.open("sky-live", work=Work(system="cron", run="1"))
     words = "the pool sky-live is not shared: all of it is for cron:1. `skyward receipt sky-live` has its cost"
