@@ -83,7 +83,7 @@ def _refuse(error: typer.TyperException) -> NoReturn:
 
 
 def _options_of(context: typer.Context) -> list[str]:
-    return [option for one in context.command.params if one.param_type_name == "option" for option in one.opts]
+    return [text for option in context.command.params if option.param_type_name == "option" for text in option.opts]
 
 
 class NoSuchCommand(typer.TyperException):
@@ -105,7 +105,7 @@ class CommandGroup(typer.core.TyperGroup):
         for group in dict.fromkeys(_group_of(command) for _, command in commands):
             with formatter.section(group):
                 formatter.write_dl(
-                    [(name, one.get_short_help_str()) for name, one in commands if _group_of(one) == group]
+                    [(name, command.get_short_help_str()) for name, command in commands if _group_of(command) == group]
                 )
 
     @override

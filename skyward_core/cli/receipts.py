@@ -23,37 +23,37 @@ def receipt(context: typer.Context, pool: PoolId, *, as_json: AsJson = False) ->
 
     unreadable: list[UnreadableRow] = []
     with open_settled_ledger(context) as ledger:
-        found = receipt_of(ledger, id_of(ledger, pool), unreadable=unreadable)
+        bill = receipt_of(ledger, id_of(ledger, pool), unreadable=unreadable)
     if as_json:
-        print_json(found)
+        print_json(bill)
     else:
-        say(_title(found))
-        if found["resources"]:
-            print_table(HEADS, _machine_rows(found))
+        say(_title(bill))
+        if bill["resources"]:
+            print_table(HEADS, _machine_rows(bill))
             print()
-            print_table(["BUCKET", ">SECONDS", ">USD", ">ON DEMAND"], _bucket_rows(found))
+            print_table(["BUCKET", ">SECONDS", ">USD", ">ON DEMAND"], _bucket_rows(bill))
             print()
-        for line in _summary(found):
+        for line in _summary(bill):
             say(line)
     return print_warnings(unreadable)
 
 
-def _title(found: Mapping[str, Any]) -> str:
+def _title(bill: Mapping[str, Any]) -> str:
     from skyward_core.work import Work
 
-    name = f" ({found['name']})" if found["name"] else ""
-    work = str(Work(**found["work"]))
-    until = _shown(found["ended_at"]) if found["ended_at"] else "now, so far"
+    name = f" ({bill['name']})" if bill["name"] else ""
+    work = str(Work(**bill["work"]))
+    until = _shown(bill["ended_at"]) if bill["ended_at"] else "now, so far"
     return (
-        f"{found['pool_id']}{name} of {found['owner']}{f' for {work}' if work else ''}, from"
-        f" {_shown(found['created_at'])} until {until}"
+        f"{bill['pool_id']}{name} of {bill['owner']}{f' for {work}' if work else ''}, from"
+        f" {_shown(bill['created_at'])} until {until}"
     )
 
 
-def _machine_rows(found: Mapping[str, Any]) -> list[list[str]]:
-    rows = [_machine_row(one, found["pool_id"]) for one in found["resources"]]
-    seconds = sum(_seconds(one) for one in found["resources"])
-    return [*rows, ["total", "", "", "", "", "", f"{seconds:.1f}", money(found["total_cost_usd"])]]
+def _machine_rows(bill: Mapping[str, Any]) -> list[list[str]]:
+    rows = [_machine_row(resource, bill["pool_id"]) for resource in bill["resources"]]
+    seconds = sum(_seconds(resource) for resource in bill["resources"])
+    return [*rows, ["total", "", "", "", "", "", f"{seconds:.1f}", money(bill["total_cost_usd"])]]
 
 
 def _machine_row(resource: Mapping[str, Any], pool_id: str) -> list[str]:
@@ -74,33 +74,33 @@ def _seconds(resource: Mapping[str, Any]) -> float:
     return sum(resource["seconds"].values())
 
 
-def _bucket_rows(found: Mapping[str, Any]) -> list[list[str]]:
+def _bucket_rows(bill: Mapping[str, Any]) -> list[list[str]]:
     """Return the buckets that have something in them, and their sum."""
-    buckets = found["buckets"]
-    rows = [_bucket_row(name, one) for name, one in buckets.items() if one["seconds"] or one["cost_usd"]]
-    seconds = sum(one["seconds"] for one in buckets.values())
-    total = {"seconds": seconds, "cost_usd": found["total_cost_usd"], "on_demand_usd": found["on_demand_usd"]}
+    buckets = bill["buckets"]
+    rows = [_bucket_row(name, sums) for name, sums in buckets.items() if sums["seconds"] or sums["cost_usd"]]
+    seconds = sum(bucket["seconds"] for bucket in buckets.values())
+    total = {"seconds": seconds, "cost_usd": bill["total_cost_usd"], "on_demand_usd": bill["on_demand_usd"]}
     return [*rows, _bucket_row("total", total)]
 
 
-def _bucket_row(name: str, one: Mapping[str, float]) -> list[str]:
-    return [name, f"{one['seconds']:.1f}", money(one["cost_usd"]), money(one["on_demand_usd"])]
+def _bucket_row(name: str, sums: Mapping[str, float]) -> list[str]:
+    return [name, f"{sums['seconds']:.1f}", money(sums["cost_usd"]), money(sums["on_demand_usd"])]
 
 
-def _summary(found: Mapping[str, Any]) -> Iterator[str]:
+def _summary(bill: Mapping[str, Any]) -> Iterator[str]:
     """Yield what the tables do not say."""
-    lines: Mapping[str, float] = found["lines"]
+    lines: Mapping[str, float] = bill["lines"]
     if len(lines) > 1:
         yield f"of the total: {', '.join(f'{name} {money(usd)} USD' for name, usd in lines.items())}"
-    if found["saved_usd"]:
-        yield f"saved: {money(found['saved_usd'])} USD, beside machines on demand"
-    if found["ceiling_usd"] is not None:
-        yield f"limit: {money(found['ceiling_usd'])} USD"
-    if found["account"]:
-        yield f"paid by: account {found['account']}"
-    if found["users"]:
-        yield f"users: {len(found['users'])}; `skyward users {found['pool_id']}` has the cost of each"
-    yield _left(found["resources"], [one["cloud_id"] or one["name"] for one in found["left"]])
+    if bill["saved_usd"]:
+        yield f"saved: {money(bill['saved_usd'])} USD, beside machines on demand"
+    if bill["ceiling_usd"] is not None:
+        yield f"limit: {money(bill['ceiling_usd'])} USD"
+    if bill["account"]:
+        yield f"paid by: account {bill['account']}"
+    if bill["users"]:
+        yield f"users: {len(bill['users'])}; `skyward users {bill['pool_id']}` has the cost of each"
+    yield _left(bill["resources"], [resource["cloud_id"] or resource["name"] for resource in bill["left"]])
 
 
 def _left(resources: Sequence[object], left: Sequence[str]) -> str:

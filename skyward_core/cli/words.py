@@ -158,11 +158,11 @@ def _typed(python: str, known: Collection[str]) -> str:
         text = json.dumps({"name": kind.casefold(), name: value})
         is_plain = False
     else:
-        found = re.match(r'(\w+)=(?:"([^"]*)"|(\d+)|([(\[].*?[)\]]))', python)
-        if found is None:
+        typed = re.match(r'(\w+)=(?:"([^"]*)"|(\d+)|([(\[].*?[)\]]))', python)
+        if typed is None:
             return ""
-        field, text = found[1], found[2] or found[3] or f"[{found[4][1:-1]}]"
-        is_plain = found[4] is None
+        field, text = typed[1], typed[2] or typed[3] or f"[{typed[4][1:-1]}]"
+        is_plain = typed[4] is None
     own = f"--{field.replace('_', '-')}"
     if own in known and (is_plain or nested):
         return f"write {own} {shlex.quote(text)}"

@@ -13,15 +13,15 @@ def understood(command: Any, words: list[str], parent: Any = None) -> str:
     with command.make_context("skyward", words, parent=parent) as context:
         if not hasattr(command, "commands") or not (rest := [*context._protected_args, *context.args]):
             return ""
-        name, found, rest = command.resolve_command(context, rest)
-        return f"{name} {understood(found, rest, context)}".strip()
+        name, subcommand, rest = command.resolve_command(context, rest)
+        return f"{name} {understood(subcommand, rest, context)}".strip()
 
 
 def all_commands(command: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Return each command and group with its words, "" for `skyward` itself."""
     yield path, command
-    for name, its in getattr(command, "commands", {}).items():
-        yield from all_commands(its, f"{path} {name}".strip())
+    for name, subcommand in getattr(command, "commands", {}).items():
+        yield from all_commands(subcommand, f"{path} {name}".strip())
 
 
 def lines_of_the_page() -> list[str]:

@@ -228,7 +228,7 @@ def test_the_bill_of_some_days(skyward: Skyward) -> None:
 def test_a_receipt_has_each_machine_the_buckets_and_what_is_left(skyward: Skyward) -> None:
     skyward.clock.now = datetime(2026, 11, 21, 12, tzinfo=UTC)
     skyward.open("sky-1", machines=2, account="team", work=Work(system="cron", workflow="nightly", run="7"))
-    ids = [its.cloud_id or "" for its in skyward.ledger.intents(pool_id="sky-1")]
+    ids = [intent.cloud_id or "" for intent in skyward.ledger.intents(pool_id="sky-1")]
     title, heads, *rows = lines(skyward("receipt sky-1"))
     assert title == ["sky-1 of ada@laptop for cron:nightly/7, from 2026-11-21T11:00:00Z until now, so far"]
     assert heads == ["NODE", "MACHINE", "TYPE", "REGION", "REQUESTED", "ENDED", "SECONDS", "USD"]
@@ -262,9 +262,9 @@ def test_a_receipt_of_a_pool_that_has_rented_nothing(skyward: Skyward) -> None:
 def test_a_receipt_as_json_is_that_of_the_pool(skyward: Skyward) -> None:
     skyward.open("sky-1", machines=2)
     skyward("stop sky-1")
-    found = skyward.json("receipt sky-1")
-    assert found == receipt(skyward.ledger, "sky-1")
-    assert (found["pool_id"], len(found["resources"]), found["left"]) == ("sky-1", 2, [])
+    data = skyward.json("receipt sky-1")
+    assert data == receipt(skyward.ledger, "sky-1")
+    assert (data["pool_id"], len(data["resources"]), data["left"]) == ("sky-1", 2, [])
     assert "sky-nowhere" in skyward("receipt sky-nowhere", code=1)
 
 

@@ -123,7 +123,7 @@ def test_a_word_that_nobody_knows_is_refused_with_the_usage(line: str, skyward: 
 @pytest.mark.parametrize("name", OTHER_NAMES)
 def test_each_other_name_of_a_field_is_answered_as_an_option_of_run(name: str) -> None:
     """Each name that `ComputePool` answers. The parser accepts what the command line is told to write."""
-    options = [option for one in COMMANDS["run"].params for option in one.opts]
+    options = [text for option in COMMANDS["run"].params for text in option.opts]
     hint = option_hint(f"--{name.replace('_', '-')}", options)
     assert hint.startswith("write --")
     assert understood(command_tree(), ["run", *shlex.split(hint.removeprefix("write ")), "x.py"]) == "run"
@@ -131,7 +131,7 @@ def test_each_other_name_of_a_field_is_answered_as_an_option_of_run(name: str) -
 
 def test_an_option_of_another_program_is_none_of_ours(skyward: Skyward) -> None:
     """Only where the command has the option that is named instead."""
-    named: set[Any] = {option for command in COMMANDS.values() for one in command.params for option in one.opts}
+    named: set[Any] = {text for command in COMMANDS.values() for option in command.params for text in option.opts}
     assert named >= set(OTHER_OPTIONS.values())
     assert "did you mean" not in (answer := skyward.refused(["stop", "x", "-y"]))
     assert "Usage: " in answer
