@@ -21,10 +21,11 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from functools import cache
+from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from socketserver import TCPServer
@@ -58,6 +59,9 @@ OURS = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?", re.IGNORECASE | re.
 REQUEST_SECONDS = 5.0
 """How long a client may take with its request. Browsers connect in advance, and Ctrl-C waits for these connections."""
 JSON = "application/json"
+HTML = "text/html; charset=utf-8"
+FOR_PROGRAMS = ("/api/", "/metrics")
+"""Paths whose errors are JSON, whatever the client accepts."""
 HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -94,13 +98,45 @@ def answers(ledger: Ledger, utilisation: Utilisation) -> Answers:
 
 def page() -> Answer:
     """Return the page. Only its own script and style have the nonce, so no text from the ledger becomes a script."""
+    return _html(_page_text())
+
+
+REFUSAL = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Skyward</title>
+<link rel="icon" href="data:,">
+<style nonce="NONCE">
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 640px; padding: 24px 20px; }
+h1 { font-size: 20px; }
+</style>
+</head>
+<body>
+<h1>This address does not open the page</h1>
+<p>The answer of the server: WHY.</p>
+<p>The address with the token is what COMMAND printed first when it started. Open that address, to its last letter.</p>
+<p>If you no longer have it, end the command with Ctrl-C and start COMMAND again. It prints the address.</p>
+</body>
+</html>
+"""
+
+
+def refusal_page(command: str, why: str) -> Answer:
+    """Return what a browser shows without the token. Nothing of the request is in it."""
+    command = f"<code>{escape(command)}</code>"
+    return _html(REFUSAL.replace("WHY", escape(why)).replace("COMMAND", command))
+
+
+def _html(text: str) -> Answer:
     nonce = secrets.token_urlsafe(16)
     policy = (
         f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self';"
         " img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-    body = _page_text().replace("NONCE", nonce).encode()
-    return Answer(body, "text/html; charset=utf-8", {"Content-Security-Policy": policy})
+    return Answer(text.replace("NONCE", nonce).encode(), HTML, {"Content-Security-Policy": policy})
 
 
 @cache
@@ -268,8 +304,8 @@ class _Request(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Check host and token, then answer."""
         path, token, query = self._server.read_target(self.path)
-        if why := self._why_not(token):
-            self._send(*why)
+        if refusal := self._why_not(token):
+            self._send_refusal(path, *refusal)
             return
         found = self._server.answers.get(path)
         if found is None:
@@ -290,20 +326,26 @@ class _Request(BaseHTTPRequestHandler):
     def _server(self) -> PageServer:
         return cast(PageServer, self.server)
 
-    def _why_not(self, token: str | None) -> tuple[int, Answer] | None:
+    def _why_not(self, token: str | None) -> tuple[int, str] | None:
+        """Return the status and the reason of a refusal; None for a request that may be answered."""
         hosts, command = self.headers.get_all("Host") or [], self._server.command
         if len(hosts) != 1 or not OURS.fullmatch(hosts[0].strip()):
-            return 403, _error(f"this page has another name: open the URL that `{command}` has printed")
+            return 403, f"this page has another name: open the URL that `{command}` has printed"
         scheme, _, bearer = (self.headers.get("Authorization") or "").partition(" ")
         if scheme.lower() == "bearer":
             token = bearer.strip()
         if not token:
-            refusal = _error(f"this needs a token: open the URL that `{command}` has printed")
-            return 401, Answer(refusal.body, JSON, {"WWW-Authenticate": "Bearer"})
+            return 401, f"this needs a token: open the URL that `{command}` has printed"
         # headers are Latin-1, and compare_digest takes no text beyond ASCII
         if not hmac.compare_digest(token.encode(errors="replace"), self._server.token.encode()):
-            return 403, _error(f"this token is not that of the running `{command}`: open the URL that it has printed")
+            return 403, f"this token is not that of the running `{command}`: open the URL that it has printed"
         return None
+
+    def _send_refusal(self, path: str, status: int, why: str) -> None:
+        is_browser = "text/html" in (self.headers.get("Accept") or "") and not path.startswith(FOR_PROGRAMS)
+        answer = refusal_page(self._server.command, why) if is_browser else _error(why)
+        headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+        self._send(status, replace(answer, headers={**(answer.headers or {}), **headers}))
 
     def _refuse(self, status: int, why: str) -> None:
         self._send(status, _error(why))

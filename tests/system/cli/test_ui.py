@@ -33,6 +33,22 @@ def test_without_its_token_no_path_answers(page: Page) -> None:
     assert page.get(f"/api/pools?token={TOKEN}", token=None).status == 200
 
 
+def test_a_browser_without_the_token_gets_a_page(page: Page) -> None:
+    """It says where the token is. Programs, and the paths for programs, get JSON as before."""
+    browser = "text/html,application/xhtml+xml,*/*;q=0.8"
+    for token, status in ((None, 401), ("wrong", 403)):
+        reply = page.get("/", token=token, Accept=browser)
+        assert (reply.status, reply.headers["Content-Type"]) == (status, "text/html; charset=utf-8")
+        assert reply.headers["Content-Security-Policy"].startswith("default-src 'none'; ")
+        assert "The address with the token is what <code>skyward ui</code> printed" in reply.text
+        assert "start <code>skyward ui</code> again" in reply.text
+        assert TOKEN not in reply.text
+        for path, accept in (("/", "*/*"), ("/api/pools", browser), ("/metrics", browser)):
+            assert page.get(path, token=token, Accept=accept).json.keys() == {"error"}
+    assert page.get("/", token=None, Accept=browser).headers["WWW-Authenticate"] == "Bearer"
+    assert page.get("/<b>", Accept=browser).json == {"error": "there is no such page"}
+
+
 def test_a_page_under_another_name_is_refused(page: Page) -> None:
     """Also with the token: a foreign host name that leads to 127.0.0.1 is DNS rebinding."""
     for host in ("127.0.0.1", "localhost:9999", "LOCALHOST"):
