@@ -126,8 +126,12 @@ h1 { font-size: 20px; }
 
 def refusal_page(command: str, why: str) -> Answer:
     """Return what a browser shows without the token. Nothing of the request is in it."""
-    command = f"<code>{escape(command)}</code>"
-    return _html(REFUSAL.replace("WHY", escape(why)).replace("COMMAND", command))
+    texts = {"WHY": why, "COMMAND": f"`{command}`"}
+    return _html(re.sub("WHY|COMMAND", lambda name: _with_code(texts[name[0]]), REFUSAL))
+
+
+def _with_code(text: str) -> str:
+    return re.sub("`([^`]*)`", r"<code>\1</code>", escape(text))
 
 
 def _html(text: str) -> Answer:
