@@ -153,7 +153,7 @@ def _show_plan(spec: PoolSpec) -> int:
     quote = ComputePool.from_spec(spec).quote()
     if quote.candidates:
         say(str(quote))
-        if more := len(quote.candidates) - 1:
+        if more := quote.candidates[1:]:
             dearest = money(quote.candidates[-1].price_per_hour)
             say(f"{number_of(more, 'candidate')} more, the last at {dearest} USD per hour")
     print_warnings(quote.refusals)
