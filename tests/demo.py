@@ -97,7 +97,10 @@ def give_up(log: Path, why: str) -> NoReturn:
 
 def main() -> None:
     """Run all three and print the table."""
-    print("A grid search over scikit-learn's digits, on a pool of two nodes of this machine, by each orchestrator.", flush=True)
+    print(
+        "A grid search over scikit-learn's digits, on a pool of two nodes of this machine, by each orchestrator.",
+        flush=True,
+    )
     rows = []
     for orchestrator in ORCHESTRATORS:
         started = time.monotonic()
