@@ -331,12 +331,18 @@ def tear_down(
             progress.left |= listed
         new = _begin_to_end(progress, record)
         unconfirmed = _terminate(provider, progress)
+        confirmed = set[str]()
         if provider.terminate_confirms and unconfirmed is not None:
-            record.seen_gone((progress.left - unconfirmed) & record.rented())
+            confirmed = (progress.left - unconfirmed) & record.rented()  # before they are seen to be gone
+            record.seen_gone(confirmed)
         if new:
             record.end_requested(new)  # after the request: a locked ledger may take half a minute
         if provider.terminate_confirms and unconfirmed is not None:
-            _report_confirmed(provider, progress, record, unconfirmed, presumed_gone)
+            if confirmed:
+                report_gone(record.gone, confirmed, f"{provider.name} confirmed its termination", progress.proofs)
+            if lapsed := unconfirmed & presumed_gone & record.rented():
+                record.gone(sorted(lapsed), "its lease has expired, and its host does not answer")
+            progress.left = set(unconfirmed - presumed_gone)
             if is_sure and not progress.left:
                 return
         requested_at = clock()
@@ -396,22 +402,6 @@ def _terminate(provider: Provider, progress: _Progress) -> frozenset[str] | None
     if answer.error is not None:
         progress.errors.append(answer.error)
     return answer.unconfirmed
-
-
-def _report_confirmed(
-    provider: Provider,
-    progress: _Progress,
-    record: MachineRecord,
-    unconfirmed: frozenset[str],
-    presumed_gone: AbstractSet[str],
-) -> None:
-    """Record what a provider has confirmed: all machines of its request that it has not named as left are gone."""
-    rented = record.rented()
-    if confirmed := (progress.left - unconfirmed) & rented:
-        report_gone(record.gone, confirmed, f"{provider.name} confirmed its termination", progress.proofs)
-    if lapsed := unconfirmed & presumed_gone & rented:
-        record.gone(sorted(lapsed), "its lease has expired, and its host does not answer")
-    progress.left = set(unconfirmed - presumed_gone)
 
 
 def _instances_left(provider: Provider, progress: _Progress, patience: float) -> InstancesLeft:

@@ -113,7 +113,7 @@ class Page:
         self.ended: set[str] = set()
 
     def rented(self) -> set[str]:
-        return self.known - self.evidence.keys()
+        return self.known - self.evidence.keys() - self.ended  # as a meter: what is seen to be gone is not counted
 
     def found(self, instances: Iterable[Instance]) -> None:
         for instance in instances:
