@@ -13,6 +13,7 @@ from typing import Self
 
 _SHAPE = struct.Struct("d")
 _real_monotonic, _real_time, _real_sleep = time.monotonic, time.time, time.sleep
+_real_clock_gettime = time.clock_gettime
 
 LAZINESS = 8
 """A sleep that advances the clock takes this factor longer than requested, as on a busy machine. A minute of polling
@@ -57,6 +58,9 @@ class SharedClock:
     def monotonic(self) -> float:
         return _real_monotonic() + self.offset_seconds
 
+    def clock_gettime(self, clock: int) -> float:
+        return _real_clock_gettime(clock) + self.offset_seconds
+
     def time(self) -> float:
         return _real_time() + self.offset_seconds
 
@@ -74,8 +78,10 @@ class SharedClock:
     def take_over(self) -> Callable[[], None]:
         """Make this the clock of the whole process; returns what restores the old one."""
         time.monotonic, time.time, time.sleep = self.monotonic, self.time, self.sleep
+        time.clock_gettime = self.clock_gettime  # what machines have cost is counted by CLOCK_BOOTTIME
 
         def put_back() -> None:
             time.monotonic, time.time, time.sleep = _real_monotonic, _real_time, _real_sleep
+            time.clock_gettime = _real_clock_gettime
 
         return put_back

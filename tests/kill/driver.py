@@ -387,6 +387,7 @@ class _Cluster:
 
     slots = 1
     is_idle = True
+    refusal = None
     busy_at = 0.0
     owner = SimpleNamespace(
         connection=None,

@@ -84,6 +84,9 @@ def test_three_bare_hosts_become_a_pool(hosts, owned, tmp_path, monkeypatch, cap
         assert lines == Counter([f"square of {number}" for number in (*range(60), 7)])
         assert {event.node for event in recorded.of(sky.LogLine)} == {0, 1, 2}
     assert [event.step for event in recorded.of(BootstrapProgress)].count("deps") == 3
+    receipt = pool.receipt
+    assert receipt is not None
+    assert (len(receipt["resources"]), receipt["left"]) == (3, [])
 
     recorded.events.clear()
     with pool:

@@ -277,7 +277,7 @@ def test_the_end_of_a_process_does_not_wait_long_for_the_pages_of_other_runs(
     report.close()
     assert begun.wait(60)
     run_report.wait_for_late_reports()
-    assert report._thread.is_alive()
+    assert report._thread.is_alive
     assert "skyward receipt" not in caplog.text
     answers.set()
     report._thread.join(60)
