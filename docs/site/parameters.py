@@ -7,7 +7,7 @@ import textwrap
 from enum import Enum
 from importlib import import_module
 from itertools import pairwise
-from typing import Any
+from typing import Any, Never
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -37,7 +37,9 @@ def parameter_table(path: str) -> str:
     kind = getattr(import_module(module), name)
     if not isinstance(kind, type) or issubclass(kind, BaseException | Enum | dict):
         return ""
-    rows = [_row(kind, one) for one in inspect.signature(kind).parameters.values() if not one.name.startswith("_")]
+    given = inspect.signature(kind).parameters.values()
+    # a positional value is taken only to be refused in our words
+    rows = [_row(kind, one) for one in given if not one.name.startswith("_") and one.annotation not in (Never, "Never")]
     if not rows:
         return ""
     return "\n".join(["| parameter | type | default | meaning |", "| --- | --- | --- | --- |", *rows, ""])

@@ -409,9 +409,7 @@ def test_a_killed_process_loses_nothing_of_its_bill(name: str, tmp_path: Path) -
         wait_until(lambda: uses_of(stays.pool.id)["fit"].slot_seconds > 0, "a note of the other process")
         process.kill()
         process.communicate()
-        held = time.monotonic() - began
-        noted = uses_of(stays.pool.id)["fit"]
-        assert noted.ended_at is None
+        held = time.monotonic() - began  # the pool may end the use now or at its own end: its bill is the same
     killed = uses_of(stays.pool.id)["fit"]
     assert killed.ended_at is not None
     assert killed.slot_seconds >= held - 0.1
