@@ -264,7 +264,11 @@ def not_pending(given: object, operator: str) -> TypeError:
     if isinstance(given, ComputeFunction):
         name = _name(cast("Any", given).local)
         return TypeError(f"`{name} {operator} pool` calls nothing: write `{name}(...) {operator} pool`")
-    if isinstance(given, list | tuple) and given and all(isinstance(one, PendingCompute) for one in cast("Any", given)):
+    if (
+        isinstance(given, list | tuple)
+        and given
+        and all(isinstance(item, PendingCompute) for item in cast("Any", given))
+    ):
         return TypeError(
             f"`{operator}` sends one call, and this is a {type(given).__name__} of calls: write"
             f" `sky.gather(*calls) {operator} pool`, or `pool.map(fn, values)`"

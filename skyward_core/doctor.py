@@ -118,7 +118,7 @@ def _clouds(given: Sequence[Provider] | None) -> list[Probe]:
     except BadRequest:  # the check of the settings says it
         return []
     return [
-        *((f"provider {one.name}", partial(check_cloud, one)) for one in asked.providers),
+        *((f"provider {provider.name}", partial(check_cloud, provider)) for provider in asked.providers),
         *((f"provider {name}", partial(_without, name, why)) for name, why in asked.without.items()),
     ]
 

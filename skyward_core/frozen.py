@@ -103,9 +103,9 @@ def explained(
         faults.setdefault(str(fault["loc"][0]) if fault["loc"] else "", []).append(fault)
     return "; ".join(
         _sentence(
-            field, found, fields.get(field), kind, is_shown=not is_secret and field in fields.keys() - set(unshown)
+            field, its_faults, fields.get(field), kind, is_shown=not is_secret and field in fields.keys() - set(unshown)
         )
-        for field, found in faults.items()
+        for field, its_faults in faults.items()
     )
 
 

@@ -77,13 +77,13 @@ def offers(
     )
     lists = importlib.import_module("skyward_core.provisioning.price_list")
     asked = sellers() if providers is None else Sellers(load_all(providers))
-    found = cast(
+    prices = cast(
         "PriceList", lists.price_list(asked.providers, want, _folder_of_prices(), max_age_seconds=max_age_seconds)
     )
-    found = replace(found, refusals=(*found.refusals, *asked.refusals()))
-    if found.is_unknown:
-        _log.warning("no provider has said what it sells: %s", "; ".join(map(str, found.refusals)))
-    return found
+    prices = replace(prices, refusals=(*prices.refusals, *asked.refusals()))
+    if prices.is_unknown:
+        _log.warning("no provider has said what it sells: %s", "; ".join(map(str, prices.refusals)))
+    return prices
 
 
 @dataclass(frozen=True, slots=True)

@@ -234,7 +234,7 @@ def alternatives(path: str) -> list[str]:
     """Return what a shell makes of `{a,b}`. `{a}` is a part that is not known."""
     match = re.search(r"\{([^}]*)\}", path)
     parts = match[1].split(",") if match and "," in match[1] else "*"
-    return [one for part in parts for one in alternatives(path.replace(match[0], part, 1))] if match else [path]
+    return [each for part in parts for each in alternatives(path.replace(match[0], part, 1))] if match else [path]
 
 
 def fault_of_command(words: list[str]) -> str:

@@ -39,7 +39,8 @@ def parameter_table(path: str) -> str:
         return ""
     given = inspect.signature(kind).parameters.values()
     # a positional value is taken only to be refused in our words
-    rows = [_row(kind, one) for one in given if not one.name.startswith("_") and one.annotation not in (Never, "Never")]
+    shown = [each for each in given if not each.name.startswith("_") and each.annotation not in (Never, "Never")]
+    rows = [_row(kind, parameter) for parameter in shown]
     if not rows:
         return ""
     return "\n".join(["| parameter | type | default | meaning |", "| --- | --- | --- | --- |", *rows, ""])

@@ -247,10 +247,10 @@ def _pools_table(
     """
     times = ["BEGAN"] if has_dates else [">AGE", ">LEASE"]
     heads = ["POOL", "STATE", "OWNER", "PROVIDER", ">OPEN", *times, ">USD/H", ">COST USD"]
-    rows = [_pool_row(one, has_dates=has_dates) for one in pools]
-    if any(one["name"] for one in pools):
+    rows = [_pool_row(pool, has_dates=has_dates) for pool in pools]
+    if any(pool["name"] for pool in pools):
         heads += ["NAME", ">USERS", ">CALLS", ">IDLE"]
-        rows = [[*row, *_name_columns(one)] for row, one in zip(rows, pools, strict=True)]
+        rows = [[*row, *_name_columns(pool)] for row, pool in zip(rows, pools, strict=True)]
     if any(works.values()):
         return [*heads, "WORK"], [[*row, works[row[0]]] for row in rows]
     return heads, rows

@@ -102,7 +102,7 @@ OTHER_OPTIONS = {
 """Words of other programs for options that are no fields of a pool."""
 
 
-def command_hint(group: str, word: str, known: Collection[str]) -> str:
+def command_hint(group: str, word: str, commands: Collection[str]) -> str:
     """Return what to write for a word that is no command of a group, "" where nothing is near.
 
     >>> command_hint("", "status", ["ps", "stop"]), command_hint("", "stpo", ["ps", "stop"])
@@ -110,39 +110,39 @@ def command_hint(group: str, word: str, known: Collection[str]) -> str:
     """
     if (answer := OTHER_COMMANDS.get(group, {}).get(word.replace("_", "-").casefold())) is not None:
         return f"write {answer}"
-    return _question(word, known)
+    return _question(word, commands)
 
 
-def option_hint(option: str, known: Collection[str]) -> str:
-    """Return what to write for an option that a command has not, "" where nothing is near. `known` are its options.
+def option_hint(option: str, options: Collection[str]) -> str:
+    """Return what to write for an option that is not among a command's `options`; "" where nothing is near.
 
     >>> option_hint("--gpus", ["--accelerator"]), option_hint("--keep-warm", ["--set"]), option_hint("--gpu", ["--all"])
     ('write --accelerator 4xA100', 'write --set keep_warm=VALUE', '')
     """
-    if (ours := OTHER_OPTIONS.get(option)) in known:
+    if (ours := OTHER_OPTIONS.get(option)) in options:
         return f"write {ours}"
-    return (_field_hint(option, known) if option.startswith("--") else "") or _question(option, known)
+    return (_field_hint(option, options) if option.startswith("--") else "") or _question(option, options)
 
 
-def _question(word: str, known: Collection[str]) -> str:
+def _question(word: str, words: Collection[str]) -> str:
     """As `question`, also for words that are so short that one wrong letter is much of them."""
     from difflib import get_close_matches
 
     from skyward_core.errors import question
 
-    near = get_close_matches(word, known, 1)
-    return question(word, known) or (f"did you mean {near[0]!r}?" if near else "")
+    near = get_close_matches(word, words, 1)
+    return question(word, words) or (f"did you mean {near[0]!r}?" if near else "")
 
 
-def _field_hint(option: str, known: Collection[str]) -> str:
+def _field_hint(option: str, options: Collection[str]) -> str:
     """Return the option for a field of a pool, by its name here or in another library (`OTHER_NAMES`)."""
     from skyward_core.image.image import Image
     from skyward_core.spec import OTHER_NAMES, PoolSpec
 
     name = option.removeprefix("--").replace("-", "_")
     if name in OTHER_NAMES:
-        return _typed(OTHER_NAMES[name], known)
-    if "--set" not in known:
+        return _typed(OTHER_NAMES[name], options)
+    if "--set" not in options:
         return ""
     if name in PoolSpec.model_fields:
         return f"write --set {name}=VALUE"
@@ -151,7 +151,7 @@ def _field_hint(option: str, known: Collection[str]) -> str:
     return ""
 
 
-def _typed(python: str, known: Collection[str]) -> str:
+def _typed(python: str, options: Collection[str]) -> str:
     """Return how a keyword of `ComputePool` is typed: `nodes=2` is `--nodes 2`, or `--set nodes=2`; "" for neither."""
     if nested := re.search(r'(\w+)=sky\.(\w+)\((\w+)="([^"]*)"\)', python):
         field, kind, name, value = nested.groups()
@@ -164,6 +164,6 @@ def _typed(python: str, known: Collection[str]) -> str:
         field, text = typed[1], typed[2] or typed[3] or f"[{typed[4][1:-1]}]"
         is_plain = typed[4] is None
     own = f"--{field.replace('_', '-')}"
-    if own in known and (is_plain or nested):
+    if own in options and (is_plain or nested):
         return f"write {own} {shlex.quote(text)}"
-    return f"write --set {shlex.quote(f'{field}={text}')}" if "--set" in known else ""
+    return f"write --set {shlex.quote(f'{field}={text}')}" if "--set" in options else ""

@@ -77,8 +77,8 @@ class Accounts:
             if connection.execute(select(ACCOUNTS.c.name).where(is_it).with_for_update()).first() is None:
                 raise BadRequest(f"The ledger has no account {name!r}; it has: {_names_of_accounts(connection)}.")
             _refuse_used(connection, name)
-            are_its = RESERVATIONS.c.account == name
-            some = select(RESERVATIONS.c.id).where(are_its).limit(RESERVATIONS_PER_REMOVAL)
+            of_account = RESERVATIONS.c.account == name
+            some = select(RESERVATIONS.c.id).where(of_account).limit(RESERVATIONS_PER_REMOVAL)
             deleted = connection.execute(delete(RESERVATIONS).where(RESERVATIONS.c.id.in_(some))).rowcount
             if deleted == RESERVATIONS_PER_REMOVAL:
                 return True
@@ -310,8 +310,8 @@ def _unknown(connection: Connection, account: str) -> BadRequest:
 
 
 def _names_of_accounts(connection: Connection) -> str:
-    wanted = select(ACCOUNTS.c.name).where(~ACCOUNTS.c.is_of_run)
-    return ", ".join(sorted(connection.execute(wanted).scalars())) or "none"
+    names = select(ACCOUNTS.c.name).where(~ACCOUNTS.c.is_of_run)
+    return ", ".join(sorted(connection.execute(names).scalars())) or "none"
 
 
 def _refuse_used(connection: Connection, account: str) -> None:
@@ -320,7 +320,7 @@ def _refuse_used(connection: Connection, account: str) -> None:
     has_drawn = select(r.id).where(r.pool_id == p.id, r.account == account).exists()
     are_open = select(p.id).where(p.ended_microseconds.is_(None), (p.account == account) | has_drawn)
     are_unsettled = select(r.pool_id).where(r.account == account, r.settled_microseconds.is_(None))
-    pools = sorted({pool for wanted in (are_open, are_unsettled) for pool in connection.execute(wanted).scalars()})
+    pools = sorted({pool for query in (are_open, are_unsettled) for pool in connection.execute(query).scalars()})
     if pools:
         more = f" and {len(pools) - MOST_NAMED} more" if len(pools) > MOST_NAMED else ""
         raise LedgerConflict(

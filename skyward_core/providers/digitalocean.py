@@ -244,17 +244,17 @@ class DigitalOcean(Provider):
         return Found(self.token.get_secret_value(), "token=") if self.token else find_token()
 
     def _api(self, classify: Classify | None = None) -> Api:
-        found = self._key()
-        secrets = (found.key, self.node_token.get_secret_value() if self.node_token else "")
+        credential = self._key()
+        secrets = (credential.key, self.node_token.get_secret_value() if self.node_token else "")
         return Api(
             "DigitalOcean",
             self._url(),
-            {"Authorization": f"Bearer {found.key}"},
+            {"Authorization": f"Bearer {credential.key}"},
             classify=classify or meaning_of,
             secrets=secrets,
             reset=reset_of,
             says_missing=says_missing,
-            advice=advice_of(found.source),
+            advice=advice_of(credential.source),
         )
 
 

@@ -357,15 +357,15 @@ class RunPod(Provider):
     # ── the wire ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _api(self, classify: Classify | None = None) -> Api:
-        found = self._key()
+        credential = self._key()
         return Api(
             "RunPod",
             self._url(),
-            {"Authorization": f"Bearer {found.key}"},
+            {"Authorization": f"Bearer {credential.key}"},
             classify=classify or meaning_of,
-            secrets=[found.key],
+            secrets=[credential.key],
             says_missing=says_missing,
-            advice=advice_of(found.source),
+            advice=advice_of(credential.source),
         )
 
     def _key(self) -> Found:

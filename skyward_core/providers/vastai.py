@@ -441,14 +441,14 @@ class VastAI(Provider):
 
     def _api(self, unwanted: list[int] | None = None) -> Api:
         """Open a client. Containers that a refused call created nevertheless are added to `unwanted`."""
-        found = self._key()
+        credential = self._key()
         url = (self.endpoint_url or os.environ.get("VAST_URL") or URL).rstrip("/").removesuffix("/api/v0")
         return Api(
             "Vast.ai",
             url,
-            {"Authorization": f"Bearer {found.key}"},
-            classify=classify_and_note(unwanted, advice := advice_of(found.source)),
-            secrets=[found.key],
+            {"Authorization": f"Bearer {credential.key}"},
+            classify=classify_and_note(unwanted, advice := advice_of(credential.source)),
+            secrets=[credential.key],
             says_missing=says_missing,
             advice=advice,
         )

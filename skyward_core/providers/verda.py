@@ -171,7 +171,7 @@ class Verda(Provider):
                     "/scripts",
                     script_name_of(tags),
                     {"script": self._script(api, tags, startup, key)},
-                    lambda one, name: one["name"] == name,
+                    lambda script, name: script["name"] == name,
                 )
             created: dict[int, str] = {}
             try:

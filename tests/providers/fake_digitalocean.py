@@ -351,8 +351,8 @@ class FakeDigitalOcean(FakeCloud):
             return unprocessable("Tag names may have letters, numbers, colons, dashes and underscores, and 255 of them")
         if len(body.get("user_data") or "") > 65536:
             return unprocessable("User data is too long (maximum is 64 KiB)")
-        known = {*self.keys, *range(1, len(self.keys) + 1)}  # by fingerprint, or by id
-        if missing := [key for key in body.get("ssh_keys") or () if key not in known]:
+        keys = {*self.keys, *range(1, len(self.keys) + 1)}  # by fingerprint, or by id
+        if missing := [key for key in body.get("ssh_keys") or () if key not in keys]:
             return unprocessable(f"{missing[0]} are invalid key identifiers for Droplet creation.")
         return None
 

@@ -18,7 +18,7 @@ CREDENTIALS = (
 
 
 @pytest.fixture
-def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+def no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
     """A user without settings and without credentials."""
     for name in CREDENTIALS.split():
         monkeypatch.delenv(name, raising=False)
@@ -29,15 +29,15 @@ def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatc
     return monkeypatch
 
 
-def test_each_cloud_with_credentials_is_asked(nobody: pytest.MonkeyPatch, in_process: Install) -> None:
+def test_each_cloud_with_credentials_is_asked(no_credentials: pytest.MonkeyPatch, in_process: Install) -> None:
     """The others are named, each with what to set. This computer sells nothing, and is not asked then."""
     in_process(fake := FakeRunPod())
     fake.sell(gpu("NVIDIA H200", 141, 4.59, places="EU-CZ-1"))
-    nobody.setenv("RUNPOD_API_BASE_URL", fake.url)
-    nobody.setenv("RUNPOD_API_KEY", RUNPOD_KEY)
-    found = sky.offers(accelerator="H200")
-    assert {offer.provider for offer in found} == {"runpod"}
-    lacks = {refusal.provider: refusal.message for refusal in found.refusals}
+    no_credentials.setenv("RUNPOD_API_BASE_URL", fake.url)
+    no_credentials.setenv("RUNPOD_API_KEY", RUNPOD_KEY)
+    prices = sky.offers(accelerator="H200")
+    assert {offer.provider for offer in prices} == {"runpod"}
+    lacks = {refusal.provider: refusal.message for refusal in prices.refusals}
     assert lacks.keys() == {"aws", "digitalocean", "vastai", "verda"}
     assert "AWS_ACCESS_KEY_ID" in lacks["aws"]
     assert "DIGITALOCEAN_TOKEN" in lacks["digitalocean"]
@@ -45,23 +45,23 @@ def test_each_cloud_with_credentials_is_asked(nobody: pytest.MonkeyPatch, in_pro
     assert "VERDA_CLIENT_ID" in lacks["verda"]
 
 
-def test_with_a_provider_in_the_settings_only_that_is_asked(nobody: pytest.MonkeyPatch) -> None:
-    nobody.setenv("SKYWARD_PROVIDER", "local")
-    found = sky.offers(cpu=1)
-    assert ({offer.provider for offer in found}, found.refusals) == ({"local"}, ())
+def test_with_a_provider_in_the_settings_only_that_is_asked(no_credentials: pytest.MonkeyPatch) -> None:
+    no_credentials.setenv("SKYWARD_PROVIDER", "local")
+    prices = sky.offers(cpu=1)
+    assert ({offer.provider for offer in prices}, prices.refusals) == ({"local"}, ())
 
 
-def test_without_any_credentials_this_computer_is_asked(nobody: pytest.MonkeyPatch) -> None:
-    found = sky.offers(cpu=1)
-    assert {offer.provider for offer in found} == {"local"}
-    assert len(found.refusals) == 5
+def test_without_any_credentials_this_computer_is_asked(no_credentials: pytest.MonkeyPatch) -> None:
+    prices = sky.offers(cpu=1)
+    assert {offer.provider for offer in prices} == {"local"}
+    assert len(prices.refusals) == 5
 
 
-def test_the_doctor_names_clouds_without_credentials(nobody: pytest.MonkeyPatch, in_process: Install) -> None:
+def test_the_doctor_names_clouds_without_credentials(no_credentials: pytest.MonkeyPatch, in_process: Install) -> None:
     """A wrong key of a cloud is a failure, though no setting names the cloud."""
     in_process(fake := FakeRunPod())
-    nobody.setenv("RUNPOD_API_BASE_URL", fake.url)
-    nobody.setenv("RUNPOD_API_KEY", "rpa_wrong")
+    no_credentials.setenv("RUNPOD_API_BASE_URL", fake.url)
+    no_credentials.setenv("RUNPOD_API_KEY", "rpa_wrong")
     checks = {check.subject: check for check in diagnose()}
     assert checks["provider runpod"].state is CheckState.FAILED
     assert checks["provider vastai"].state is CheckState.OK
@@ -70,23 +70,23 @@ def test_the_doctor_names_clouds_without_credentials(nobody: pytest.MonkeyPatch,
 
 
 def test_a_list_that_is_empty_because_nobody_answered_warns(
-    nobody: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    no_credentials: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It does not say that nothing is sold, and shows why."""
-    found = sky.offers([sky.RunPod(), sky.VastAI()], accelerator="H100")
-    assert found.is_unknown
+    prices = sky.offers([sky.RunPod(), sky.VastAI()], accelerator="H100")
+    assert prices.is_unknown
     assert "no provider has said what it sells: runpod: CredentialsError" in caplog.text
-    assert "set RUNPOD_API_KEY" in repr(found)
-    assert "<div>vastai: CredentialsError" in found._repr_html_()
+    assert "set RUNPOD_API_KEY" in repr(prices)
+    assert "<div>vastai: CredentialsError" in prices._repr_html_()
     caplog.clear()
     assert not sky.offers("local", accelerator="H100").is_unknown
     assert caplog.text == ""
 
 
-def test_a_list_shows_itself_as_a_table(nobody: pytest.MonkeyPatch) -> None:
-    found = sky.offers("local", cpu=1)
-    head, row = repr(found).splitlines()
+def test_a_list_shows_itself_as_a_table(no_credentials: pytest.MonkeyPatch) -> None:
+    prices = sky.offers("local", cpu=1)
+    head, row = repr(prices).splitlines()
     assert head.split()[:2] == ["PROVIDER", "REGION"]
     assert row.split()[0] == "local"
-    assert "<td>local</td>" in found._repr_html_()
+    assert "<td>local</td>" in prices._repr_html_()
     assert repr(PriceList(())) == "no offers"

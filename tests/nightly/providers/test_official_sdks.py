@@ -77,7 +77,7 @@ def python() -> Path:
 
 
 def run(python: Path, program: str, folder: Path, **values: str) -> Mapping[str, Any]:
-    """Run a program with these constants in a home of its own; return its variables."""
+    """Run a program with these constants, its home an empty folder; return its variables."""
     constants = "".join(f"{name} = {value!r}\n" for name, value in {"KEY": KEY, **values}.items())
     last = 'import json\nprint(json.dumps({"made": made, "listed": listed, "left": left, "sizes": sizes}))\n'
     environment = {"PATH": os.environ["PATH"], "HOME": str(folder)}

@@ -122,7 +122,7 @@ def test_a_word_that_nobody_knows_is_refused_with_the_usage(line: str, skyward: 
 
 @pytest.mark.parametrize("name", OTHER_NAMES)
 def test_each_other_name_of_a_field_is_answered_as_an_option_of_run(name: str) -> None:
-    """Each name that `ComputePool` answers. The parser accepts what the command line is told to write."""
+    """Each name that `ComputePool` answers. The parser accepts the answer."""
     options = [text for option in COMMANDS["run"].params for text in option.opts]
     hint = option_hint(f"--{name.replace('_', '-')}", options)
     assert hint.startswith("write --")

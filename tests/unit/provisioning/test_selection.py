@@ -117,10 +117,10 @@ def test_after_a_certain_refusal_no_machine_is_looked_for(
         it.machines._selection.rent_all(float("inf"))
     (intent,) = it.ledger.intents(pool_id="sky-1")
     assert (intent.gone_at is not None) == is_certain
-    told: list[bool] = []
-    monkeypatch.setattr(rental_module, "tear_down", lambda *_, are_all_known, **__: told.append(are_all_known))
+    are_known: list[bool] = []
+    monkeypatch.setattr(rental_module, "tear_down", lambda *_, are_all_known, **__: are_known.append(are_all_known))
     it.machines._rental.tear_down()
-    assert told == [is_certain]
+    assert are_known == [is_certain]
 
 
 @pytest.mark.parametrize("error", [CredentialsError("revoked"), BadRequest("no such network")])
