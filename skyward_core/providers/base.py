@@ -279,8 +279,9 @@ class Provider(Frozen):
         return ""
 
     def stopped_spot(self) -> str:
-        """Return what is billed of a spot machine that the provider stops and keeps, and until when, as a sentence
-        without its subject's end: "its disk is billed until ...". Such a machine cannot end itself. "": nothing is.
+        """Return what is billed of a spot machine that the provider has stopped, and until when; "" if nothing is.
+
+        A stopped machine cannot end itself.
         """
         return ""
 

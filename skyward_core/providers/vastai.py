@@ -814,7 +814,7 @@ def classify_and_note(unwanted: list[int] | None, advice: Advice) -> Classify:
 def _meaning(status: int, body: Row, message: str) -> SkywardError | None:
     """Return the meaning of a refusal by its status and code, or by its text where the code says nothing."""
     code, text = str(body.get("error") or ""), _text_of(body)
-    if any(part in text for part in KEY_TEXTS):
+    if status < 500 and any(part in text for part in KEY_TEXTS):  # after an error of the server a container may exist
         return CredentialsError(message)
     if status == HTTPStatus.FORBIDDEN and code == "invalid_args":  # an account of a host may rent its own machines only
         return BadRequest(message)

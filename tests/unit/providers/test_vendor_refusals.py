@@ -67,8 +67,20 @@ def test_each_published_refusal_has_its_meaning(cloud: str, monkeypatch: pytest.
 def test_a_source_is_a_file_and_a_version(cloud: str) -> None:
     """So that it can be read again."""
     versioned = re.compile(r"[\w.-]+/[\w.-]+ \S+@[0-9a-f]{40}|docs\.rs/crate/|[\w.-]+/[\w.-]+ issue #")
-    bad = [each.source for each in refusals(cloud) if each.source and not versioned.match(each.source)]
-    assert bad == []
+    sources = [each.source for each in refusals(cloud)]
+    assert [source for source in sources if source and not versioned.match(source)] == []
+    assert len([source for source in sources if source]) > len(sources) / 2
+
+
+def test_an_outage_that_speaks_of_a_session_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may exist after it. With the status 404 the same words refuse the key."""
+    monkeypatch.setenv("VAST_API_KEY", "k" * 20)
+    api = sky.VastAI()._api()
+    errors = [
+        api._failure("PUT", "/api/v0/asks/1/", httpx.Response(status, json={"error": "e", "msg": "session expired"}))
+        for status in (500, 404)
+    ]
+    assert [type(error) for error in errors] == [sky.ProviderFailed, sky.CredentialsError]
 
 
 def test_a_fake_plays_no_refusal_that_is_not_listed(in_process: Install) -> None:
