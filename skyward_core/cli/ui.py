@@ -117,7 +117,7 @@ h1 { font-size: 20px; }
 <body>
 <h1>This address does not open the page</h1>
 <p>The answer of the server: WHY.</p>
-<p>The address with the token is what COMMAND printed first when it started. Open that address, to its last letter.</p>
+<p>The address with the token is what COMMAND printed first when it started. Open the whole address.</p>
 <p>If you no longer have it, end the command with Ctrl-C and start COMMAND again. It prints the address.</p>
 </body>
 </html>

@@ -59,10 +59,10 @@ class Accounts:
         """Remove an account that no open pool uses, with its balances and settled reservations. Bills and receipts
         stay: they count machines. An account that gets the name later counts from zero.
 
-        A transaction deletes `RESERVATIONS_PER_REMOVAL` reservations, the last one the account; a killed removal is
-        gone on with by the next one. Each locks the row of the account, as `reserve` does. So a pool that opens at the
-        same moment has reserved before, and the removal is refused; or it reserves afterwards, and is refused as with
-        any unknown account.
+        A transaction deletes `RESERVATIONS_PER_REMOVAL` reservations, the last one the account. After a kill the next
+        removal deletes the rest. Each transaction locks the row of the account, as `reserve` does. So a pool that opens
+        at the same moment has reserved before, and the removal is refused; or it reserves afterwards, and is refused as
+        with any unknown account.
 
         Raises BadRequest if there is no such account, LedgerConflict while an open pool names it or has drawn on it, or
         a reservation from it is not settled.

@@ -145,15 +145,16 @@ class ElasticSize:
 class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
     """Machines that live as long as a `with` block.
 
-    Takes the fields of `PoolSpec` as keywords, a callback for every event as `on_event`, and the purpose of the
-    machines as `work`, for the ledger, the receipt and the machines' tags. No provider gets a request before `with` (or
-    `open`). Invalid values raise BadRequest here.
+    Takes the fields of `PoolSpec` as keywords, or a `PoolSpec` as `spec`. `on_event` is called with every event; `work`
+    is the purpose of the machines, for the ledger, the receipt and the machines' tags. No provider gets a request
+    before `with` (or `open`). Invalid values raise BadRequest here.
 
         with ComputePool(accelerator="A100", image=Image(pip=["torch"])) as pool:
             result = train(data) >> pool
     """
 
     __signature__: ClassVar = signature(
+        inspect.Parameter("spec", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=PoolSpec | None),
         inspect.Parameter("on_event", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Callback | None),
         inspect.Parameter("work", inspect.Parameter.KEYWORD_ONLY, default=NO_WORK, annotation=Work),
     )

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from types import TracebackType
-from typing import Any, ClassVar, Self, Unpack
+from typing import Any, ClassVar, Never, Self, Unpack
 
 from skyward_core.errors import BadRequest
 from skyward_core.events.events import Callback
@@ -16,7 +16,7 @@ from skyward_core.image.image import Image
 from skyward_core.image.packages import canonical, name_of
 from skyward_core.pool.pool import ComputePool
 from skyward_core.pool.preparation import Prepared
-from skyward_core.spec import PoolKeywords, signature
+from skyward_core.spec import PoolKeywords, PoolSpec
 from skyward_core.work import NO_WORK, Work
 
 
@@ -54,13 +54,8 @@ def _backend_of(pool: ComputePool) -> tuple[Any, Any]:
 
 def _signature(own: str) -> inspect.Signature:
     """Return the signature of `ComputePool` with one keyword more."""
-    ours = {own: (str | None, None), "on_event": (Callback | None, None), "work": (Work, NO_WORK)}
-    return signature(
-        *(
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-            for name, (annotation, default) in ours.items()
-        )
-    )
+    parameter = inspect.Parameter(own, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=str | None)
+    return inspect.Signature([parameter, *ComputePool.__signature__.parameters.values()])
 
 
 class _BackendPool(ComputePool):
@@ -108,14 +103,15 @@ class JoblibPool(_BackendPool):
 
     def __init__(
         self,
-        *,
+        *values: Never,
         joblib_version: str | None = None,
+        spec: PoolSpec | None = None,
         on_event: Callback | None = None,
         work: Work = NO_WORK,
         **keywords: Unpack[PoolKeywords],
     ) -> None:
         self._version = joblib_version
-        super().__init__(on_event=on_event, work=work, **keywords)
+        super().__init__(*values, spec=spec, on_event=on_event, work=work, **keywords)
 
 
 class ScikitLearnPool(_BackendPool):
@@ -133,14 +129,15 @@ class ScikitLearnPool(_BackendPool):
 
     def __init__(
         self,
-        *,
+        *values: Never,
         sklearn_version: str | None = None,
+        spec: PoolSpec | None = None,
         on_event: Callback | None = None,
         work: Work = NO_WORK,
         **keywords: Unpack[PoolKeywords],
     ) -> None:
         self._version = sklearn_version
-        super().__init__(on_event=on_event, work=work, **keywords)
+        super().__init__(*values, spec=spec, on_event=on_event, work=work, **keywords)
 
 
 def with_package(image: Image, package: str, wanted: str | None, *, is_local: bool) -> Image:

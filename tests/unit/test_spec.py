@@ -163,7 +163,7 @@ def test_amounts_of_memory(text: str, gb: float) -> None:
 def test_the_signature_has_every_keyword_with_its_type_and_default() -> None:
     """`ComputePool(**fields)` has the spec of the fields; the types for checkers name exactly these fields."""
     shown = inspect.signature(sky.ComputePool).parameters
-    assert list(shown) == ["on_event", "work", *sky.PoolKeywords.__annotations__]
+    assert list(shown) == ["spec", "on_event", "work", *sky.PoolKeywords.__annotations__]
     assert set(sky.PoolKeywords.__annotations__) == {"pip", *sky.PoolSpec.model_fields}
     for name, field in sky.PoolSpec.model_fields.items():
         assert shown[name].default == field.get_default(call_default_factory=True)
@@ -174,6 +174,7 @@ def test_the_signature_has_every_keyword_with_its_type_and_default() -> None:
     fields = {"provider": sky.Local(), "nodes": 2, "display": "quiet"}
     assert sky.ComputePool(**fields).spec == sky.PoolSpec.of(**fields)
     assert sky.ComputePool.from_spec(sky.PoolSpec.of(**fields)).spec == sky.PoolSpec.of(**fields)
+    assert sky.ComputePool(spec=sky.PoolSpec.of(**fields)).spec == sky.PoolSpec.of(**fields)
 
 
 NO_PRICES = (float("inf"), float("nan"), 1e300, 100_001.0, -1.0)

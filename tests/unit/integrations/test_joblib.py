@@ -189,3 +189,6 @@ def test_other_fields_of_the_image_stay() -> None:
 )
 def test_the_parameters_are_those_of_a_pool_and_one_more(kind: type, own: str) -> None:
     assert set(inspect.signature(kind).parameters) == {*inspect.signature(sky.ComputePool).parameters, own}
+    assert kind(spec=sky.PoolSpec.of(provider=sky.Local(), nodes=2), **{own: None}).spec.nodes == 2
+    with pytest.raises(sky.BadRequest, match=rf"write {kind.__name__}\(accelerator=\.\.\.\)"):
+        kind("A100")
