@@ -17,6 +17,7 @@ from skyward_core.pool.pool import ComputePool
 from skyward_core.spec import PoolSpec
 
 ELSEWHERE = {
+    "spec": "A `PoolSpec`, instead of its fields as keywords.",
     "on_event": "A callback for each event.",
     "work": "The purpose of the machines, for the ledger, the receipt and the machines' tags.",
     "pip": "Packages that are added to those of the image.",
