@@ -36,6 +36,12 @@ def pages() -> list[str]:
     return [page.relative_to(ROOT).as_posix() for page in every if BLOCK.search(page.read_text())]
 
 
+def pages_of(subject: str) -> list[str]:
+    """Return the first page of a subject, docs/SUBJECT.md, and then the pages of its folder, docs/SUBJECT/."""
+    others = sorted((ROOT / "docs" / subject).glob("*.md"))
+    return [f"docs/{subject}.md", *(page.relative_to(ROOT).as_posix() for page in others)]
+
+
 IN_ORDER = """
 import runpy, sys
 for path in sys.argv[1:]:

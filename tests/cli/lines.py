@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-PAGE = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
+from tests.page_blocks import ROOT, pages_of
+
+PAGES = "\n".join((ROOT / page).read_text() for page in pages_of("commands"))
 
 
 def understood(command: Any, words: list[str], parent: Any = None) -> str:
@@ -24,6 +25,6 @@ def all_commands(command: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from all_commands(subcommand, f"{path} {name}".strip())
 
 
-def lines_of_the_page() -> list[str]:
-    """Return the command lines of docs/commands.md without "skyward" and without comments."""
-    return re.findall(r"^(?:\$ )?skyward (?!run: error)(.+)$", PAGE, re.MULTILINE)
+def lines_of_the_pages() -> list[str]:
+    """Return the command lines of docs/commands.md and docs/commands/ without "skyward" and without comments."""
+    return re.findall(r"^(?:\$ )?skyward (?!run: error)(.+)$", PAGES, re.MULTILINE)

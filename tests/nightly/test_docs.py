@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import processes_by_tag
-from tests.page_blocks import run_in_a_process
+from tests.page_blocks import pages_of, run_in_a_process
 from tests.testbed import Fleet
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror
@@ -13,7 +13,7 @@ from tests.waiting import wait_until
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("page", ["README.md", "docs/prefect.md", "docs/dagster.md"])
+@pytest.mark.parametrize("page", ["README.md", *pages_of("prefect"), *pages_of("dagster")])
 def test_each_block_of_a_page_with_an_orchestrator_runs(page: str, tmp_path: Path) -> None:
     variables = {
         "DAGSTER_HOME": str(tmp_path),
@@ -33,7 +33,7 @@ UserKnownHostsFile {host.known_hosts_path}
 
 
 @pytest.mark.timeout(300)
-def test_the_page_of_machines_runs_on_real_hosts(fleet: Fleet, mirror: Mirror, tmp_path: Path) -> None:
+def test_the_pages_of_machines_run_on_real_hosts(fleet: Fleet, mirror: Mirror, tmp_path: Path) -> None:
     """Its aliases are bare hosts of the test bed, with an SSH configuration as a user would write it."""
     (tmp_path / ".ssh").mkdir(mode=0o700)
     with (tmp_path / ".ssh/config").open("w") as config:
@@ -42,7 +42,8 @@ def test_the_page_of_machines_runs_on_real_hosts(fleet: Fleet, mirror: Mirror, t
             mirror.configure(host)
             config.write(HOST.format(name=name, host=host))
     own = str(tmp_path)
-    run_in_a_process("docs/machines.md", tmp_path, {"HOME": own, "XDG_STATE_HOME": f"{own}/state", "TMPDIR": own})
-    # the page leaves local nodes to their lease
+    for page in pages_of("machines"):
+        run_in_a_process(page, tmp_path, {"HOME": own, "XDG_STATE_HOME": f"{own}/state", "TMPDIR": own})
+    # a page leaves local nodes to their lease
     tag = "SKYWARD_INSTANCE_DIRECTORY"
     wait_until(lambda: not [path for _, path in processes_by_tag(tag) if path.startswith(own)], "the end of the lease")

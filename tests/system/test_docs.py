@@ -1,7 +1,7 @@
 """Each Python block of the pages runs alone, as a reader copies it.
 
-The blocks of docs/airflow.md are DAG files (integrations/test_airflow.py). Those that need a server, hosts or a framework run
-in tests/nightly.
+The blocks of the pages of Airflow are DAG files (integrations/test_airflow.py). Those that need a server, hosts or a
+framework run in tests/nightly.
 """
 
 import subprocess
@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.page_blocks import pages, programs
+from tests.page_blocks import pages, pages_of, programs
 
-ELSEWHERE = {"docs/airflow.md", "docs/dagster.md", "docs/machines.md", "docs/prefect.md", "docs/training.md"}
+ELSEWHERE = {
+    page for subject in ("airflow", "dagster", "machines", "prefect", "training") for page in pages_of(subject)
+}
 LONG = {
     "docs/scikit-learn.md",
     "docs/concepts.md",

@@ -108,7 +108,7 @@ def exported(package: str) -> set[str]:
 
 def imported_on_pages() -> set[str]:
     """Return what the pages import from modules of the orchestrators' packages, by full path."""
-    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
     pattern = r"from ((?:prefect|dagster|airflow_provider)_skyward\.\w+) import ([\w, ]+)"
     found = re.findall(pattern, "\n".join(page.read_text() for page in pages))
     return {f"{module}.{name.strip()}" for module, names in found for name in names.split(",")}

@@ -14,6 +14,7 @@ from skyward_core.cli.ui import Utilisation
 from skyward_core.errors import LedgerError
 from skyward_core.live.observer import NodeUse
 from tests.cli.ledger import ROOT, TOKEN, FakeUtilisation, Page, Skyward, record_pools, sample
+from tests.page_blocks import pages_of
 from tests.waiting import wait_until
 
 PATHS = ["/api/pools", "/api/nodes", "/api/calls", "/api/cost", "/api/receipt?pool=sky-live", "/api/refusals"]
@@ -190,7 +191,9 @@ def test_metrics_are_those_of_the_ledger_and_of_the_nodes(
     shown = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     shown += [one["query"]["query"] for one in dashboard["templating"]["list"] if one["type"] == "query"]
     assert set(re.findall(r"skyward_\w+", " ".join(shown))) == found.keys()
-    explained = re.findall(r"^\| `(skyward_\w+)` \|", (ROOT / "docs/commands.md").read_text(), re.MULTILINE)
+    explained = re.findall(
+        r"^\| `(skyward_\w+)` \|", "\n".join((ROOT / page).read_text() for page in pages_of("commands")), re.MULTILINE
+    )
     assert sorted(explained) == sorted(found)
     owners = {row["key"]: row["cost_usd"] for row in skyward.json("cost --by owner")["rows"]}
     assert {one.labels["owner"]: one.value for one in found["skyward_cost_usd_total"].samples} == owners

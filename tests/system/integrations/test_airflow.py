@@ -16,7 +16,7 @@ if importlib.util.find_spec("airflow") is None:
 
 from tests.integrations import airflow_host
 from tests.integrations.airflow_host import HEAD, Airflow
-from tests.page_blocks import programs
+from tests.page_blocks import pages_of, programs
 
 airflow = pytest.fixture(scope="session")(airflow_host.served)
 
@@ -243,9 +243,9 @@ def test_parsing_a_dag_uses_no_network_and_no_engine(airflow: Airflow) -> None:
     assert done.stdout.splitlines()[-1] == "answer [] [] {'image': {'pip': ['torch']}} False"
 
 
-def test_each_block_of_the_page_is_a_dag_file(airflow: Airflow) -> None:
+def test_each_block_of_the_pages_is_a_dag_file(airflow: Airflow) -> None:
     """The first one of docs/airflow.md runs in a run without a date, and prints what it says; the others can be loaded."""
-    first, *others = programs("docs/airflow.md")
+    first, *others = [program for page in pages_of("airflow") for program in programs(page)]
     assert others
     for other in others:
         airflow.evaluate(f"{other}\nanswer = None\n", head="")

@@ -25,7 +25,7 @@ from skyward_core.provisioning import quote as plans
 from skyward_core.work import Work
 from tests.cleanup.pools import FolderProvider
 from tests.cli.ledger import DEAD, HERE, Skyward, install, install_bills, lines
-from tests.cli.lines import lines_of_the_page, understood
+from tests.cli.lines import lines_of_the_pages, understood
 
 # ── pools and their users ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -559,7 +559,7 @@ def test_a_pool_that_could_not_be_opened_is_a_fault(
 
 def test_the_parser_accepts_the_commands_of_the_page() -> None:
     """Each command line of docs/commands.md. Looks inside: to run the commands would do what they say."""
-    shown = lines_of_the_page()
+    shown = lines_of_the_pages()
     assert len(shown) > 8
     for line in shown:
         understood(command_tree(), shlex.split(line, comments=True))

@@ -11,7 +11,7 @@ from skyward_core.cli.app import command_tree
 from skyward_core.cli.words import EXAMPLES, OTHER_COMMANDS, OTHER_OPTIONS, option_hint
 from skyward_core.spec import OTHER_NAMES
 from tests.cli.ledger import Skyward
-from tests.cli.lines import all_commands, lines_of_the_page, understood
+from tests.cli.lines import all_commands, lines_of_the_pages, understood
 
 COMMANDS = dict(all_commands(command_tree()))
 GROUPS = ["Run:", "Look:", "Money:", "Clean up:", "Set up:"]
@@ -32,7 +32,7 @@ def test_each_help_ends_with_an_example_that_the_page_has(path: str, capsys: pyt
     words = shlex.split(EXAMPLES[path])
     assert words[0] == "skyward"
     assert f"{understood(command_tree(), words[1:])} ".startswith(f"{path} ".lstrip())
-    assert any(shlex.split(f"skyward {line}", comments=True) == words for line in lines_of_the_page())
+    assert any(shlex.split(f"skyward {line}", comments=True) == words for line in lines_of_the_pages())
 
 
 def test_no_example_is_of_a_command_that_is_not_there() -> None:
