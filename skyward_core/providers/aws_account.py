@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import math
@@ -14,6 +15,7 @@ from typing import Any, Self, cast
 
 from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import (
+    LEAST_LIKENESS,
     BadRequest,
     CredentialsError,
     NoCapacity,
@@ -138,12 +140,12 @@ class AwsAccount:
             client.close()
 
     def ask(self, region: str, service: str, operation: str, *, once: bool = False, **words: Any) -> dict[str, Any]:
-        with self._translated(f"{service} {operation} in {region}"):
+        with self._translated(f"{service} {operation} in {region}", region):
             return getattr(self._client(region, service, once=once), operation)(**words)
 
     def pages(self, region: str, service: str, operation: str, what: str, **words: Any) -> list[Any]:
         """Return the items of all pages of a list."""
-        with self._translated(f"{service} {operation} in {region}"):
+        with self._translated(f"{service} {operation} in {region}", region):
             pages = (
                 self._client(region, service)
                 .get_paginator(operation)
@@ -157,7 +159,7 @@ class AwsAccount:
         return [machine for reservation in reservations for machine in reservation["Instances"]]
 
     def wait_for(self, region: str, what: str, **words: Any) -> None:
-        with self._translated(f"waiting for {what} in {region}"):
+        with self._translated(f"waiting for {what} in {region}", region):
             self._client(region, "ec2").get_waiter(what).wait(WaiterConfig={"Delay": 1, "MaxAttempts": 20}, **words)
 
     def endpoint(self, region: str, service: str) -> str:
@@ -196,7 +198,7 @@ class AwsAccount:
             return str(error)
 
     @contextmanager
-    def _translated(self, what: str) -> Generator[None]:
+    def _translated(self, what: str, region: str = "") -> Generator[None]:
         kinds = importlib.import_module("botocore.exceptions")
         garbled = importlib.import_module("botocore.parsers").ResponseParserError
         refused = (
@@ -224,10 +226,24 @@ class AwsAccount:
             message = f"{NO_CREDENTIALS}: {error}"
         except (kinds.HTTPClientError, kinds.ConnectionError, kinds.WaiterError, garbled) as error:
             kind, code, cause, message = ProviderFailed, "", error, f"AWS did not answer {what}: {error}"
+            if isinstance(error, kinds.EndpointConnectionError):
+                message += self._unlisted(region)
         except (kinds.BotoCoreError, ValueError) as error:
             kind, code, cause, message = BadRequest, "", error, f"AWS cannot be called for {what}: {error}"
         text = self._clean(message)
         raise kind(text[: _http.QUOTED_CHARACTERS]).coded(code) from (cause if text == message else None)
+
+    def _unlisted(self, region: str) -> str:
+        """Return what is odd about a region that cannot be reached; "" for one that the SDK lists.
+
+        A region may be newer than the SDK, so that this is no reason to refuse it before.
+        """
+        partitions = self._session.get_available_partitions()
+        listed = {name for part in partitions for name in self._session.get_available_regions("ec2", part)}
+        if not region or region in listed:
+            return ""
+        near = difflib.get_close_matches(region, sorted(listed), 3, cutoff=LEAST_LIKENESS)
+        return f"; the SDK lists no region {region!r}" + (f" (near it: {', '.join(sorted(near))})" if near else "")
 
     def _clean(self, message: str) -> str:
         text = functools.reduce(lambda text, secret: text.replace(secret, "***"), self._secrets, message)

@@ -188,6 +188,11 @@ class Provider(Frozen):
         """Whether accelerators of its machines are simulated. Calls can see this, and see no GPU."""
         return False
 
+    @property
+    def most_machines(self) -> int | None:
+        """How many machines it has in all; None if only a launch knows."""
+        return None
+
     @model_validator(mode="after")
     def _urls_hold_no_login(self) -> Self:
         for field in sorted(self.model_fields_set):

@@ -124,6 +124,11 @@ class Hosts(Provider):
             raise ValueError(f"{', '.join(twice)} is named more than once: a host carries one node")
         return self
 
+    @property
+    def most_machines(self) -> int:
+        """One for each address."""
+        return len(self.addresses)
+
     def for_pool(self) -> Self:
         """Return a copy for one pool's life. It pins each host's key at first sight and refuses a different one."""
         copy = self.model_copy()

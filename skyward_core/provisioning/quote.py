@@ -101,7 +101,7 @@ def questions(spec: PoolSpec, providers: Sequence[Provider]) -> list[Question]:
     """
     names = [one.provider for one in spec.alternatives] or [None]
     found: list[Question] = []
-    reasons: list[NotYetSupported] = []
+    reasons: list[BadRequest] = []
     for place, (alone, name) in enumerate(zip(spec.each_alternative(), names, strict=True)):
         own = [one for one in providers if name is None or plain_name(one.name) == plain_name(name)]
         if not own:
@@ -112,7 +112,7 @@ def questions(spec: PoolSpec, providers: Sequence[Provider]) -> list[Question]:
             )
         try:
             found.append(Question(place, alone, tuple(able(alone, own))))
-        except NotYetSupported as error:
+        except BadRequest as error:
             reasons.append(error)
     if not found:
         raise reasons[0]
@@ -122,12 +122,12 @@ def questions(spec: PoolSpec, providers: Sequence[Provider]) -> list[Question]:
 def able(spec: PoolSpec, providers: Sequence[Provider]) -> list[Provider]:
     """Return the providers that can do what the spec asks for. Raises what `refuse` raises if none can."""
     found: list[Provider] = []
-    reasons: list[NotYetSupported] = []
+    reasons: list[BadRequest] = []
     for provider in providers:
         try:
             refuse(spec, provider)
             found.append(provider)
-        except NotYetSupported as error:
+        except BadRequest as error:
             reasons.append(error)
     if not found:
         raise reasons[0]
@@ -135,7 +135,7 @@ def able(spec: PoolSpec, providers: Sequence[Provider]) -> list[Provider]:
 
 
 def refuse(spec: PoolSpec, provider: Provider) -> None:
-    """Raise BadRequest for a feature that the provider never has, before any request to it."""
+    """Raise BadRequest for a feature or a number of machines that the provider never has, before any request to it."""
     is_partitioned = spec.first_accelerator is not None and bool(spec.first_accelerator.mig)
     needed = {
         "apt": bool(spec.image.apt),
@@ -146,6 +146,12 @@ def refuse(spec: PoolSpec, provider: Provider) -> None:
     for feature, reason in type(provider).refuses.items():
         if needed.get(feature):
             raise NotYetSupported(f"{provider.name} does not do {feature}: {reason}")
+    most = provider.most_machines
+    if most is not None and spec.least_nodes > most:
+        raise BadRequest(
+            f"nodes={spec.least_nodes}, and {provider.name} has {most}: write nodes={most}, or name"
+            f" {spec.least_nodes - most} more"
+        )
 
 
 @dataclass(frozen=True, slots=True)

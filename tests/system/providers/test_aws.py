@@ -108,3 +108,19 @@ def test_the_sweep_command_lists_what_it_would_delete(
         assert capsys.readouterr().out == f"taken away: {line}\n1 thing of no use taken away\n"
         assert main(parameters) == 0
         assert capsys.readouterr().out == "nothing is to be done\n"
+
+
+def test_a_region_that_does_not_answer_and_is_in_no_list_is_named() -> None:
+    """Only then: it may be newer than the SDK."""
+    assert said_of("us-esat-1").endswith("\"; the SDK lists no region 'us-esat-1' (near it: us-east-1, us-west-1)")
+    assert said_of("moon-base-1").endswith("; the SDK lists no region 'moon-base-1'")
+    assert said_of("eu-west-1").endswith('Could not connect to the endpoint URL: "http://127.0.0.1:1/"')
+
+
+def said_of(region: str) -> str:
+    with AwsAccount(None, "http://127.0.0.1:1", ("id", "secret", None)) as account:
+        try:
+            account.ask(region, "ec2", "describe_instances", once=True)
+        except ProviderFailed as error:
+            return str(error)
+    raise AssertionError(region)

@@ -57,3 +57,14 @@ def test_a_quote_without_a_way_says_why() -> None:
     assert (quoted.candidates, quoted.price_per_hour) == ((), None)
     assert str(quoted).startswith("nothing to rent: ")
     assert quoted.refusals
+
+
+def test_more_nodes_than_there_are_hosts_are_refused_at_once() -> None:
+    """A pool that grows may begin with fewer; a second provider may have them."""
+    few = sky.Hosts("gpu-1", "gpu-2")
+    with pytest.raises(sky.BadRequest, match="nodes=3, and hosts has 2: write nodes=2, or name 1 more"):
+        sky.ComputePool(provider=few, nodes=3)
+    with pytest.raises(sky.BadRequest, match="nodes=3, and hosts has 2"):
+        sky.ComputePool(provider=few, nodes=(3, 4))
+    assert sky.ComputePool(provider=few, nodes=(1, 4)).spec.most_nodes == 4
+    assert sky.ComputePool(provider=[few, sky.Local()], nodes=3).spec.nodes == 3
