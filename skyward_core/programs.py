@@ -25,6 +25,7 @@ from types import FrameType
 from typing import Any, TextIO, cast, override
 
 from skyward_core.compute import ComputeFunction, PendingCompute, refuse_wrong_arguments
+from skyward_core.concurrency import interrupts
 from skyward_core.config.settings import Settings
 from skyward_core.engine.futures import CallFuture
 from skyward_core.errors import BadRequest, CallCrashed, RemoteError, SkywardError
@@ -266,10 +267,8 @@ def interruptible(tell: Callable[[str], object], leave: Callable[[], object], wh
     def handle(number: int, _: FrameType | None) -> None:
         received.append(number)
         name = signal.Signals(number).name
-        if len(received) == 1:
-            tell(f"{name}: stopping; the program is cancelled, and {what_ends}. Once more to wait for nothing")
-        else:
-            tell(f"{name} again: nothing is waited for; `skyward ps` shows whether something is left")
+        tell(interrupts.of_program(name, what_ends, is_again=len(received) > 1))
+        if len(received) > 1:
             leave()
         raise Interrupted(number)
 

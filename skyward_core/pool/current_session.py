@@ -23,6 +23,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from skyward_core.concurrency import interrupts
 from skyward_core.concurrency.threads import FINAL_WORK, refuse_greenlets
 from skyward_core.errors import BadRequest, InstancesLeft, LedgerError, PoolClosed, SkywardError
 from skyward_core.events import console
@@ -151,7 +152,9 @@ class CurrentSession:
                 attach,
                 prepared.spec.provision_timeout,
             )
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and not begun:
+                use.log(logging.INFO, interrupts.waiting_for(str(prepared.spec.name)))
             self._forget()
             use.left()
             raise

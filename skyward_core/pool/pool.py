@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from skyward_core.accelerators import Accelerator
 from skyward_core.compute import ComputeFunction, PendingBatch, PendingCompute, not_pending
+from skyward_core.concurrency import interrupts
 from skyward_core.concurrency.item_stream import ItemStream
 from skyward_core.concurrency.threads import refuse_greenlets
 from skyward_core.engine.futures import CallFuture
@@ -273,14 +274,24 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
         A closed pool may be opened again: new machines, a new bill. Raises NoCapacity, BootstrapFailed,
         ProvisioningTimeout or an error of the provider; then no machine is left running. Raises PoolClosed if the pool
         has ended itself: close it first. Raises BadRequest in a process that gevent or eventlet has patched, and in a
-        thread that goes on after the main thread has ended.
+        thread that goes on after the main thread has ended. After Ctrl-C it gives back what was rented; after another
+        one it waits for nothing, and the pool's reaper ends the machines.
         """
         if not threading.main_thread().is_alive():  # Python starts no executor's thread any more: nothing is rented
             raise BadRequest(
                 "the main thread of this program has ended, and no pool can be opened after that: let the main thread"
                 " wait for the thread that opens it (thread.join()), or open it before"
             )
-        self._session.open(self._prepared)
+        interrupt: BaseException | None = None
+        try:
+            self._session.open(self._prepared)
+        except KeyboardInterrupt as error:
+            if not interrupts.is_again(error):
+                raise
+            console.last_log_of(self.spec.display)(logging.WARNING, interrupts.AGAIN)
+            interrupt = interrupts.first(error)
+        if interrupt is not None:  # the program ends with it, without the frames in which the second one came
+            raise interrupt
         return self
 
     def close(self) -> None:
@@ -331,14 +342,12 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
             note_machines_left(error, left)
 
     def _close_interrupted(self, error: KeyboardInterrupt) -> None:
-        words = "interrupted: the pool is closed; interrupt again to wait for nothing"
-        console.log_of(self.spec.display)(logging.INFO, words)
+        console.log_of(self.spec.display)(logging.INFO, interrupts.CLOSING)
         try:
             left = self.hand_over()
         except KeyboardInterrupt:
             self._session.terminate_now(may_wait_at_exit=False)
-            words = "interrupted again: nothing is waited for; the reaper or the lease ends the machines"
-            console.last_log_of(self.spec.display)(logging.WARNING, words)
+            console.last_log_of(self.spec.display)(logging.WARNING, interrupts.AGAIN)
         else:
             if left is not None:
                 note_machines_left(error, left)

@@ -123,7 +123,7 @@ class PoolMachines:
         self._emit(InfraCreating(self._pool_id, self._journal.work))
         self._nodes.created_at = datetime.now(UTC)
         deadline = time.monotonic() + self._spec.provision_timeout
-        undo.callback(self._rental.tear_down_or_warn)
+        undo.push(self._rental.tear_down_or_warn)
         undo.callback(self.transports.close)
         instances = self._selection.rent_all(deadline)
         provider = self._rental.provider

@@ -19,8 +19,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
 
 from skyward_core.accelerators import Accelerator
+from skyward_core.concurrency import interrupts
 from skyward_core.errors import BadRequest, BudgetExceeded, InstancesLeft, NoCapacity, PoolClosed, SkywardError
 from skyward_core.events.events import InstanceLaunching, InstanceProvisioned, InstanceStopping, SkywardEvent
 from skyward_core.ledger.budgets import Commitment, SpendingLimit
@@ -318,17 +320,22 @@ class Rental:
         if time.monotonic() > deadline:
             raise SkywardError(what)
 
-    def tear_down_or_warn(self) -> None:
-        """Tear the pool down after its opening has failed.
+    def tear_down_or_warn(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Tear the pool down after its opening has failed; the exit callback of an ExitStack.
 
-        For machines that cost nothing this only warns, so that the error of the opening is raised.
+        For machines that cost nothing this only warns, so that the error of the opening is raised. After a second
+        interrupt it does nothing: the pool's reaper ends the machines.
         """
+        if interrupts.is_again(error):
+            return
         try:
             self.tear_down()
-        except InstancesLeft as error:
+        except InstancesLeft as left:
             if not self._provider.may_be_left_to_its_lease():
                 raise
-            _log.warning("left to their lease: %s", error)
+            _log.warning("left to their lease: %s", left)
 
     def tear_down(self) -> None:
         """End all machines of the pool, and make sure. Raises InstancesLeft if some could not be confirmed gone."""

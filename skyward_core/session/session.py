@@ -30,13 +30,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from decimal import Decimal
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, override
 
+from skyward_core.concurrency import interrupts
 from skyward_core.concurrency.threads import LoopThread, in_thread
 from skyward_core.errors import InstancesLeft, LedgerError, PoolClosed, SkywardError
 from skyward_core.events.events import (
@@ -73,12 +74,13 @@ if TYPE_CHECKING:
 
 class _Undo(ExitStack[None]):
     """Undoes steps in reverse order, but not in a fork that a callback or a signal handler has made: its parent still
-    runs.
+    runs. `tell` gets what an interrupt means, at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[str], object] | None = None) -> None:  # `pop_all` makes one without
         super().__init__()
         self._process = os.getpid()
+        self._tell = tell
 
     @override
     def __exit__(
@@ -86,6 +88,8 @@ class _Undo(ExitStack[None]):
     ) -> None:
         if os.getpid() != self._process:
             self.pop_all()
+        elif isinstance(error, KeyboardInterrupt) and self._tell is not None:
+            self._tell(interrupts.OPENING)
         super().__exit__(kind, error, trace)
 
 
@@ -128,6 +132,8 @@ class Session:
         self.size: PoolSize | None = None
         self.unconfirmed: InstancesLeft | None = None
         """The machines that were not confirmed gone at the last teardown."""
+        self._is_cut_off = False
+        """Whether the last end was interrupted, and not waited for."""
         self._process = os.getpid()
         self._ended = threading.Event()
         self._departure = Departure(
@@ -202,8 +208,8 @@ class Session:
         """Open; on any error everything is undone, and the bill is emitted before the error is raised."""
         started, began = time.monotonic(), boot_seconds()
         try:
-            with _Undo() as undo:
-                undo.callback(self._emit_bill)
+            with _Undo(partial(self.events.log, logging.INFO)) as undo:
+                undo.push(self._emit_bill_of_failure)
                 undo.push(self._emitter.emit_error)
                 self._engine.start_import()
                 self._lock_image()
@@ -222,6 +228,8 @@ class Session:
                 self._claims.state = SessionState.OPEN
                 undo.pop_all()
         except BaseException as error:
+            if interrupts.is_again(error):
+                self._note_cut_off(error)
             self.events.close()
             if self.why_ended is not None:
                 raise self.why_ended from error
@@ -404,7 +412,7 @@ class Session:
                 return
             except (KeyboardInterrupt, SystemExit) as interrupt:  # the program may go on, as a notebook does
                 self._bookkeeping.take_receipt()
-                self.emit(_interrupted(self.pool_id, interrupt, self.what_may_run()))
+                self._note_cut_off(interrupt)
                 raise
             except Exception:  # nobody knows what is left: closing the pool again tries again, and so does the reaper
                 self._reaper.hang_up()
@@ -421,13 +429,29 @@ class Session:
             self._claims.is_written_down = True
             self._reaper.leave()  # after the journal: if killed in between, the reaper finds that the pool has ended
             self._departure.close_ledger()
+            if self._is_cut_off:  # by an earlier end: what that has left is gone now
+                self._emit_bill()
 
     def what_may_run(self) -> str:
         """Return in words which machines may still run, by the ledger; "" if all are gone."""
         return what_may_run(self._bookkeeping.ledger, self.pool_id)
 
+    def _emit_bill_of_failure(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_cut_off = interrupts.is_again(error)
+        self._emit_bill()
+
+    def _note_cut_off(self, interrupt: BaseException) -> None:
+        """Say what an end that was not waited for may have left. There is no bill until all machines are gone."""
+        self._is_cut_off = True
+        words = interrupts.cut_off(self.pool_id, self.what_may_run())
+        interrupt.add_note(words)
+        self.emit(Error(words))
+
     def _emit_bill(self) -> None:
-        self._emitter.emit_bill(self._bookkeeping.receipt)
+        if not (self._is_cut_off and self._are_machines_left):
+            self._emitter.emit_bill(self._bookkeeping.receipt)
 
     def hand_over(self, left: InstancesLeft) -> None:
         """Leave unconfirmed machines to the reaper, as if this process were dead (`Departure.hand_over`)."""
@@ -518,10 +542,3 @@ class Session:
             assert self.machines is not None
             atexit.unregister(self._at_exit)
             self._departure.leave_to_lease(self.machines, reason, error)
-
-
-def _interrupted(pool_id: str, interrupt: BaseException, may_run: str) -> Error:
-    """Return the event of a teardown that was interrupted; note its words in the exception."""
-    words = f"the end of {pool_id} was interrupted: close the pool again{f'; {may_run}' if may_run else ''}"
-    interrupt.add_note(words)
-    return Error(words)

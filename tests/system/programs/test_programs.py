@@ -11,6 +11,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core import cli
+from skyward_core.concurrency import interrupts
 from skyward_core.programs import ProgramOutput, read_target, run_program, spec_of
 from skyward_core.worker import script as on_node
 from tests.unit.programs.test_programs import (  # noqa: F401 - fixtures  # noqa: F401 - fixtures
@@ -84,22 +85,44 @@ with sky.ComputePool(provider=sky.Local()) as pool:
 """
 
 
-def test_a_second_ctrl_c_waits_for_no_provider(tmp_path: Path) -> None:
-    """The program ends although its own request for the end of the machines is never answered. The reaper ends them."""
-    (tmp_path / "unanswered.py").write_text(UNANSWERED)
+OPENS = """
+launched = Local.launch
+
+def is_never_ready(*arguments):
+    launched(*arguments)
+    print("is launched", file=sys.stderr, flush=True)
+    threading.Event().wait()
+
+Local.launch = is_never_ready
+with sky.ComputePool(provider=sky.Local(), on_event=lambda event: hasattr(event, "pool_id") and print(event.pool_id, flush=True)):
+    raise AssertionError
+"""
+
+
+@pytest.mark.parametrize("while_it_opens", [False, True])
+def test_a_second_ctrl_c_waits_for_no_provider(tmp_path: Path, *, while_it_opens: bool) -> None:
+    """The program ends although its own request for the end of the machines is never answered. The reaper ends them.
+    Each says at once what it does, and there is no bill, because what the machines cost is not known yet.
+    """
+    block = UNANSWERED.index("with sky.ComputePool")
+    (tmp_path / "unanswered.py").write_text(UNANSWERED[:block] + OPENS if while_it_opens else UNANSWERED)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(tmp_path / "unanswered.py")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as program:
         assert program.stdout is not None
         assert program.stderr is not None
         pool_id = program.stdout.readline().strip()
-        for words in ("is ready", "the end was requested"):
-            while words not in program.stderr.readline():
+        complaint = ""
+        for words in ("is launched" if while_it_opens else "is ready", "the end was requested"):
+            while words not in (line := program.stderr.readline()):
+                complaint += line
                 assert program.poll() is None
             program.send_signal(signal.SIGINT)
-        complaint = program.stderr.read()
+        complaint += program.stderr.read()
         assert program.wait(60) != 0
-    assert "interrupted again: nothing is waited for" in complaint
+    first = interrupts.OPENING if while_it_opens else interrupts.CLOSING
+    assert complaint.index(first) < complaint.index("these machines may still run") < complaint.index(interrupts.AGAIN)
+    assert "skyward  done: " not in complaint
     assert complaint.count("Traceback") == 1
     wait_until(lambda: sky.receipt_of(pool_id)["left"] == [], "the reaper to end the machines")
 
