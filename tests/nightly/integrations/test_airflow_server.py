@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AirflowServer]:
-    first = programs("docs/airflow.md")[0]
+    first = programs("docs/airflow/function.md")[0]
     of_asset = first.replace("import dag, task", "import Asset, dag, task").replace(
         "@dag(schedule=None)\ndef pools",
         '@dag(dag_id="pools_of_asset", schedule=[Asset("s3://bucket/new")])\ndef pools',
