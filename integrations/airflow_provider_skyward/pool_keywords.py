@@ -101,8 +101,8 @@ def refuse_credentials(spec: sky.PoolSpec) -> None:
     """Raise BadRequest for credentials on a provider: Airflow serializes DAGs, and stores and shows rendered fields."""
     spec.refuse_written_credentials(
         "a DAG or a rendered field, which Airflow stores",
-        "write provider_conn_id with the name of a connection (docs/airflow.md), or leave them to the worker's"
-        " environment",
+        "write provider_conn_id with the name of a connection (docs/airflow/connections.md), or leave them to the"
+        " worker's environment",
     )
 
 

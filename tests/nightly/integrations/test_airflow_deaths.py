@@ -1,4 +1,5 @@
-"""The table of deaths of docs/airflow.md: how a task dies, and what its next try does, on a real Airflow of all services.
+"""The table of deaths of docs/airflow/reference.md: how a task dies, and what its next try does, on a real Airflow of
+all services.
 
 Each cell is a DAG run. The cells of one phase run at the same time; each has a test of its own. After each cell no
 machine of its tasks lives, no generation has run twice, no two runs of a function were there at once, and the bill is the
