@@ -39,14 +39,20 @@ SkywardError
 from __future__ import annotations
 
 import importlib
+import logging
 import pickle
 import re
+import sys
 from collections.abc import Iterable, Sequence
+from contextlib import ContextDecorator
 from dataclasses import dataclass
 from decimal import Decimal
+from types import TracebackType
 from typing import Any, Self, cast
 
 from skyward_core.shown_text import each_line, indented, visible, visible_lines
+
+_log = logging.getLogger(__name__)
 
 HIDDEN = "***"
 _BEGIN = r"(?<![A-Za-z0-9+.-])(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{0,20}://)"
@@ -177,6 +183,31 @@ class SkywardError(Exception):
     def without_advice(self) -> str:
         """The message without the advice, for a text that has its own."""
         return str(self).removesuffix(f". {self.advice}") if self.advice else str(self)
+
+
+class ShortTraceback(ContextDecorator):
+    """A function whose errors of ours leave it without the frames below it, which say nothing to its user. The log has
+    them, at level DEBUG. An exception that was being handled before keeps its frames.
+    """
+
+    def _recreate_cm(self) -> Self:
+        return type(self)()
+
+    def __enter__(self) -> None:
+        self._handled = sys.exception()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, SkywardError):
+            return
+        _log.debug("%s", error, exc_info=error)
+        below: BaseException | None = error
+        seen = [self._handled]
+        while below is not None and below not in seen:
+            seen.append(below)
+            below.__traceback__ = None
+            below = below.__cause__ or below.__context__
 
 
 def _shown(argument: object) -> object:

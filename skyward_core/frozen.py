@@ -25,7 +25,7 @@ from typing import (
 from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from skyward_core.errors import BadRequest, question, without_logins
+from skyward_core.errors import BadRequest, question
 from skyward_core.written_numbers import shown
 
 _SHOWN = (str, int, float, bool, type(None))
@@ -53,9 +53,9 @@ class Frozen(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            text = explained(error, fields, kind, is_secret=bool(kind.model_config.get("hide_input_in_errors")))
-            # the cause shows the values again
-            raise BadRequest(text) from (error if without_logins(f"{text} {error}") == f"{text} {error}" else None)
+            # pydantic's words say less than ours, and show the values again
+            is_secret = bool(kind.model_config.get("hide_input_in_errors"))
+            raise BadRequest(explained(error, fields, kind, is_secret=is_secret)) from None
 
     @model_validator(mode="before")
     @classmethod

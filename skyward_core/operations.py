@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from skyward_core.accelerators import Accelerator, parse
 from skyward_core.concurrency.threads import side_by_side
 from skyward_core.config.settings import Settings
-from skyward_core.errors import BadRequest, Refusal
+from skyward_core.errors import BadRequest, Refusal, ShortTraceback
 from skyward_core.machines.instances import Lease
 from skyward_core.machines.offers import Architecture, Requirements, memory_gb
 from skyward_core.paths import cache_places, first_private
@@ -38,6 +38,7 @@ MAX_AGE_SECONDS = 300.0
 _log = logging.getLogger("skyward")
 
 
+@ShortTraceback()
 def offers(
     providers: str | Provider | Sequence[str | Provider] | None = None,
     *,

@@ -299,7 +299,7 @@ class PoolSpec(BaseModel):
         try:
             return cls(**fields)
         except ValidationError as error:
-            raise BadRequest(explained(error, fields, cls, unshown=UNREPEATED)) from error
+            raise BadRequest(explained(error, fields, cls, unshown=UNREPEATED)) from None
 
     def with_(self, **changes: Unpack[PoolKeywords]) -> Self:
         """Return a spec with these fields changed, validated again."""

@@ -24,7 +24,7 @@ from skyward_core.concurrency.item_stream import ItemStream
 from skyward_core.concurrency.threads import refuse_greenlets
 from skyward_core.engine.futures import CallFuture
 from skyward_core.engine.packing import WantedCall
-from skyward_core.errors import BadRequest, InstancesLeft, LeaseTampered, NotPicklable, PoolClosed
+from skyward_core.errors import BadRequest, InstancesLeft, LeaseTampered, NotPicklable, PoolClosed, ShortTraceback
 from skyward_core.events import console
 from skyward_core.events.events import Callback, CostFinal
 from skyward_core.image.image import Image
@@ -160,6 +160,7 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
         inspect.Parameter("work", inspect.Parameter.KEYWORD_ONLY, default=NO_WORK, annotation=Work),
     )
 
+    @ShortTraceback()
     def __init__(
         self,
         *values: Never,
@@ -179,6 +180,7 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
         self._reset(prepare(PoolSpec.of(**keywords) if spec is None else spec, on_event=on_event, work=work))
 
     @classmethod
+    @ShortTraceback()
     def from_spec(
         cls,
         spec: PoolSpec,
@@ -224,6 +226,7 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
         self._session = CurrentSession()
 
     @classmethod
+    @ShortTraceback()
     def attach(
         cls,
         lease: Lease | Mapping[str, Any] | str,
@@ -268,6 +271,7 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    @ShortTraceback()
     def open(self) -> Self:
         """Rent and prepare the machines, as `with` does; return the pool.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 
 from skyward_core.config.settings import Settings
-from skyward_core.errors import BadRequest, SkywardError
+from skyward_core.errors import BadRequest, ShortTraceback, SkywardError
 from skyward_core.events import console
 from skyward_core.events.events import Callback
 from skyward_core.events.narrator import usd
@@ -172,6 +172,7 @@ class Quoting:
 
     _prepared: Prepared
 
+    @ShortTraceback()
     def quote(self) -> Quote:
         """Return the candidates for this pool's machines now, the price of each, and the most that the pool may cost.
 

@@ -152,7 +152,9 @@ class Selection:
                 refused = own_mistake(errors, len(errors)) or none_left(
                     wanted, self._spec.least_nodes, refusals, errors
                 )
-                raise refused from next((error for error in reversed(errors) if error is not refused), None)
+                if refused in errors:
+                    raise refused  # its cause is its own
+                raise refused from (errors[-1] if errors else None)
             self._rental.go_on_until(deadline, "no spot machine became free in time", interval)
 
     def _candidates(

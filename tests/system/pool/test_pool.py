@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from functools import partial
@@ -25,6 +26,7 @@ import psutil
 import pytest
 
 import skyward_core as sky
+from skyward_core.machines.offers import Offer, Requirements
 from tests.conftest import RecordedEvents, members
 from tests.fakes import DyingLocal, NoCapacityProvider, StubbornLocal, UnpreparableLocal
 from tests.pool.local import _crashing, block, crash, crashing, double, one_node, pid_of, runs  # noqa: F401 - fixtures
@@ -667,3 +669,24 @@ def test_a_pool_that_is_collected_in_a_thread_of_its_own_is_closed(named: dict[s
 @sky.compute
 def says_hello() -> None:
     print("hello")
+
+
+class Unheard(sky.Local):
+    """A provider that does not answer, four functions deep."""
+
+    def offers(self, want: Requirements) -> list[Offer]:
+        try:
+            raise OSError("no route to host")
+        except OSError as error:
+            raise sky.ProviderFailed("the cloud does not answer") from error
+
+
+def test_the_frames_of_a_failed_opening_are_in_the_log_and_not_in_the_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.DEBUG, logger="skyward_core"), pytest.raises(sky.ProviderFailed) as raised:
+        sky.ComputePool(provider=Unheard(), display="quiet").open()
+    lines = "".join(traceback.format_exception(raised.value))
+    assert "OSError: no route to host\n\nThe above exception was the direct cause" in lines
+    assert "in offers" not in lines
+    assert any("in offers" in (record.exc_text or "") for record in caplog.records)
