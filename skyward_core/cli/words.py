@@ -45,7 +45,7 @@ EXAMPLES = {
     "ledger migrate": "skyward ledger migrate",
     "ledger prune": "skyward ledger prune --older-than 90d",
 }
-"""A command line for each command and group; docs/commands.md has each of them."""
+"""A command line for each command and group; docs/commands.md or a page of docs/commands/ has it."""
 
 _PS, _STOP, _RUN, _COST = "`skyward ps`", "`skyward stop POOL`", "`skyward run SCRIPT`", "`skyward cost`"
 _OFFERS, _RECEIPT, _CALLS = "`skyward offers`", "`skyward receipt POOL`", "`skyward calls POOL`"

@@ -156,7 +156,8 @@ def preemption_notice() -> float | None:
     """Return in how many seconds the cloud takes this spot machine back; None if it has not announced that.
 
     For a call: save a checkpoint when it is not None. AWS announces it about two minutes before, on a best effort
-    basis; of the other providers none does (`docs/machines.md`). 0.0 if the time is over. Outside a pool it is None.
+    basis; of the other providers none does (`docs/machines/lost-node.md`). 0.0 if the time is over. Outside a pool it
+    is None.
 
     >>> preemption_notice() is None
     True

@@ -100,7 +100,7 @@ def command_lines(draw: st.DrawFn) -> list[str]:
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(line=command_lines())
 def test_no_command_line_is_a_traceback(skyward: Skyward, line: list[str]) -> None:
-    """Any has one of the exit codes of docs/commands.md, and rents nothing."""
+    """Any has one of the exit codes of docs/commands/reference.md, and rents nothing."""
     if not skyward.ledger.pools(include_ended=True):
         skyward.open_three()
     load = base.load

@@ -330,7 +330,7 @@ def test_a_pool_whose_opening_is_cancelled_leaves_nothing(seconds: float) -> Non
 
 
 MOST_AT_ONCE = 1024
-"""The limit of `concurrency` (docs/pool.md)."""
+"""The limit of `concurrency` (docs/pool/settings.md)."""
 
 
 @sky.compute

@@ -558,7 +558,7 @@ def test_a_pool_that_could_not_be_opened_is_a_fault(
 
 
 def test_the_parser_accepts_the_commands_of_the_page() -> None:
-    """Each command line of docs/commands.md. Looks inside: to run the commands would do what they say."""
+    """Each command line of docs/commands.md and docs/commands/. Looks inside: to run the commands would do what they say."""
     shown = lines_of_the_pages()
     assert len(shown) > 8
     for line in shown:
