@@ -62,7 +62,7 @@ def methods_of(path: str) -> list[str]:
 def named_defaults(path: str) -> str:
     """Return the values of a function's defaults that its signature has as the name of a constant; "" without any."""
     module, _, name = path.rpartition(".")
-    function = getattr(import_module(module), name)
+    function = inspect.unwrap(getattr(import_module(module), name))
     if not inspect.isfunction(function):
         return ""
     written = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
