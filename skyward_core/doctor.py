@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
 import platform
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
@@ -237,25 +238,57 @@ def check_network() -> list[Check]:
 
 def check_folders() -> list[Check]:
     """Check whether there are private folders for state and cache."""
+    missing = {path for _, place in cache_places() for path in _missing_parts(place)}
     try:
         state, cache = first_private("doctor", state_places()), first_private("doctor", cache_places())
     except NotPrivate as error:
         return [Check.failed("state folder", str(error), "name a folder of your own with XDG_STATE_HOME")]
     for folder in {state, cache}:
-        folder.rmdir()
+        _remove_empty(folder, missing)
     return [Check.ok("state folder", f"{state.parent} and {cache.parent} are private and can be written to")]
+
+
+def _missing_parts(place: Callable[[], Path]) -> list[Path]:
+    """Return the folders of a place that do not exist yet."""
+    try:
+        path = Path(os.path.realpath(place()))
+    except (OSError, RuntimeError, KeyError):  # no home, and no entry for this user
+        return []
+    return [part for part in (path, *path.parents) if not part.exists()]
+
+
+def _remove_empty(folder: Path, made: Collection[Path]) -> None:
+    """Remove a folder, and those above it that were made with it and have nothing else in them."""
+    folder.rmdir()
+    for path in folder.parents:
+        if path not in made:
+            return
+        try:
+            path.rmdir()
+        except OSError:  # another process uses it
+            return
 
 
 def check_ledger(url: str | None) -> list[Check]:
     """Check whether the ledger answers, has this release's tables, and can be written to. Does not migrate it."""
     ledgers = importlib.import_module("skyward_core.ledger.ledger")
     try:
-        with ledgers.Ledger(url or ledgers.default_url()) as ledger:
+        place = url or ledgers.default_url()
+        with ledgers.ledger_to_read(place) as ledger:
             schema = ledger.try_write()
             where = repr(ledger.url)
+        if not ledgers.is_made(place):
+            return [_unmade_ledger(where, Path(str(ledger.url.database)).parent)]
     except LedgerError as error:
         return [Check.failed("ledger", str(error), "docs/ledger.md says where it may be and which rights it needs")]
     return [Check.ok("ledger", f"{where}: version {schema}, can be written to")]
+
+
+def _unmade_ledger(where: str, folder: Path) -> Check:
+    ledgers = importlib.import_module("skyward_core.ledger.ledger")
+    if ledgers.can_be_written(folder):
+        return Check.ok("ledger", f"there is none yet; the first pool makes {where}")
+    return Check.failed("ledger", f"{where} cannot be made: {folder} cannot be written to", ledgers.ELSEWHERE)
 
 
 def check_keys() -> list[Check]:

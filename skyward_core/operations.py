@@ -160,7 +160,8 @@ def sweep(
         importlib.import_module("skyward_core.cleanup.sweep"),
         importlib.import_module("skyward_core.ledger.ledger"),
     )
-    with ledgers.Ledger(ledger_url or ledgers.default_url(), may_migrate=not is_dry_run) as ledger:
+    url = ledger_url or ledgers.default_url()
+    with ledgers.ledger_to_read(url) if is_dry_run else ledgers.Ledger(url, may_migrate=True) as ledger:
         return sweeping.sweep(
             ledger, swept, is_dry_run=is_dry_run, min_age_seconds=min_age_seconds, include_unknown=include_unknown
         )
@@ -172,7 +173,7 @@ def _settled_ledger(ledger_url: str | None) -> Ledger:
         importlib.import_module("skyward_core.ledger.ledger"),
         importlib.import_module("skyward_core.cleanup.pool_record"),
     )
-    ledger = cast("Ledger", ledgers.Ledger(ledger_url or ledgers.default_url()))
+    ledger = cast("Ledger", ledgers.ledger_to_read(ledger_url or ledgers.default_url()))
     settlement.settle_here(ledger)
     return ledger
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from skyward_core.cli import values
-from skyward_core.cli.options import AsJson, open_ledger
+from skyward_core.cli.options import AsJson, make_ledger, open_ledger
 from skyward_core.cli.printing import money, print_json, print_table, print_warnings, say
 from skyward_core.errors import ZERO_USD
 
@@ -29,7 +29,7 @@ def set_(
     """Make an account, or change its limit."""
     from skyward_core.ledger.rows import Account, Period
 
-    with open_ledger(context) as ledger:
+    with make_ledger(context) as ledger:
         ledger.set_account(Account(name, limit, Period(per)))
     say(f"{name}: {limit:f} USD per {per}")
     return 0

@@ -21,7 +21,7 @@ def backup(context: typer.Context, file: BackupFile) -> int:
     """Write the whole ledger into one file, while others use it; an earlier backup is replaced when it is complete."""
     from skyward_core.ledger.backup import backup as write_backup
 
-    say(f"written: {_words(write_backup(ledger_url(context), Path(file)))}")
+    say(f"written: {_words(write_backup(ledger_url(context, 'nothing is written'), Path(file)))}")
     return 0
 
 

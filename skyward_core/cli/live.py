@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 import typer
 
 from skyward_core.cli import values
-from skyward_core.cli.options import SHOWN_ROWS, AsJson, PoolName, nodes_of, open_ledger
+from skyward_core.cli.options import SHOWN_ROWS, AsJson, PoolName, make_ledger, nodes_of, open_ledger
 from skyward_core.cli.pools import pools_of
 from skyward_core.cli.printing import (
     duration,
@@ -234,7 +234,7 @@ def top(
     from skyward_core.live.observer import PoolUses
 
     is_one = as_json or once or not sys.stdout.isatty()
-    with open_ledger(context) as ledger, PoolUses(ledger, awaits_first=is_one) as uses:
+    with (open_ledger if is_one else make_ledger)(context) as ledger, PoolUses(ledger, awaits_first=is_one) as uses:
         if is_one:
             unreadable: list[object] = []
             found = _pools(ledger, uses, unreadable)
@@ -287,7 +287,7 @@ def ui(
 
     token = _token()
     with (
-        open_ledger(context) as ledger,
+        make_ledger(context) as ledger,
         Utilisation(ledger) as utilisation,
         PageServer(port, token, answers(ledger, utilisation)) as server,
     ):

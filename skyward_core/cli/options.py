@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,11 +24,12 @@ SETTLE_BUSY_SECONDS = 5.0
 def complete_pools(context: typer.Context) -> list[tuple[str, str]]:
     """Return the names and ids of open pools, of which typer offers those that fit; none without a ledger."""
     from skyward_core.errors import SkywardError
-    from skyward_core.ledger.ledger import Ledger, default_url
+    from skyward_core.ledger.ledger import default_url, ledger_to_read
     from skyward_core.live.pool_nodes import names_of_pools
 
+    url: str | None = context.find_root().params.get("ledger")
     try:
-        with Ledger(context.find_root().params.get("ledger") or default_url(), busy_timeout_seconds=1.0) as ledger:
+        with ledger_to_read(url or default_url(), busy_timeout_seconds=1.0) as ledger:
             return names_of_pools(ledger)
     except (SkywardError, OSError):  # a message would be part of the user's command line
         return []
@@ -73,13 +73,20 @@ def id_of(ledger: Ledger, pool: str) -> str:
     return named.pool_id if named is not None and named.pool_id else pool
 
 
-def open_ledger(context: typer.Context, *, may_migrate: bool = False) -> Ledger:
-    """Open the ledger of `--ledger`, or the default one. It is opened only after the command line was read without a
-    fault.
+def open_ledger(context: typer.Context) -> Ledger:
+    """Open the ledger of `--ledger`, or the default one, to look into it. It is opened only after the command line was
+    read without a fault.
     """
+    from skyward_core.ledger.ledger import ledger_to_read
+
+    return ledger_to_read(ledger_url(context, "no pool is known"))
+
+
+def make_ledger(context: typer.Context, *, may_migrate: bool = False) -> Ledger:
+    """Open the ledger to write into it, or to wait for what others write. A new one is made."""
     from skyward_core.ledger.ledger import Ledger
 
-    return Ledger(ledger_url(context), may_migrate=may_migrate)
+    return Ledger(ledger_url(context, "a new one is made, and it knows no pool"), may_migrate=may_migrate)
 
 
 def open_settled_ledger(context: typer.Context) -> Ledger:
@@ -87,26 +94,25 @@ def open_settled_ledger(context: typer.Context) -> Ledger:
     other writers for some seconds only, and for no provider.
     """
     from skyward_core.cleanup.pool_record import settle_here
-    from skyward_core.ledger.ledger import Ledger
+    from skyward_core.ledger.ledger import ledger_to_read
 
-    ledger = Ledger(ledger_url(context), busy_timeout_seconds=SETTLE_BUSY_SECONDS)
+    ledger = ledger_to_read(ledger_url(context, "no pool is known"), busy_timeout_seconds=SETTLE_BUSY_SECONDS)
     settle_here(ledger)
     return ledger
 
 
-def ledger_url(context: typer.Context) -> str:
-    """Return the URL of the ledger; say so if a file that was named is not there: it may be a mistake, and an empty
-    ledger has no open pools.
+def ledger_url(context: typer.Context, if_missing: str) -> str:
+    """Return the URL of the ledger. If a file that was named is not there, which may be a mistake, say so and what
+    follows.
     """
-    from skyward_core.ledger.ledger import default_url
+    from skyward_core.ledger.ledger import default_url, is_made
     from skyward_core.ledger.sql_engine import parse_url
 
     named: str | None = context.obj
     if named is None:
         return default_url()
-    url = parse_url(named)
-    if url.get_backend_name() == "sqlite" and not Path(str(url.database)).exists():
-        print_warnings([f"there was no ledger at {url.database}: a new one is made, and it knows no pool"])
+    if not is_made(named):
+        print_warnings([f"there is no ledger at {parse_url(named).database}: {if_missing}"])
     return named
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from skyward_core.cli import values
-from skyward_core.cli.options import AsJson, open_ledger, providers_from
+from skyward_core.cli.options import AsJson, make_ledger, open_ledger, providers_from
 from skyward_core.cli.printing import (
     FAILED,
     TO_DO,
@@ -62,7 +62,7 @@ def sweep(
     """Find machines that belong to no living pool; with --yes, end them."""
     from skyward_core.cleanup.sweep import sweep as sweep_providers
 
-    with open_ledger(context, may_migrate=yes) as ledger:
+    with make_ledger(context, may_migrate=True) if yes else open_ledger(context) as ledger:
         report = sweep_providers(
             ledger, providers_from(provider), is_dry_run=not yes, min_age_seconds=min_age, include_unknown=unknown
         )
@@ -131,7 +131,7 @@ def prune(
 
 def migrate(context: typer.Context) -> int:
     """Bring a ledger of an earlier release to this one's version, unless a pool of that release lives."""
-    with open_ledger(context, may_migrate=True) as ledger:
+    with make_ledger(context, may_migrate=True) as ledger:
         print(f"the ledger has version {ledger.try_write()}, which is that of this release")
     return 0
 

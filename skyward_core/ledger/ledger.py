@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self, override
 
 from skyward_core.errors import LedgerError
 from skyward_core.ledger.accounts import Accounts
@@ -29,9 +30,13 @@ from skyward_core.ledger.intents import Intents
 from skyward_core.ledger.lease_clock import awake_seconds
 from skyward_core.ledger.names import Names, Stewards
 from skyward_core.ledger.pools import Pools
+from skyward_core.ledger.sql_engine import parse_url
 from skyward_core.ledger.uses import Calls, Uses
 from skyward_core.paths import first_private, state_places
 from skyward_core.wire.private_folders import NotPrivate
+
+if TYPE_CHECKING:
+    from sqlalchemy import URL
 
 BUSY_TIMEOUT_SECONDS = 30.0
 """How long a statement waits for a writer in another process. A write takes milliseconds."""
@@ -61,7 +66,7 @@ def default_url(environ: Mapping[str, str] = os.environ, *, must_last: bool = Fa
             f"there is no place for the ledger, because this user has no home ({folder} leads nowhere): set HOME, or"
             f" {ELSEWHERE}"
         )
-    if _can_be_written(folder):
+    if can_be_written(folder):
         return f"sqlite:///{folder / 'ledger.db'}"
     if must_last:
         raise LedgerError(f"{folder} may not be written to, and a budget needs a ledger that lasts: {ELSEWHERE}")
@@ -81,7 +86,7 @@ def default_url(environ: Mapping[str, str] = os.environ, *, must_last: bool = Fa
     return f"sqlite:///{runtime / 'ledger.db'}"
 
 
-def _can_be_written(folder: Path) -> bool:
+def can_be_written(folder: Path) -> bool:
     """Return whether files can be created in a folder, or the folder itself."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     return os.access(there, os.W_OK | os.X_OK)
@@ -160,3 +165,30 @@ class Ledger(Pools, Calls, Intents, Bills, Accounts):
     def vacuum(self) -> None:
         """Free the space of deleted rows: on the disk (SQLite), or in the tables (PostgreSQL)."""
         self._database.vacuum()
+
+
+def is_made(url: str) -> bool:
+    """Return whether there is a ledger at a URL; True for a server, whose tables only a connection finds."""
+    place = parse_url(url)
+    return place.get_backend_name() != "sqlite" or Path(str(place.database)).exists()
+
+
+def ledger_to_read(url: str, **options: Any) -> Ledger:
+    """Open a ledger to look into it, with the options of `Ledger`. A file that does not exist is not made: the ledger
+    is empty then.
+    """
+    return Ledger(url, **options) if is_made(url) else _Unmade(parse_url(url), **options)
+
+
+class _Unmade(Ledger):
+    """A ledger that nobody has made yet, for those who only read: an empty one, in a folder that is removed with it."""
+
+    def __init__(self, url: URL, **options: Any) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="skyward-no-ledger-", ignore_cleanup_errors=True)
+        super().__init__(f"sqlite:///{self._folder.name}/ledger.db", **options)
+        self.url = url
+
+    @override
+    def close(self) -> None:
+        super().close()
+        self._folder.cleanup()

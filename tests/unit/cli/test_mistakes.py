@@ -173,13 +173,44 @@ def test_a_ledger_that_cannot_be_opened_ends_the_command(skyward: Skyward, tmp_p
         assert "broken.db" in skyward(f"--ledger sqlite:///{tmp_path}/broken.db {line}", code=cli.FAILED)
 
 
-def test_a_named_ledger_that_is_not_there_is_made_and_said_to_be_empty(skyward: Skyward, tmp_path: Path) -> None:
-    """A mistyped name would else read as: no pools are open."""
+def test_a_named_ledger_that_is_not_there_is_said_to_be_missing(skyward: Skyward, tmp_path: Path) -> None:
+    """A mistyped name would else read as: no pools are open. A command that reads does not make it, `budget set` does."""
     place = tmp_path / "mistyped.db"
-    for errors in (f"there was no ledger at {place}: a new one is made, and it knows no pool\n", ""):
-        code, output, found = skyward.run(f"--ledger sqlite:///{place} ps")
-        assert (code, found.removeprefix("skyward: ")) == (0, errors)
+    ledger = f"--ledger sqlite:///{place}"
+    for _ in range(2):
+        code, output, found = skyward.run(f"{ledger} ps")
+        assert (code, found) == (0, f"skyward: there is no ledger at {place}: no pool is known\n")
         assert output.startswith("no open pools")
+    made = f"skyward: there is no ledger at {place}: a new one is made, and it knows no pool\n"
+    assert made in skyward.run(f"{ledger} budget set team --limit 5 --per day")[2]
+    assert skyward.run(f"{ledger} budget list")[2] == ""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ps --all",
+        "cost",
+        "receipt x",
+        "why x",
+        "logs x",
+        "stop x",
+        "top --once",
+        "calls x",
+        "budget list",
+        "ledger prune --older-than 9d",
+    ],
+)
+def test_a_command_that_reads_makes_no_ledger_and_no_folder(
+    skyward: Skyward, line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    home = tmp_path / "new home"
+    home.mkdir()
+    for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "SKYWARD_LEDGER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(home))
+    assert skyward.run(line)[0] in {0, cli.FAILED}
+    assert [*home.rglob("*")] == []
 
 
 # ── wrong command lines ──────────────────────────────────────────────────────────────────────────────────────────────
