@@ -791,7 +791,7 @@ def advice_of(source: str) -> Advice:
             f" {KEYS_PAGE}"
         ),
         quota=(
-            f"Add credit at {BILLING_PAGE}. A new account may spend only so much in an hour: verify your e-mail"
+            f"Add credit at {BILLING_PAGE}. A new account may spend only so much in an hour. Verify your e-mail"
             " address, rent fewer or cheaper machines, or ask Vast.ai's support for a higher limit"
         ),
         capacity="Try again later, another country or another GPU (`skyward offers`)",

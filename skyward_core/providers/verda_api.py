@@ -137,7 +137,7 @@ def advice_of(source: str) -> Advice:
     return Advice(
         key=f"The credentials of {source} are refused: make others at {CONSOLE}, under Keys",
         rights=(
-            f"The credentials of {source} belong to a member of the team who may not do this: change the role at"
+            f"The credentials of {source} belong to a member of the team who may not do this. Change the role at"
             f" {CONSOLE}"
         ),
         quota=f"Add credit at {CONSOLE}; Verda's support (support@verda.com) raises limits",
