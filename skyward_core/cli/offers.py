@@ -97,13 +97,13 @@ def quote(
         typer.Argument(
             metavar="TARGET",
             parser=values.printable,
-            help="where an orchestrator's tasks are defined, such as a folder of DAGs",
+            help="where an orchestrator's tasks are defined, such as a folder of DAGs; or a Python program",
         ),
     ],
     *,
     as_json: AsJson = False,
 ) -> int:
-    """Show what an orchestrator's tasks would rent, and what it costs at most."""
+    """Show what an orchestrator's tasks or a program would rent, and what it costs at most."""
     from skyward_core.pool.preparation import quotes_of
     from skyward_core.provisioning.quote import plans_of
 

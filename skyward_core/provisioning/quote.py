@@ -277,7 +277,8 @@ def plans_of(target: str) -> dict[str, Plan]:
             raise BadRequest(f"there is no file or folder {target!r}")
         raise BadRequest(
             f"no orchestrator reads {target!r}: {'; '.join(absent) or 'none is installed'}. Name a folder or a file of"
-            " DAGs of Airflow; docs/commands/quote.md lists what else can be named"
+            " DAGs of Airflow, or a program that makes a ComputePool; docs/commands/quote.md lists what else can be"
+            " named"
         )
     return found
 
