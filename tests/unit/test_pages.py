@@ -12,6 +12,8 @@ import skyward_core as sky
 from docs.site.parameters import parameter_table
 from skyward_core.sklearn.pool import JoblibPool, ScikitLearnPool
 from tests import mutation
+from tests.page_blocks import pages_of
+from tests.sentences import long_sentences
 
 ROOT = Path(__file__).parents[2]
 DOCS = (
@@ -49,6 +51,29 @@ def test_the_reference_says_what_each_parameter_is_for(kind: type) -> None:
     rows = parameter_table(f"{kind.__module__}.{kind.__qualname__}").splitlines()
     assert len(rows) > 2
     assert [row for row in rows if row.endswith("|  |")] == []
+
+
+SUBJECTS = ["airflow", "dagster", "prefect", "pool", "machines", "commands"]
+MOST_WORDS = 900
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_the_first_page_of_a_subject_goes_from_nothing_to_a_result(subject: str) -> None:
+    """It is a tutorial of at most 900 words with a program or commands, and leads to the pages by question."""
+    first, *others = pages_of(subject)
+    text = (ROOT / first).read_text()
+    assert re.search(r"^```(python|console)$", text, re.M)
+    assert len(re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S).split()) <= MOST_WORDS
+    linked = {(ROOT / "docs" / target).resolve() for target in re.findall(r"\]\(([^)#]+)", text)}
+    assert len(others) >= 6
+    assert {(ROOT / page).resolve() for page in others} - linked == set()
+
+
+def test_sentences_have_at_most_25_words() -> None:
+    """In all pages but the decisions, which are records."""
+    pages = [*ROOT.glob("*.md"), *(page for page in (ROOT / "docs").rglob("*.md") if "decisions" not in page.parts)]
+    found = {page.name: long_sentences(page.read_text()) for page in pages if page.name != "CHANGELOG.md"}
+    assert {page: sentences for page, sentences in found.items() if sentences} == {}
 
 
 def test_the_changelog_is_short() -> None:
