@@ -69,6 +69,12 @@ TOPICS = {
 MODULES = ("accelerators", "distributed", "errors", "sklearn", "integrations", "shown_text")
 """Public modules of `skyward_core`: the reference has what they export too."""
 
+FIRST = ("compute", "ComputePool")
+"""Names that come first on their page."""
+
+LAST_IN_SEARCH = re.compile(r"decisions/|project/|seeds\.md|architecture\.md|threads\.md|mutation\.md|glossary\.md")
+"""Pages for contributors: the search lists them after those for users."""
+
 POOL = "skyward_core.pool.pool.ComputePool"
 """Its many parameters come before its methods, and it has the methods of its bases."""
 
@@ -122,7 +128,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Point links between files of the repository to the pages of the site, and list the programs."""
+    """Point links between files of the repository to the pages of the site, list the programs, and rank the page in
+    the search.
+    """
+    if LAST_IN_SEARCH.match(page.file.src_uri):
+        page.meta["search"] = {"boost": 0.2}
     return with_site_links(markdown.replace("<!-- programs -->", program_table()), page.file.src_uri)
 
 
@@ -243,8 +253,10 @@ def _summary(path: str) -> str:
     return first_sentence(inspect.getdoc(value) or "").replace("|", r"\|") if is_documented else ""
 
 
-def _by_name(path: str) -> tuple[str, str]:
-    return path.rpartition(".")[2].lower(), path
+def _by_name(path: str) -> tuple[int, str, str]:
+    """Names by the alphabet, after those with which each program begins."""
+    name = path.rpartition(".")[2]
+    return FIRST.index(name) if name in FIRST else len(FIRST), name.lower(), path
 
 
 def _programs() -> list[Path]:

@@ -2,6 +2,7 @@
 
 import html
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -79,6 +80,18 @@ def test_the_reference_says_what_each_parameter_of_a_pool_an_image_and_a_provide
     }
     assert explained.keys() >= {f"{kind.__module__}.{kind.__qualname__}" for kind in (*ours, sky.AWS, sky.Local)}
     assert [f"{path}: {name}" for path, rows in explained.items() for name, empty in rows if empty] == []
+
+
+def test_the_reference_begins_with_what_each_program_needs(site: Path) -> None:
+    names = re.findall(r'<h2 id="([\w.]+)"', (site / "reference/pools/index.html").read_text())
+    assert names[:2] == ["skyward_core.compute.compute", "skyward_core.pool.pool.ComputePool"]
+
+
+def test_the_search_ranks_pages_for_users_first(site: Path) -> None:
+    """Not decisions, the changelog and the seed documents, which have the same words."""
+    sections = json.loads((site / "search/search_index.json").read_text())["docs"]
+    lower = {section["location"].partition("/")[0] for section in sections if section.get("boost", 1) < 1}
+    assert lower == {"architecture", "decisions", "glossary", "mutation", "project", "seeds", "threads"}
 
 
 def test_the_reference_has_each_method_of_a_pool(site: Path) -> None:
