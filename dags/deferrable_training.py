@@ -7,6 +7,8 @@ in a folder that outlives the process. In a cloud they must outlive the machine:
     PROVIDER = sky.AWS(region="us-east-1")
     VOLUMES = [sky.S3Volume(mount_path="/checkpoints", bucket="team-checkpoints", read_only=False)]
     FOLDER = "/checkpoints/line"
+
+Install what it needs with `pip install ".[airflow]"` in a clone of the repository.
 """
 
 import json

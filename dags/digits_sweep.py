@@ -4,6 +4,8 @@
 
 The machines are processes of this computer. They have a price, so that the example shows a cost. Without `provider` the
 settings (`SKYWARD_PROVIDER=...`, `skyward.toml`) choose the provider, so the same DAG can run on a cloud.
+
+Install what it needs with `pip install ".[airflow,sklearn]"` in a clone of the repository.
 """
 
 import itertools

@@ -6,6 +6,8 @@ Three tasks are mapped, one comes behind them, and all use the same two machines
 The teardown's log and result have the cost, and the share of each task. The machines are processes of this computer.
 They have a price, so that the example shows a cost. Without `provider` the settings (`SKYWARD_PROVIDER=...`,
 `skyward.toml`) choose the provider, so the same DAG can run on a cloud.
+
+Install what it needs with `pip install ".[airflow,sklearn]"` in a clone of the repository.
 """
 
 import json

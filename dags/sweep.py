@@ -12,6 +12,8 @@ DAG with `schedule=[Asset("skyward://sweep/found")]` runs then.
 
 The second task makes the bill (XCom `skyward_cost`) final of each task that was killed in its last try. The asset
 `skyward://bills` remembers until when it has looked, so that a sweep after an outage leaves no bill out.
+
+Install what it needs with `pip install ".[airflow]"` in a clone of the repository.
 """
 
 import logging

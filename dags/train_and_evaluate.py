@@ -5,6 +5,8 @@
 The tasks leave their files in the working directory of the machine, so nothing is copied between them. A machine that
 is lost takes them with it: then clear `rent`, and all tasks behind it. The teardown's result is the cost, with the
 share of each task. The machine is a process of this computer. It has a price, so that the example shows a cost.
+
+Install what it needs with `pip install ".[airflow]"` in a clone of the repository.
 """
 
 import json

@@ -2,6 +2,8 @@
 
 Run it with `python examples/grid_search.py`. It searches the parameters of a support vector machine for handwritten
 digits, and tests the best one on other digits.
+
+Install what it needs with `pip install ".[examples]"` in a clone of the repository.
 """
 
 from sklearn.datasets import load_digits

@@ -2,6 +2,8 @@
 
 Run it with `python examples/huggingface_trainer.py`. A tiny BERT with random weights learns whether the first token of
 a sentence is odd. It downloads nothing.
+
+Install what it needs with `pip install . "transformers[torch]"` in a clone of the repository.
 """
 
 import tempfile

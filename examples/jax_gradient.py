@@ -2,6 +2,8 @@
 
 Run it with `python examples/jax_gradient.py`. It fits y = 1·a + 2·b + 3·c by gradient descent; JAX sums the gradients
 over the nodes.
+
+Install what it needs with `pip install . jax` in a clone of the repository.
 """
 
 import skyward_core as sky

@@ -1,6 +1,8 @@
 """joblib's `Parallel` over a pool: with `n_jobs=-1` it uses every slot of the pool.
 
 Run it with `python examples/joblib_parallel.py`. It computes pi as the area below 4 / (1 + x²), in a hundred strips.
+
+Install what it needs with `pip install ".[examples]"` in a clone of the repository.
 """
 
 from joblib import Parallel, delayed

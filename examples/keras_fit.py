@@ -1,6 +1,8 @@
 """Keras's `fit` over two nodes, with JAX as its backend: one model, trained on the rows of all nodes.
 
 Run it with `python examples/keras_fit.py`. It fits y = 1·a + 2·b + 3·c.
+
+Install what it needs with `pip install . keras jax` in a clone of the repository.
 """
 
 import skyward_core as sky

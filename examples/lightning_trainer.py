@@ -1,6 +1,8 @@
 """Lightning's Trainer over two nodes: it finds the group by the variables of torchrun.
 
 Run it with `python examples/lightning_trainer.py`. It fits y = 1·a + 2·b + 3·c.
+
+Install what it needs with `pip install . lightning` in a clone of the repository.
 """
 
 import skyward_core as sky

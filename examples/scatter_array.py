@@ -2,6 +2,8 @@
 
 Run it with `python examples/scatter_array.py`. It draws many samples of a million measurements (the bootstrap), and
 prints an interval for their median.
+
+Install what it needs with `pip install ".[examples]"` in a clone of the repository.
 """
 
 import numpy as np

@@ -2,6 +2,8 @@
 
 Run it with `python examples/tensorflow_workers.py`. It fits y = 1·a + 2·b + 3·c by gradient descent. Each node has
 other rows, and the strategy averages the gradients.
+
+Install what it needs with `pip install . tensorflow-cpu` in a clone of the repository.
 """
 
 import skyward_core as sky

@@ -2,6 +2,8 @@
 
 Run it with `python examples/torch_ddp.py [FOLDER]`. With the folder of an earlier run it continues from the last
 checkpoint. On other machines the folder must be on a volume: all nodes share it, and it outlives them.
+
+Install what it needs with `pip install . torch` in a clone of the repository.
 """
 
 import sys

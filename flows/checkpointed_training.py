@@ -6,6 +6,8 @@ checkpoints are in a folder that outlives the process. In a cloud they must outl
     PROVIDER = sky.AWS(region="us-east-1")
     VOLUMES = [sky.S3Volume(mount_path="/checkpoints", bucket="team-checkpoints", read_only=False)]
     FOLDER = "/checkpoints/line"
+
+Install what it needs with `pip install ".[prefect]"` in a clone of the repository.
 """
 
 import json

@@ -16,6 +16,8 @@ digits.
 
 Turn schedules and sensors on under Automation. The nodes install scikit-learn and load its 1,797 digits; this computer
 does not need scikit-learn.
+
+Install what it needs with `pip install ".[dagster,sklearn]"` in a clone of the repository.
 """
 
 import json

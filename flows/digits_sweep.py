@@ -3,6 +3,8 @@
 `python flows/digits_sweep.py` runs it on the server of PREFECT_API_URL, else on a temporary one. The flow
 cross-validates twelve candidates of a support vector machine in five folds. Each fold is one call on a pool of two
 nodes. The flow then trains the best candidate, and tests it on other images.
+
+Install what it needs with `pip install ".[prefect,sklearn]"` in a clone of the repository.
 """
 
 import json

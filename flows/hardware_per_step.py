@@ -2,6 +2,8 @@
 
 `python flows/hardware_per_step.py` runs it on the server of PREFECT_API_URL, else on a temporary one. `PROVIDER` is
 this machine, which simulates the GPUs. Name a cloud there, and nothing else changes.
+
+Install what it needs with `pip install ".[prefect]"` in a clone of the repository.
 """
 
 import json

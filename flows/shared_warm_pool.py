@@ -3,6 +3,8 @@
 `python flows/shared_warm_pool.py` runs the flow twice. Between the two the machines stay warm, for five minutes at
 most. Flow runs of other processes and deployments that use the same name share them too. `skyward stop` ends them
 earlier, as the program does at its end.
+
+Install what it needs with `pip install ".[prefect]"` in a clone of the repository.
 """
 
 import json

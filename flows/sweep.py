@@ -8,6 +8,8 @@ A pool is dead if its owner is dead or its lease has expired.
 The flow queries the providers of all pools in the ledger. It also queries the providers of the settings
 (SKYWARD_PROVIDER, skyward.toml), for machines that the ledger does not have. It never touches machines of living pools.
 Workers on several computers need a shared ledger: SKYWARD_LEDGER=postgresql+psycopg://...
+
+Install what it needs with `pip install ".[prefect]"` in a clone of the repository.
 """
 
 import sys

@@ -1,4 +1,7 @@
-"""A GPU against a processor: `python examples/guides/04_gpu_accelerators.py [NAME [SIZE]]`, such as H100 or 4xT4."""
+"""A GPU against a processor: `python examples/guides/04_gpu_accelerators.py [NAME [SIZE]]`, such as H100 or 4xT4.
+
+Install what it needs with `pip install ".[examples]"` in a clone of the repository.
+"""
 
 import skyward_core as sky
 

@@ -2,6 +2,8 @@
 
 Run it with `python examples/guides/05_distributed_training.py`. It needs PyTorch in your environment. On other machines
 than this one the image installs it there. `torch_ddp.py` beside this folder adds checkpoints and metrics.
+
+Install what it needs with `pip install . torch` in a clone of the repository.
 """
 
 import skyward_core as sky

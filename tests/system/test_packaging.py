@@ -74,7 +74,18 @@ def test_the_wheel_names_its_requirements(wheel: zipfile.ZipFile) -> None:
     assert not [line for line in plain if line.startswith(("prefect", "apache-airflow", "dagster", "psycopg", "boto3"))]
     assert not [line for line in required if line.startswith(("pydo", "verda", "vastai", "runpod"))]
     extras = {line.partition(": ")[2] for line in lines if line.startswith("Provides-Extra")}
-    assert extras == {"aws", "prefect", "airflow", "dagster", "postgres", "otel", "prometheus", "all"}
+    assert extras == {
+        "aws",
+        "prefect",
+        "airflow",
+        "dagster",
+        "postgres",
+        "otel",
+        "prometheus",
+        "sklearn",
+        "examples",
+        "all",
+    }
     assert "Name: skyward-core" in lines
     assert [name for name in wheel.namelist() if name.endswith("LICENSE")]
 
