@@ -43,6 +43,7 @@ import logging
 import pickle
 import re
 import sys
+import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import ContextDecorator
 from dataclasses import dataclass
@@ -186,8 +187,10 @@ class SkywardError(Exception):
 
 
 class ShortTraceback(ContextDecorator):
-    """A function whose errors of ours leave it without the frames below it, which say nothing to its user. The log has
-    them, at level DEBUG. An exception that was being handled before keeps its frames.
+    """A block or a function whose errors of ours leave it without the frames below it, which say nothing to its user.
+    The log has them, at level DEBUG. An exception that was being handled before keeps its frames.
+
+    Decorate no function that gets secrets: the decorator's own frame has the arguments as they came.
     """
 
     def _recreate_cm(self) -> Self:
@@ -201,7 +204,8 @@ class ShortTraceback(ContextDecorator):
     ) -> None:
         if not isinstance(error, SkywardError):
             return
-        _log.debug("%s", error, exc_info=error)
+        if _log.isEnabledFor(logging.DEBUG):  # as text: error reporters show the variables of a traceback's frames
+            _log.debug("%s", "".join(traceback.format_exception(error)).rstrip())
         below: BaseException | None = error
         seen = [self._handled]
         while below is not None and below not in seen:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = sorted(path for folder in ("examples", "flows", "dags") for path in (ROOT / folder).rglob("*.py"))
-INSTALL = re.compile(r"^Install what it needs with `pip install (.+)` in a clone of the repository\.$", re.MULTILINE)
+INSTALL = re.compile(
+    r"^(?:# )?Install what it needs with `pip install (.+)` in a clone of the repository\.$", re.MULTILINE
+)
 NOTHING_MORE = ["."]
 """What a program without such a line needs."""
 

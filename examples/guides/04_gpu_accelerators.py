@@ -1,7 +1,4 @@
-"""A GPU against a processor: `python examples/guides/04_gpu_accelerators.py [NAME [SIZE]]`, such as H100 or 4xT4.
-
-Install what it needs with `pip install ".[examples]"` in a clone of the repository.
-"""
+"""A GPU against a processor: `python examples/guides/04_gpu_accelerators.py [NAME [SIZE]]`, such as H100 or 4xT4."""
 
 import skyward_core as sky
 
@@ -65,3 +62,6 @@ if __name__ == "__main__":
     import sys
 
     main(sys.argv[1] if len(sys.argv) > 1 else "A100", int(sys.argv[2]) if len(sys.argv) > 2 else 4096)
+
+# Install what it needs with `pip install ".[examples]"` in a clone of the repository.
+# (This line is the last one, because a document quotes the lines above by their numbers.)

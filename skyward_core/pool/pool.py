@@ -180,7 +180,6 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
         self._reset(prepare(PoolSpec.of(**keywords) if spec is None else spec, on_event=on_event, work=work))
 
     @classmethod
-    @ShortTraceback()
     def from_spec(
         cls,
         spec: PoolSpec,
@@ -206,8 +205,8 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
         """
         secrets = SecretValues(secrets or {})  # error reports may show the variables of this frame
         pool = cls.__new__(cls)
-        pool._reset(
-            prepare(
+        with ShortTraceback():
+            prepared = prepare(
                 spec,
                 credentials=credentials,
                 on_event=on_event,
@@ -217,7 +216,7 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
                 run_max_cost=run_max_cost,
                 belongs_to=belongs_to,
             )
-        )
+        pool._reset(prepared)
         return pool
 
     def _reset(self, prepared: Prepared) -> None:
@@ -226,7 +225,6 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
         self._session = CurrentSession()
 
     @classmethod
-    @ShortTraceback()
     def attach(
         cls,
         lease: Lease | Mapping[str, Any] | str,
@@ -259,14 +257,16 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
         refuse_greenlets()
         what = f"for how many seconds to wait for the pool, more than 0, at most {LONGEST_SECONDS:.0f}"
         timeout_seconds = number(timeout_seconds, "timeout_seconds", what, most=LONGEST_SECONDS)
-        claim, sealed = verified_claim(lease, has_key=key is not None, is_trusted=is_trusted)
+        with ShortTraceback():
+            claim, sealed = verified_claim(lease, has_key=key is not None, is_trusted=is_trusted)
         spec = PoolSpec.of(
             nodes=max(1, len(claim.nodes)), display="quiet", retries=retries, lease_seconds=lease_seconds
         )
         pool = cls.__new__(cls)
         pool._reset(Prepared(spec, (Local(),), on_event=on_event, work=work))
         key_text = None if key is None else str(key)
-        pool._session.attach(claim, key_text, sealed, spec, on_event, timeout_seconds, pays=pays)
+        with ShortTraceback():
+            pool._session.attach(claim, key_text, sealed, spec, on_event, timeout_seconds, pays=pays)
         return pool
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -689,4 +689,4 @@ def test_the_frames_of_a_failed_opening_are_in_the_log_and_not_in_the_traceback(
     lines = "".join(traceback.format_exception(raised.value))
     assert "OSError: no route to host\n\nThe above exception was the direct cause" in lines
     assert "in offers" not in lines
-    assert any("in offers" in (record.exc_text or "") for record in caplog.records)
+    assert any("in offers" in record.getMessage() for record in caplog.records)
