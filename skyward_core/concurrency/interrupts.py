@@ -23,9 +23,8 @@ def of_program(signal_name: str, what_ends: str, *, is_again: bool) -> str:
 
 def cut_off(pool_id: str, may_run: str) -> str:
     """Return the words for an end that was not waited for. `may_run` says which machines may run, "" if none may."""
-    if not may_run:
-        return f"the end of {pool_id} was interrupted: close the pool again"
-    return f"the end of {pool_id} was interrupted; {may_run}; the pool's reaper ends them, and so does closing it again"
+    words = f"the end of {pool_id} was interrupted: close the pool again, or its reaper ends it"
+    return f"{words}; {may_run}" if may_run else words
 
 
 def first(error: BaseException) -> BaseException:

@@ -66,7 +66,7 @@ def default_url(environ: Mapping[str, str] = os.environ, *, must_last: bool = Fa
             f"there is no place for the ledger, because this user has no home ({folder} leads nowhere): set HOME, or"
             f" {ELSEWHERE}"
         )
-    if can_be_written(folder):
+    if _can_be_written(folder):
         return f"sqlite:///{folder / 'ledger.db'}"
     if must_last:
         raise LedgerError(f"{folder} may not be written to, and a budget needs a ledger that lasts: {ELSEWHERE}")
@@ -86,10 +86,10 @@ def default_url(environ: Mapping[str, str] = os.environ, *, must_last: bool = Fa
     return f"sqlite:///{runtime / 'ledger.db'}"
 
 
-def can_be_written(folder: Path) -> bool:
+def _can_be_written(folder: Path) -> bool:
     """Return whether files can be created in a folder, or the folder itself."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
-    return os.access(there, os.W_OK | os.X_OK)
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
 
 def now() -> datetime:
@@ -175,9 +175,18 @@ def is_made(url: str) -> bool:
 
 def ledger_to_read(url: str, **options: Any) -> Ledger:
     """Open a ledger to look into it, with the options of `Ledger`. A file that does not exist is not made: the ledger
-    is empty then.
+    is empty then. Raises LedgerError, also for a file that could not be made.
     """
-    return Ledger(url, **options) if is_made(url) else _Unmade(parse_url(url), **options)
+    if is_made(url):
+        return Ledger(url, **options)
+    place = parse_url(url)
+    folder = Path(str(place.database)).parent
+    if not _can_be_written(folder):
+        raise LedgerError(
+            f"there is no ledger at {place.database}, and none can be made: {folder} cannot be written to."
+            f" {ELSEWHERE[0].upper()}{ELSEWHERE[1:]}."
+        )
+    return _Unmade(place, **options)
 
 
 class _Unmade(Ledger):

@@ -386,7 +386,8 @@ class Session:
                 self.release()
             finally:
                 self._emit_bill()
-                self.events.close()
+                if self.final is not None or self.left is not None:  # else there is more to come: the bill
+                    self.events.close()
                 self._claims.end_stop()
 
     def release(self) -> None:
@@ -431,6 +432,7 @@ class Session:
             self._departure.close_ledger()
             if self._is_cut_off:  # by an earlier end: what that has left is gone now
                 self._emit_bill()
+                self.events.close()
 
     def what_may_run(self) -> str:
         """Return in words which machines may still run, by the ledger; "" if all are gone."""
@@ -474,6 +476,7 @@ class Session:
         if self._reaper.terminate_now():
             if not may_wait_at_exit:
                 atexit.unregister(self._at_exit)
+                self.events.close()
         elif self.machines is not None:
             in_thread("skyward-terminate", self.machines.end_now)
 

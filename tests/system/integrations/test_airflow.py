@@ -467,7 +467,7 @@ CONNECTIONS = {
         "password": SECRET_KEY,
         "extra": {"ledger_url": "sqlite:///{home}/ledger.sqlite"},
     },
-    "no_ledger": {"conn_type": "skyward", "extra": {"ledger_url": "sqlite:////proc/none/ledger.sqlite"}},
+    "no_ledger": {"conn_type": "skyward", "extra": {"ledger_url": "sqlite:////etc/hostname/none/ledger.sqlite"}},
     "skyward_aws_default": {
         "conn_type": "skyward_aws",
         "login": "AKIA",

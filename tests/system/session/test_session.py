@@ -39,6 +39,7 @@ class World:
             stop=lambda: None,
             release=lambda: do("released"),
             launch_no_more=lambda: None,
+            may_be_left=True,
             end_now=lambda: None,
             leave=lambda: None,
         )
